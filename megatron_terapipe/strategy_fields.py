@@ -12,6 +12,7 @@ SOLVED = "solved"
 WHOLE_LAYERS = ("none", "selective", "full")
 RECOMPUTE = (*WHOLE_LAYERS, "stage")
 ZERO_STAGES = (0, 1)
+KEY_VALUE_GRADIENTS = ("fp32", "bf16")
 
 MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
@@ -208,6 +209,24 @@ class StrategyFields:
     )
     """Whether keys, values and stage inputs of token slices wait in the memory of the host."""
 
+    key_value_gradients: str = dimension(
+        "fp32",
+        kind=word(),
+        trained=KEY_VALUE_GRADIENTS,
+        priced=KEY_VALUE_GRADIENTS,
+        tried=("fp32",),
+        flag_help=(16, "type that gradients of keys and values are kept in: fp32, or bf16, which rounds them"),
+        label=(16, "gradients of keys and values"),
+        column=(16, "dK dV"),
+        usual="fp32",
+        dropped=9,
+        phrase=(12, "dK and dV in {}"),
+        tie=18,
+        tie_key=lambda kept: KEY_VALUE_GRADIENTS.index(kept) if kept in KEY_VALUE_GRADIENTS else 2,
+    )
+    """Type in which gradients of keys and values are kept between the backwards of token slices. The search tries what
+    rounds them only where it is asked to: it changes the numbers of a run."""
+
     zero_stage: int = dimension(
         1,
         kind=whole(0),
@@ -257,6 +276,6 @@ class StrategyFields:
     """Whether each pipeline rank has one more stage, with its part of the output layer's vocabulary."""
 
     placement: tuple[int, ...] | None = dimension(
-        None, kind=whole_list(0), setting="", label=(16, "placement"), none="as the hosts come", tie=14
+        None, kind=whole_list(0), setting="", label=(17, "placement"), none="as the hosts come", tie=14
     )
     """Device of the cluster for each rank; None = in the order of the hostfile."""

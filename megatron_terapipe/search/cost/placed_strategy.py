@@ -34,7 +34,8 @@ class PlacedStrategy:
     def key(self) -> tuple[object, ...]:
         """What the times of layers depend on, beside token slices, devices and links."""
         one = self.strategy
-        return one.micro_batch_size, one.sequence_parallel_size, one.recompute, one.sequence_parallel
+        sizes = one.micro_batch_size, one.sequence_parallel_size
+        return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
 
     def sizes(self, start: Floats, end: Floats) -> OpSizes:
         """Return what the ops of token slices depend on.
@@ -51,6 +52,7 @@ class PlacedStrategy:
             end=end,
             recompute=self.strategy.recompute,
             sequence_parallel=self.strategy.sequence_parallel,
+            key_value_gradients=self.strategy.key_value_gradients,
         )
 
 

@@ -61,6 +61,7 @@ class OpSizes:
         end: end of the token slice, as a share of the sequence.
         recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+        key_value_gradients: type in which gradients of keys and values are kept.
     """
 
     tensor_parallel_size: ScalarOrArray
@@ -70,6 +71,7 @@ class OpSizes:
     end: ScalarOrArray
     recompute: str
     sequence_parallel: bool
+    key_value_gradients: str
 
 
 class LayerPrices:
@@ -116,6 +118,7 @@ class LayerPrices:
                 end=sizes.end * layer.tokens,
                 recompute=sizes.recompute,
                 sequence_parallel=sizes.sequence_parallel,
+                key_value_gradients=sizes.key_value_gradients,
             )
             rows.append(
                 layer_ops(query, self._op_times, self._efficiency, links, self._communication, self._element_bytes)

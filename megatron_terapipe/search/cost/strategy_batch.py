@@ -68,6 +68,7 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
         strategy.schedule,
         strategy.recompute,
         strategy.sequence_parallel,
+        strategy.key_value_gradients,
         strategy.zero_stage,
         strategy.cut(model.workload.seq_length).lengths,
     )
@@ -233,6 +234,7 @@ class StrategyBatch:
             end=bounds[1:],
             recompute=strategy.recompute,
             sequence_parallel=strategy.sequence_parallel,
+            key_value_gradients=strategy.key_value_gradients,
         )
         whole_micro_batch = np.zeros((len(StageOps._fields), *self.parameters.shape))
         first_token_slice = np.zeros_like(whole_micro_batch)

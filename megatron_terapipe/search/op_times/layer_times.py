@@ -49,6 +49,7 @@ class LayerQuery:
         end: token behind its last one.
         recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+        key_value_gradients: type in which gradients of keys and values are kept between two token slices.
     """
 
     layer: Layer
@@ -61,6 +62,7 @@ class LayerQuery:
     sequence_parallel_size: ScalarOrArray = 1.0
     recompute: str = "none"
     sequence_parallel: bool = False
+    key_value_gradients: str = "fp32"
 
     @property
     def sequences(self) -> ScalarOrArray:

@@ -101,6 +101,7 @@ class RememberedTimes:
             query.device,
             query.recompute,
             query.sequence_parallel,
+            query.key_value_gradients,
             *((each.shape, each.tobytes()) for each in grids),
         )
         if key not in self._known:

@@ -206,7 +206,8 @@ class Roofline:
         forward = forward + kept
         again = self.software.selective_recomputes == "attention"
         before = 2 * of_keys * attention.head_size / tp * sequences * (in_reach - tokens)
-        adding = self._moving_s(device, core.prefix.bytes_backward(self._element_bytes) * before)
+        kept_bytes = ELEMENT_BYTES[query.key_value_gradients]
+        adding = self._moving_s(device, core.prefix_bytes(self._element_bytes, kept_bytes) * before)
         return _Part(
             forward,
             back + BACKWARD_MOVES * kept + adding,

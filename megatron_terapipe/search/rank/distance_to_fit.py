@@ -39,7 +39,11 @@ PricingOf = Callable[[Workload, Cluster], Pricing]
 """Prices strategies of a model on a cluster."""
 
 
-RemedyKind = Literal["devices", "seq_length", "global_batch_size", "constraint"]
+GRADIENTS: Literal["key_value_gradients"] = "key_value_gradients"
+ROUNDED = "bf16"
+"""The dimension that says how gradients of keys and values are kept, and its value that needs half the memory."""
+
+RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
 """What is changed."""
 
 
@@ -77,9 +81,9 @@ class Remedy:
     """One change with which a strategy fits.
 
     Attributes:
-        kind: `devices`, `seq_length`, `global_batch_size` or `constraint`.
-        value: number of devices, tokens or sequences; the name of the dimension whose constraint is lifted, or empty
-            for all of them.
+        kind: `devices`, `seq_length`, `global_batch_size`, `key_value_gradients` or `constraint`.
+        value: number of devices, tokens or sequences; the type that gradients are kept in; the name of the dimension
+            whose constraint is lifted, or empty for all of them.
         found: a strategy that then fits.
     """
 
@@ -140,8 +144,11 @@ def nearest_to_fitting(
 def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Choices:
     """Return the choices without values that never need less memory than another that is left."""
     lean: dict[str, tuple[Any, ...]] = {
-        name: (next(value for value in order if value in choices[name]),) for name, order in LEAST.items()
+        name: tuple(value for value in order if value in choices[name])[:1] for name, order in LEAST.items()
     }
+    if "stage" in choices["recompute"]:
+        # It keeps less than whole layers do, and holds more while a backward runs.
+        lean["recompute"] += ("stage",)
     lean["num_model_chunks"] = (min(choices["num_model_chunks"]),)
     lean["micro_batch_size"] = (min(choices["micro_batch_size"]),)
     if "1f1b" in choices["schedule"]:
@@ -208,6 +215,10 @@ def _remedies(
             yield Remedy(kind="constraint", value=name, found=found)
     if len(constraints) > 1 and (found := fitting(problem, {})) is not None:
         yield Remedy(kind="constraint", value="", found=found)
+    if problem.software.can_run(GRADIENTS, ROUNDED) and ROUNDED not in constraints.get(GRADIENTS, ()):
+        # No search rounds them unasked, since a run's numbers change.
+        if (found := fitting(problem, {**constraints, GRADIENTS: (ROUNDED,)})) is not None:
+            yield Remedy(kind=GRADIENTS, value=ROUNDED, found=found)
     others: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
         ("devices", _larger_clusters(problem)),
         ("seq_length", _shorter(problem)),

@@ -145,8 +145,8 @@ class AttentionCore:
             the values reads it (2).
         score_bytes_backward: the same of the backward; None = 1.5 times the forward's.
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
-        prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
-            [channel of a key or value]; its kernels are those for each token slice before.
+        prefix: gradients of keys and values before the token slice that its backward adds to those of later ones,
+            which are kept in fp32 [channel of a key or value]; its kernels are those for each token slice before.
     """
 
     kernel: AttentionKernel = "flash-attention-2"
@@ -164,6 +164,16 @@ class AttentionCore:
     def writes_scores(self) -> bool:
         """Whether the matrix of scores is written to memory."""
         return self.kernel == "scores"
+
+    def prefix_bytes(self, element_bytes: int, kept_bytes: int) -> float:
+        """Return the bytes that a channel of an earlier key or value moves, as `prefix` says.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+            kept_bytes: bytes of a number that is kept between two backwards.
+        """
+        in_fp32 = self.prefix.backward_bytes
+        return self.prefix.bytes_backward(element_bytes) - in_fp32 + in_fp32 * kept_bytes / ELEMENT_BYTES["fp32"]
 
     def kernel_on(self, generation: str) -> AttentionKernel:
         """Return the kernel on devices of a generation, as `devices.GENERATION_NAMES` calls them."""
@@ -251,6 +261,7 @@ OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (
     ("sequence_parallel_size", (1,)),
     ("recompute", ("none", "selective", "full")),
     ("offload", (False,)),
+    ("key_value_gradients", ("fp32",)),
 )
 """What is left to trainers other than this one of dimensions that came with long sequences; one of `Software.runs`."""
 

@@ -254,7 +254,7 @@ TRAINER_RULES = (
     TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
     TrainerRule("sequence-parallel ranks share heads evenly", _sequence_shares),
     TrainerRule("layers were measured with this tensor-parallel size", _measured),
-    _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), ()),
+    _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "key_value_gradients"), ()),
     *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
     TrainerRule("a layer for each stage", _layers, ("order",)),
     TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),

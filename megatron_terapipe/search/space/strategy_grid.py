@@ -121,6 +121,11 @@ class StrategyGrid:
         return int(self.shared["global_batch_size"])
 
     @property
+    def key_value_gradients(self) -> str:
+        """Type in which gradients of keys and values are kept."""
+        return str(self.shared["key_value_gradients"])
+
+    @property
     def lengths(self) -> tuple[int, ...] | None:
         """Lengths of the token slices that all strategies have, in tokens; None = they follow from the number."""
         lengths: tuple[int, ...] | None = self.shared["token_slices"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.attention_kernels import fused_attention
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.software.description import Software
@@ -53,6 +54,19 @@ def test_a_cpu_core_has_no_wave_of_tiles() -> None:
     ideal = 2 * 512 * 256 * 256 / (core.half_flops * HardwareEfficiency().gemm_efficiency)
     assert seconds[True] > 5 * ideal
     assert ideal < seconds[False] < 1.2 * ideal
+
+
+def test_gradients_of_keys_that_are_kept_in_bf16_move_half_the_bytes_of_sums() -> None:
+    later = {"start": 1024.0, "end": 2048.0}
+    kept, rounded = times(**later), times(**later, key_value_gradients="bf16")
+    attention = BLOCK.attention
+    assert attention is not None
+    channels = 2 * attention.key_value_heads * attention.head_size
+    # The sum of each earlier token is read and written: 4 bytes in place of 8, of two sequences.
+    saved = 2 * 1024 * channels * 4 / (reachable_bandwidth(A100) * HardwareEfficiency().memory_efficiency)
+    assert kept.input_gradient - rounded.input_gradient == pytest.approx(saved)
+    assert rounded._replace(input_gradient=kept.input_gradient) == kept
+    assert times(key_value_gradients="bf16") == times()
 
 
 def test_full_recompute_runs_the_forward_again() -> None:

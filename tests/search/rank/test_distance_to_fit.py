@@ -10,7 +10,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit, nearest_to_fitting
 from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.space.choices import all_choices
+from megatron_terapipe.search.space.choices import LONG_SEQUENCE, all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
 from megatron_terapipe.search.space.problem import SearchProblem
 from tests.search.problems import FAST, small_cluster, small_problem
@@ -67,6 +67,36 @@ def test_every_remedy_makes_it_fit() -> None:
             refine=False,
         )
         assert found.entries, each
+
+
+def test_rounded_gradients_of_keys_are_proposed_where_they_decide() -> None:
+    constraints: dict[str, tuple[object, ...]] = {
+        "num_token_slices": (4,), "stage_partition": ("uniform",), "num_model_chunks": (1,), "offload": (False,),
+        "pipeline_parallel_size": (2,), "sequence_parallel_size": (1,),
+    }  # fmt: skip
+    asked = short(1e9, seq_length=LONG_SEQUENCE)
+    needed = [
+        found.device_bytes
+        for kept in ("fp32", "bf16")
+        if (found := nearest_to_fitting(asked, {**constraints, "key_value_gradients": (kept,)}, Pricing)) is not None
+    ]
+    assert needed[1] < 0.99 * needed[0]
+    distance = distance_to_fit(short(sum(needed) / 2, seq_length=LONG_SEQUENCE), constraints, Pricing)
+    assert distance is not None and distance.nearest.fullness > 1
+    (remedy,) = (each for each in distance.remedies if each.kind == "key_value_gradients")
+    assert remedy.found.strategy.key_value_gradients == remedy.value == "bf16" and remedy.found.fullness <= 1
+    too_small = distance_to_fit(short(0.99 * needed[1], seq_length=LONG_SEQUENCE), constraints, Pricing)
+    assert too_small is not None and "key_value_gradients" not in {each.kind for each in too_small.remedies}
+
+
+def test_stages_that_are_computed_again_may_be_nearest() -> None:
+    problem = short(1e9, seq_length=LONG_SEQUENCE)
+    constraints = {"num_token_slices": (16,), "num_model_chunks": (1,), "stage_partition": ("uniform",)}
+    nearest = nearest_to_fitting(problem, constraints, Pricing)
+    layers = nearest_to_fitting(problem, {**constraints, "recompute": ("full",)}, Pricing)
+    stages = nearest_to_fitting(problem, {**constraints, "recompute": ("stage",)}, Pricing)
+    assert nearest is not None and layers is not None and stages is not None
+    assert nearest.fullness == min(layers.fullness, stages.fullness) == stages.fullness < layers.fullness
 
 
 def test_a_device_with_the_memory_that_is_said_is_large_enough() -> None:

@@ -32,6 +32,7 @@ LONG = {
     "num_token_slices": (1, 3),
     "num_model_chunks": (1, 2),
     "micro_batch_size": (1, 2),
+    "key_value_gradients": ("bf16",),
 }
 """What is there for long sequences."""
 

@@ -98,11 +98,12 @@ def test_what_is_missing_and_what_would_make_it_fit() -> None:
     nearest = nearest_to_fitting(problem, {}, Pricing)
     assert nearest is not None
     remedies = tuple(Remedy(kind=kind, value=value, found=nearest) for kind, value in (
-        ("devices", 8), ("seq_length", 256), ("constraint", "recompute"), ("constraint", "")))  # fmt: skip
+        ("devices", 8), ("seq_length", 256), ("key_value_gradients", "bf16"),
+        ("constraint", "recompute"), ("constraint", "")))  # fmt: skip
     distance = DistanceToFit(nearest=nearest, remedies=remedies)
     text = distance_text(distance, problem)
     assert "of 950 MB that a fast has (5 % kept free); it would fit with 8 such devices (4 nodes) or " in text
-    assert "or --seq-length 256 or --recompute free or devices of " in text
+    assert "or --seq-length 256 or --key-value-gradients bf16 or --recompute free or devices of " in text
     (note,) = advice_notes(Advice(distance=distance), problem)
     assert "framework 3.5 GB" in note and note.endswith("of 950 MB")
     document = advice_part(Advice(distance=distance)).distance_to_fit

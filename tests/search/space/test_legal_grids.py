@@ -33,7 +33,7 @@ def test_rules_say_the_same_of_a_grid_and_of_its_strategies() -> None:
     )
     names = [f"{axis}_parallel_size" for axis in ("data", "sequence", "tensor", "pipeline")]
     for ranks in ((1, 1, 2, 2), (2, 1, 2, 1), (1, 1, 1, 4)):
-        sizes = dict(zip(names, ranks, strict=True)) | {"vocabulary_stages": False}
+        sizes = dict(zip(names, ranks, strict=True)) | {"vocabulary_stages": False, "key_value_gradients": "fp32"}
         grid = StrategyGrid.of_choices(choices, sizes, problem.global_batch_size)
         together = np.ones(grid.shape, dtype=bool)
         for rule in TRAINER_RULES:

@@ -23,7 +23,7 @@ from deepspeed_ext.plan.costs.attention_tiles import SCORES_AT_ONCE, longest_in_
 from megatron_terapipe.config.model.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Attention, Layer
 from megatron_terapipe.search.op_times.layer_times import key_heads
-from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
 
 ScalarOrArray = NDArray[np.float64] | float
 
@@ -92,6 +92,7 @@ def token_memory(
     recompute: str,
     sequence_parallel: bool,
     sequence_parallel_size: ScalarOrArray = 1.0,
+    key_value_gradients: str = "fp32",
     activation_is_read_off_output: bool = False,
 ) -> TokenMemory:
     """Bytes that a layer keeps of a token, an array as `tensor_parallel_size` [...] is.
@@ -106,6 +107,7 @@ def token_memory(
         recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
         sequence_parallel_size: ranks that share the tokens of a token slice.
+        key_value_gradients: type in which gradients of keys and values are kept.
         activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
     """
     size = np.asarray(tensor_parallel_size, dtype=float)
@@ -117,7 +119,16 @@ def token_memory(
         masks = layer.hidden_size * whole if software.residual_dropout else nothing
         memory = TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
         return memory.at_once() if recompute == "stage" else memory
-    kept = _Kept(layer, software, element_bytes, size, whole, sequence_parallel_size, activation_is_read_off_output)
+    kept = _Kept(
+        layer,
+        software,
+        element_bytes,
+        ELEMENT_BYTES[key_value_gradients],
+        size,
+        whole,
+        sequence_parallel_size,
+        activation_is_read_off_output,
+    )
     if layer.kind == "norm":
         memory = TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
         return memory.at_once() if recompute == "stage" else memory
@@ -173,12 +184,14 @@ class _Kept:
         layer: Layer,
         software: Software,
         element_bytes: int,
+        gradient_bytes: int,
         size: ScalarOrArray,
         whole: ScalarOrArray,
         sharing: ScalarOrArray,
         reads_output: bool,
     ) -> None:
-        self.layer, self.software, self.element_bytes = layer, software, element_bytes
+        self.layer, self.software = layer, software
+        self.element_bytes, self.gradient_bytes = element_bytes, gradient_bytes
         self.size, self.whole, self.sharing = size, whole, sharing
         self.reads_output = reads_output
 
@@ -263,12 +276,12 @@ class _Kept:
                 working=again + gradients + key_value,
                 freed_by_input_gradient=kept + key_value - self.operands(),
                 scores=tile_scores,
-                window_gradients=(window - 1) * key_value * (4 / element),
+                window_gradients=(window - 1) * key_value * (self.gradient_bytes / element),
             )
         return TokenMemory(
             activations=kept,
             key_values=key_value if owned else 0.0 * size,
-            key_value_gradients=key_value * (4 / element) if owned else 0.0 * size,
+            key_value_gradients=key_value * (self.gradient_bytes / element) if owned else 0.0 * size,
             logits=0.0 * size,
             working=again + gradients,
             freed_by_input_gradient=kept - self.operands(),

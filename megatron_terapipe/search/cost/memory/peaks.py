@@ -141,16 +141,19 @@ class MemoryModel:
         elements = max(layer.output_elements for layer in self.workload.layers)
         return TRANSFERS * ELEMENT_BYTES[self.precision] * elements * sequences
 
-    def token_bytes(self, layout: ParallelLayout, recompute: str, sequence_parallel: bool) -> Floats:
+    def token_bytes(
+        self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, key_value_gradients: str = "fp32"
+    ) -> Floats:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
 
         Args:
             layout: how the ranks are laid out.
             recompute: `none`, `selective`, `full` or `stage`.
             sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+            key_value_gradients: type in which gradients of keys and values are kept.
         """
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
-        key = *sizes, recompute, sequence_parallel
+        key = *sizes, recompute, sequence_parallel, key_value_gradients
         if key not in self._tokens:
             config = self.workload.config
             rows = [
@@ -162,6 +165,7 @@ class MemoryModel:
                     sequence_parallel_size=sizes[1],
                     recompute=recompute,
                     sequence_parallel=sequence_parallel,
+                    key_value_gradients=key_value_gradients,
                     activation_is_read_off_output=config is not None and config.activation == "relu",
                 )
                 for layer in self.counter.kinds
@@ -221,7 +225,9 @@ class MemoryModel:
 
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
-        of_kind = self.token_bytes(strategy.layout, strategy.recompute, strategy.sequence_parallel)
+        of_kind = self.token_bytes(
+            strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
+        )
         sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
         stages = dict(zip(TokenMemory._fields, sequences * (of_kind @ counts.per_stage.T), strict=True))
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)

@@ -54,7 +54,10 @@ class GridMemory:
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
         tables = [
-            [model.token_bytes(grid.layout, recompute, parallel) for parallel in grid.sequence_parallel]
+            [
+                model.token_bytes(grid.layout, recompute, parallel, grid.key_value_gradients)
+                for parallel in grid.sequence_parallel
+            ]
             for recompute, _ in grid.recompute
         ]
         each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))

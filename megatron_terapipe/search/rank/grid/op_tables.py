@@ -67,7 +67,7 @@ class OpTables:
         """
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
-        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size
+        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size, grid.key_value_gradients
         key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
@@ -109,6 +109,7 @@ class OpTables:
                     end=ends,
                     recompute=recompute,
                     sequence_parallel=on,
+                    key_value_gradients=grid.key_value_gradients,
                 )
                 ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
                 table.whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)

@@ -28,7 +28,12 @@ def block(**parts: object) -> tuple[ModelConfig, Layer]:
 
 
 def memory(
-    layer: Layer, software: Software = MEGATRON_LM, size: int = 1, recompute: str = "none", sequence: bool = False
+    layer: Layer,
+    software: Software = MEGATRON_LM,
+    size: int = 1,
+    recompute: str = "none",
+    sequence: bool = False,
+    key_value_gradients: str = "fp32",
 ) -> TokenMemory:
     return token_memory(
         layer,
@@ -37,6 +42,7 @@ def memory(
         tensor_parallel_size=size,
         recompute=recompute,
         sequence_parallel=sequence,
+        key_value_gradients=key_value_gradients,
     )
 
 
@@ -85,6 +91,8 @@ def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, objec
     assert found.activations + found.key_values == expected
     assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
     assert found.key_value_gradients == 2 * found.key_values  # fp32
+    rounded = memory(layer, TERAPIPE, recompute=recompute, key_value_gradients="bf16")
+    assert rounded == found._replace(key_value_gradients=found.key_values)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -98,6 +106,8 @@ def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
     assert found.activations - found.freed_by_input_gradient == without.activations - without.freed_by_input_gradient
     # In fp32, of the tokens that a token slice reaches back to.
     assert found.window_gradients == (window - 1) * 2 * without.key_values
+    rounded = memory(layer, TERAPIPE, recompute=recompute, key_value_gradients="bf16")
+    assert rounded == found._replace(window_gradients=found.window_gradients / 2)
     assert without.window_gradients == 0
 
 
