@@ -55,6 +55,8 @@ def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Take settings of a model that no flag says; but for those that follow from a scaling of rotations by flags."""
     scaled = given.keys() & {"rotary_scaling", "rotary_scaling_factor"}
     follow = {"rotary_attention_factor"} if scaled else set()
+    if given.get("rotary_scaling", "longrope") != "longrope":
+        follow |= {"rotary_short_factors", "rotary_long_factors"}
     if scaled and settings.get("rotary_scaling") == "none":
         follow |= {"rotary_scaling", "rotary_scaling_factor"}
     for name, value in settings.items():

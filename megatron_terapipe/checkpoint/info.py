@@ -30,6 +30,7 @@ _MAY_CHANGE = {
 """Settings of the model that change neither the shape of a weight nor what it means."""
 _ROTATIONS = {
     *("rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "rotary_attention_factor"),
+    *("rotary_short_factors", "rotary_long_factors"),
     *("rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary_beta_slow", "rotary_beta_fast"),
 }
 """Settings that change what weights mean, in a way that training on for longer sequences makes good."""
@@ -198,7 +199,7 @@ class CheckpointInfo:
         may_change = _MAY_CHANGE | extended
         if model.position_embedding_type != "learned_absolute":
             may_change.add("max_position_embeddings")  # no weight has a row for each
-        if model.rotary_scaling not in ("llama3", "yarn"):
+        if model.rotary_scaling in ("none", "linear"):
             may_change.add("rotary_original_length")  # nothing is told apart by it
         for name, theirs in theirs_by_name.items():
             if name not in may_change and ours.get(name) != theirs:

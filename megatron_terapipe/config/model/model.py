@@ -82,15 +82,17 @@ class ModelConfig:
     rotary_interleaved: bool = False
     """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
 
-    rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
         derived="linear with --rotary-scaling-factor above 1, otherwise none",
         shorthands={"--use-rope-scaling": "llama3"},
     )
     """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
-    (`linear`), or the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`)."""
+    (`linear`); the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
+    beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
+    longer ones, as in Phi-3 (`longrope`)."""
 
     rotary_scaling_factor: float = option(
-        derived="8 with llama3, otherwise 1",
+        derived="8 with llama3, --max-position-embeddings / --rotary-original-length with longrope, otherwise 1",
         aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"),
         above=0,
         most=1e6,
@@ -103,7 +105,15 @@ class ModelConfig:
         least=1,
         most=10**9,
     )
-    """Tokens of the sequences before scaling; `llama3` and `yarn` tell slow rotations from fast ones by it."""
+    """Tokens of the sequences before scaling. `llama3` and `yarn` tell slow rotations from fast ones by it, `dynamic` and
+    `longrope` long sequences from others."""
+
+    rotary_short_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: what each rotation is divided by if --seq-length is --rotary-original-length or less, a number for each
+    pair of channels, with commas between them."""
+
+    rotary_long_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: the same for longer sequences."""
 
     rotary_low_frequency_factor: float = option(1.0, above=0, most=1e6)
     """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
@@ -118,7 +128,10 @@ class ModelConfig:
     """`yarn` leaves rotations alone that turn more times than this within --rotary-original-length."""
 
     rotary_attention_factor: float = option(
-        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, otherwise 1", above=0, most=1e6
+        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
+        "ln(--rotary-original-length)) with longrope, otherwise 1",
+        above=0,
+        most=1e6,
     )
     """Factor of the rotated channels of queries and keys."""
 

@@ -1,11 +1,13 @@
 """Rotary positions: their settings in the model section, the rules between these, and the frequencies that they give.
 
 Peng    Peng et al., YaRN, arXiv 2309.00071
+Ding    Ding et al., LongRoPE, arXiv 2402.13753; lists and attention factor are those of Phi-3 (arXiv 2404.14219)
+NTK     dynamic scaling has no paper of its own; Peng, section 3.2 and equation 16, has its base
 Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling is that of the released code
 """
 
 from dataclasses import dataclass
-from math import ceil, floor, log, pi
+from math import ceil, floor, isfinite, log, pi, sqrt
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.fields.options import check_bounds, flag, resolve
@@ -65,9 +67,48 @@ def scaled_frequencies(model: "ModelConfig") -> tuple[float, ...]:
     plain = frequencies_of_base(model.rotary_base, model.rotary_channels)
     if model.rotary_scaling == "none":
         return plain
+    if model.rotary_scaling == "dynamic":
+        return frequencies_of_base(model.rotary_base * _base_stretch(model), model.rotary_channels)
+    if model.rotary_scaling == "longrope":
+        longer = model.seq_length > model.rotary_original_length
+        factors = listed_factors(model, "rotary_long_factors" if longer else "rotary_short_factors")
+        return tuple(each / factor for each, factor in zip(plain, factors, strict=True))
     kept = {"linear": _none_kept, "llama3": _kept_in_llama3, "yarn": _kept_in_yarn}[model.rotary_scaling](model, plain)
     factor = model.rotary_scaling_factor
     return tuple(each * (share + (1 - share) / factor) for each, share in zip(plain, kept, strict=True))
+
+
+def _base_stretch(model: "ModelConfig") -> float:
+    """Factor of the base for sequences of this length, 1 up to the original one (Peng, section 3.2, equation 16)."""
+    factor, channels = model.rotary_scaling_factor, model.rotary_channels
+    longer = max(model.seq_length / model.rotary_original_length, 1.0)
+    return (factor * longer - (factor - 1)) ** (channels / (channels - 2))
+
+
+def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
+    """Return the factors of a list of `longrope`, one for each pair of channels.
+
+    Args:
+        model: the model section.
+        name: field with the list.
+
+    Raises:
+        ConfigError: if it is no list of as many positive numbers.
+    """
+    text, pairs = getattr(model, name), model.rotary_channels // 2
+    if text is None:
+        raise ConfigError(f"--rotary-scaling longrope divides rotations by lists of factors: add {flag(name)}")
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(isfinite(each) and each > 0 for each in factors):
+        raise ConfigError(f"{flag(name)} {text} is not positive numbers with commas between them: write 1.0,1.05")
+    if len(factors) != pairs:
+        raise ConfigError(
+            f"{flag(name)} lists {len(factors)} factors, and {pairs} pairs of channels turn: give one for each"
+        )
+    return factors
 
 
 def _none_kept(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
@@ -108,14 +149,39 @@ def resolve_rotation(model: "ModelConfig") -> None:
     """
     factor = model.rotary_scaling_factor
     resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
-    resolve(model, "rotary_scaling_factor", 8.0 if model.rotary_scaling == "llama3" else 1.0)
+    usual = 8.0 if model.rotary_scaling == "llama3" else 1.0
+    if model.rotary_scaling == "longrope" and model.rotary_original_length:
+        usual = model.max_position_embeddings / model.rotary_original_length
+    resolve(model, "rotary_scaling_factor", usual)
     check_bounds(model)
     factor = model.rotary_scaling_factor
     before = 8192 if model.rotary_scaling == "llama3" else max(1, int(model.max_position_embeddings / factor))
     resolve(model, "rotary_original_length", before)
     # Peng et al., YaRN, arXiv 2309.00071 section 3.4; queries and keys take it each, so scores take its square.
-    yarn = 0.1 * log(factor) + 1 if model.rotary_scaling == "yarn" and factor > 1 else 1.0
-    resolve(model, "rotary_attention_factor", yarn)
+    attention = 1.0
+    if model.rotary_scaling == "yarn" and factor > 1:
+        attention = 0.1 * log(factor) + 1
+    elif model.rotary_scaling == "longrope":
+        attention = longrope_attention_factor(factor, model.rotary_original_length)
+    resolve(model, "rotary_attention_factor", attention)
+    for name in LISTS:
+        if model.rotary_scaling == "longrope":
+            # The same numbers have one form, so that models can be compared.
+            object.__setattr__(model, name, ",".join(map(str, listed_factors(model, name))))
+
+
+LISTS = ("rotary_short_factors", "rotary_long_factors")
+"""Fields with lists of factors."""
+
+
+def longrope_attention_factor(factor: float, original_length: int) -> float:
+    """Return the factor of the channels that turn (Phi-3, arXiv 2404.14219; Ding's scaling leaves it open).
+
+    Args:
+        factor: how many times longer the sequences are that the model is for.
+        original_length: tokens of those before.
+    """
+    return sqrt(1 + log(factor) / log(original_length)) if factor > 1 and original_length > 1 else 1.0
 
 
 def check_rotation(model: "ModelConfig") -> None:
@@ -129,6 +195,14 @@ def check_rotation(model: "ModelConfig") -> None:
             f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "
             f"{model.rotary_channels} channels, and they turn in pairs: change it, or --kv-channels"
         )
+    if model.rotary_scaling == "dynamic" and model.rotary_channels == 2:
+        raise ConfigError(
+            "--rotary-scaling dynamic enlarges the base of all rotations but the first, and 2 channels turn in one: "
+            "choose linear, or raise --rotary-percent"
+        )
+    for name in LISTS:
+        if model.rotary_scaling != "longrope" and getattr(model, name) is not None:
+            raise ConfigError(f"{flag(name)} is for --rotary-scaling longrope, not {model.rotary_scaling}: drop it")
     if model.rotary_scaling == "yarn" and model.rotary_base <= 1:
         raise ConfigError(
             f"--rotary-base {model.rotary_base} has no slow rotations that --rotary-scaling yarn could scale: raise it"

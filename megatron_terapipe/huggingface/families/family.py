@@ -25,7 +25,7 @@ _BY_PROPERTY = {
 """Fields that can say the same in several ways; what they say is compared."""
 
 _OF_SCALING = {
-    "rotary_original_length": ("llama3", "yarn"),
+    "rotary_original_length": ("llama3", "yarn", "dynamic", "longrope"),
     "rotary_low_frequency_factor": ("llama3",),
     "rotary_high_frequency_factor": ("llama3",),
     "rotary_beta_slow": ("yarn",),

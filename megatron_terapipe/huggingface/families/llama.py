@@ -169,9 +169,7 @@ PHI3 = llama_like(
     swish(),
     WindowOfAll(),
     Written({"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"}),
-    # It matters with longrope alone.
-    Written({"original_max_position_embeddings": None}),
-    rotation=Rotation(part=1.0, scalings=()),
+    rotation=Rotation(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
     epsilon=1e-5,
     tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     vocab_size=32064,

@@ -7,17 +7,24 @@ from typing import Any
 
 from megatron_terapipe.config.fields.options import one_of
 from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model.rotation import listed_factors, longrope_attention_factor
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.setting import Fields, Reading, Setting
-from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER, WORD, SettingsFile
+from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER, NUMBERS, WORD, SettingsFile
 
-SCALINGS = ("linear", "llama3", "yarn")
-"""Scalings of the rotations that our models have, by their names there."""
+WHATEVER_LENGTH = ("linear", "llama3", "yarn")
+"""Scalings of the rotations that do not depend on the length of a sequence, by their names there."""
+
+SCALINGS = (*WHATEVER_LENGTH, "dynamic", "longrope")
+"""Scalings that our models have. The last two depend on the length of sequences, which is `--seq-length` in a run."""
 
 _SECTIONS = ("rope_scaling", "rope_parameters")
 """Sections of the scaling. Files of transformers 4 have the first, those of 5 the second; of two, it reads the first
 that is not empty."""
 
+
+_ORIGINAL = "original_max_position_embeddings"
+"""Key of the tokens of sequences before scaling."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Sections of `rope_parameters` in Gemma 3, whose layers with a window have rotations of their own."""
@@ -33,6 +40,9 @@ class Rotation:
         part: fraction of the head that is rotated where it is left out; None where it is always all of it.
         part_key: its key outside the section.
         scalings: scalings that the family has.
+        original_length: tokens of sequences before scaling where the key for it, which the family has outside the
+            section, is left out; None where it is within the section.
+        older_names: names of `longrope` in older files.
     """
 
     base: float = 10000.0
@@ -40,11 +50,14 @@ class Rotation:
     part: float | None = None
     part_key: str = "partial_rotary_factor"
     scalings: tuple[str, ...] = SCALINGS
+    original_length: int | None = None
+    older_names: tuple[str, ...] = ()
 
     @property
     def keys(self) -> Sequence[str]:
         """Keys that it understands."""
-        return (self.base_key, self.part_key, *_SECTIONS)
+        outside = () if self.original_length is None else (_ORIGINAL,)
+        return (self.base_key, self.part_key, *outside, *_SECTIONS)
 
     def read(self, reading: Reading) -> Fields:
         """Return the fields of rotations."""
@@ -52,6 +65,11 @@ class Rotation:
         section = next((found for name in _SECTIONS if (found := file.section(name))), file.section(_SECTIONS[0]))
         for layer_type in _LAYER_TYPES:
             section.expect(layer_type, (None,))
+        if self.original_length is not None:
+            # Transformers hands what is outside to the section, whatever it says.
+            section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, self.original_length))
+        if scaling_of(section) in self.older_names:
+            section = section.with_value("rope_type", "longrope")
         return {
             "position_embedding_type": "rope",
             "rotary_base": float(section.value("rope_theta", NUMBER, file.value(self.base_key, NUMBER, self.base))),
@@ -62,7 +80,10 @@ class Rotation:
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
         """Return the keys, in the form that transformers 4 and 5 read."""
         part = {} if self.part is None else {self.part_key: model.rotary_percent}
-        return {self.base_key: model.rotary_base, **part, "rope_scaling": written_scaling(model)}
+        keys = {self.base_key: model.rotary_base, **part, "rope_scaling": written_scaling(model)}
+        if self.original_length is not None and model.rotary_scaling != "none":
+            keys[_ORIGINAL] = model.rotary_original_length
+        return keys
 
     def _part(self, file: SettingsFile, section: SettingsFile) -> Fields:
         if self.part is None:
@@ -71,6 +92,11 @@ class Rotation:
             return {}
         outside = file.value(self.part_key, NUMBER, self.part)
         return {"rotary_percent": float(section.value("partial_rotary_factor", NUMBER, outside))}
+
+
+def scaling_of(section: SettingsFile) -> str:
+    """Name of the scaling that a section describes."""
+    return str(section.value("rope_type", WORD, section.value("type", WORD, "default")))
 
 
 def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[str] = SCALINGS) -> Fields:
@@ -84,7 +110,7 @@ def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[s
     Raises:
         ConfigError: if our models have no such scaling.
     """
-    kind = section.value("rope_type", WORD, section.value("type", WORD, "default"))
+    kind = scaling_of(section)
     if kind == "default":
         return {"rotary_scaling": "none"}
     if kind not in accepted:
@@ -94,15 +120,42 @@ def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[s
             "cannot be trained here"
         )
     fields: dict[str, Any] = {"rotary_scaling": kind}
+    before = max_positions
+    if kind not in ("linear", "dynamic"):
+        before = section.value(_ORIGINAL, COUNT, max_positions)
     if kind != "linear":
-        before = section.value("original_max_position_embeddings", COUNT, max_positions)
+        # With dynamic the longest sequence of the file is the one before scaling, whatever else it says.
         fields["rotary_original_length"] = before
     if kind == "llama3":
         fields["rotary_low_frequency_factor"] = float(section.value("low_freq_factor", NUMBER))
         fields["rotary_high_frequency_factor"] = float(section.value("high_freq_factor", NUMBER))
     if kind == "yarn":
         return {**fields, **_read_yarn(section, max_positions / before)}
+    if kind == "longrope":
+        return {**fields, **_read_longrope(section, before, max_positions / before)}
     return {**fields, "rotary_scaling_factor": float(section.value("factor", NUMBER))}
+
+
+def _read_longrope(section: SettingsFile, before: int, stretch: float) -> Fields:
+    """Return the fields that only `longrope` has (Ding et al., arXiv 2402.13753).
+
+    Args:
+        section: the section.
+        before: tokens of the sequences before scaling.
+        stretch: how many times longer the sequences are than before; the factor where none is given.
+    """
+    factor = float(section.value("factor", NUMBER, stretch, nullable=True) or stretch)
+    given = section.value("attention_factor", NUMBER, None, nullable=True)
+    return {
+        "rotary_scaling_factor": factor,
+        "rotary_attention_factor": longrope_attention_factor(factor, before) if given is None else float(given),
+        "rotary_short_factors": _listed(section.value("short_factor", NUMBERS)),
+        "rotary_long_factors": _listed(section.value("long_factor", NUMBERS)),
+    }
+
+
+def _listed(factors: Sequence[float]) -> str:
+    return ",".join(str(float(each)) for each in factors)
 
 
 def _read_yarn(section: SettingsFile, stretch: float) -> Fields:
@@ -135,7 +188,13 @@ def written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
         return None
     section: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
     if model.rotary_scaling != "linear":
-        section["original_max_position_embeddings"] = model.rotary_original_length
+        section[_ORIGINAL] = model.rotary_original_length
+    if model.rotary_scaling == "dynamic":
+        del section[_ORIGINAL]
+    if model.rotary_scaling == "longrope":
+        section["attention_factor"] = model.rotary_attention_factor
+        section["short_factor"] = list(listed_factors(model, "rotary_short_factors"))
+        section["long_factor"] = list(listed_factors(model, "rotary_long_factors"))
     if model.rotary_scaling == "llama3":
         section["low_freq_factor"] = model.rotary_low_frequency_factor
         section["high_freq_factor"] = model.rotary_high_frequency_factor
@@ -180,7 +239,7 @@ class RotationByLayer:
             "position_embedding_type": "rope",
             "rotary_base": float(scaling.value("rope_theta", NUMBER, base)),
             **({"rotary_base_local": float(of_windows)} if windows else {}),
-            **read_scaling(scaling or whole, int(fields["max_position_embeddings"])),
+            **read_scaling(scaling or whole, int(fields["max_position_embeddings"]), WHATEVER_LENGTH),
         }
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:

@@ -37,6 +37,9 @@ SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 WORDS = Kind("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
 BITS = Kind("a list of 0 and 1", lambda value: isinstance(value, list) and all(each in (0, 1) for each in value))
+NUMBERS = Kind(
+    "a list of numbers above 0", lambda value: isinstance(value, list) and value and all(map(NUMBER.fits, value))
+)
 SECTION = Kind("a JSON object", lambda value: isinstance(value, Mapping))
 
 _REQUIRED = object()
@@ -144,6 +147,15 @@ class SettingsFile:
         """
         contents = self.value(name, SECTION, None, nullable=True)
         return SettingsFile(contents or {}, f"{self.where} {name}")
+
+    def with_value(self, name: str, value: Any) -> "SettingsFile":
+        """Return the file with another value for a setting.
+
+        Args:
+            name: the setting.
+            value: its value.
+        """
+        return SettingsFile({**self._contents, name: value}, self.where)
 
     def refuse_experts(self) -> None:
         """Raise if the settings describe a mixture of experts."""
