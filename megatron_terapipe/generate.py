@@ -13,6 +13,7 @@ from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, wr
 from deepspeed_ext.plan.text.progress_line import ProgressLine
 from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model.rotation import for_length
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_model
@@ -154,13 +155,14 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     else:
         raise CheckpointError(f"{source.name} knows no tokenizer: add --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
-    model = source.load()
     prompt = tokenizer.encode(text_before)
+    num_new_tokens = _num_new_tokens(options, source.model, len(prompt))
+    model = source.load(len(prompt) + num_new_tokens)
     text = TextStream(tokenizer, prompt)
     tokens = generate(
         model,
         prompt,
-        _num_new_tokens(options, source.model, len(prompt)),
+        num_new_tokens,
         max_positions=source.model.max_position_embeddings,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
@@ -182,13 +184,13 @@ class _Source(NamedTuple):
         name: its name in errors.
         model: the model section.
         tokenizer: settings of its tokenizer; empty if it names none.
-        load: loads the weights, once everything else is known to be good.
+        load: loads the weights of the model for so many tokens, once everything else is known to be good.
     """
 
     name: str
     model: ModelConfig
     tokenizer: Mapping[str, Any]
-    load: Callable[[], "WholeModel"]
+    load: Callable[[int], "WholeModel"]
 
 
 def _checkpoint(options: argparse.Namespace) -> _Source:
@@ -199,12 +201,14 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
 
-    def load() -> "WholeModel":
+    def load(tokens: int) -> "WholeModel":
         from megatron_terapipe.checkpoint.verify import verify_weights
 
         with ProgressLine() as line:
             verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
-            return _ready(_empty(model).load(directory, info, line.part("loading the model", VERIFIED, 1.0)))
+            return _ready(
+                _empty(for_length(model, tokens)).load(directory, info, line.part("loading the model", VERIFIED, 1.0))
+            )
 
     return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
 
@@ -223,9 +227,10 @@ def _model_folder(options: argparse.Namespace) -> _Source:
     weights = FolderWeights(folder, family, model)
     weights.check()
 
-    def load() -> "WholeModel":
+    def load(tokens: int) -> "WholeModel":
         with ProgressLine() as line:
-            loaded = _empty(model).take(lambda index, _: weights.layer(index), line.part("loading the model"))
+            empty = _empty(for_length(model, tokens))
+            loaded = empty.take(lambda index, _: weights.layer(index), line.part("loading the model"))
         return _ready(loaded)
 
     return _Source(f"--load {folder}", model, tokenizer_of(folder), load)

@@ -41,6 +41,12 @@ _LLAMA3 = {
     "rope_theta": 100.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+    "rope_theta": 100.0,
+}
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 _FALCON = {"ffn_hidden_size": 48}
 
@@ -88,6 +94,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": (
+        "phi3",
+        {"original_max_position_embeddings": POSITIONS // 4, "rope_parameters": _LONGROPE},
+    ),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e2}}),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True}),

@@ -105,12 +105,12 @@ class ModelConfig:
         least=1,
         most=10**9,
     )
-    """Tokens of the sequences before scaling. `llama3` and `yarn` tell slow rotations from fast ones by it, `dynamic` and
-    `longrope` long sequences from others."""
+    """Tokens of the sequences before scaling: tells slow rotations from fast ones, with `dynamic` and `longrope` long
+    sequences from others."""
 
     rotary_short_factors: str | None = option(None, metavar="LIST")
-    """`longrope`: what each rotation is divided by if --seq-length is --rotary-original-length or less, a number for each
-    pair of channels, with commas between them."""
+    """`longrope`: what each rotation is divided by if --seq-length is --rotary-original-length or less, a number for
+    each pair of channels, with commas between them."""
 
     rotary_long_factors: str | None = option(None, metavar="LIST")
     """`longrope`: the same for longer sequences."""

@@ -6,7 +6,7 @@ NTK     dynamic scaling has no paper of its own; Peng, section 3.2 and equation 
 Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling is that of the released code
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log, pi, sqrt
 from typing import TYPE_CHECKING
 
@@ -78,11 +78,27 @@ def scaled_frequencies(model: "ModelConfig") -> tuple[float, ...]:
     return tuple(each * (share + (1 - share) / factor) for each, share in zip(plain, kept, strict=True))
 
 
+FOLLOW_LENGTH = ("dynamic", "longrope")
+"""Scalings with which rotations depend on the length of sequences."""
+
+
+def for_length(model: "ModelConfig", tokens: int) -> "ModelConfig":
+    """Return the model for sequences of another length, where its rotations depend on that.
+
+    Args:
+        model: the model section.
+        tokens: length of the sequences; more than the model can process are as many as it can.
+    """
+    if model.rotary_scaling not in FOLLOW_LENGTH:
+        return model
+    return replace(model, seq_length=min(tokens, model.max_position_embeddings))
+
+
 def _base_stretch(model: "ModelConfig") -> float:
     """Factor of the base for sequences of this length, 1 up to the original one (Peng, section 3.2, equation 16)."""
     factor, channels = model.rotary_scaling_factor, model.rotary_channels
     longer = max(model.seq_length / model.rotary_original_length, 1.0)
-    return (factor * longer - (factor - 1)) ** (channels / (channels - 2))
+    return float((factor * longer - (factor - 1)) ** (channels / (channels - 2)))
 
 
 def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.config.model.rotation import rotation_of
+from megatron_terapipe.config.model.rotation import FOLLOW_LENGTH, for_length, rotation_of
 from megatron_terapipe.errors import ConfigError
 from tests.model.configs import model_config
 
@@ -15,6 +15,19 @@ transformers = pytest.importorskip("transformers")
 
 LLAMA3 = {"rotary_scaling": "llama3", "rotary_scaling_factor": 8.0, "rotary_original_length": 8192}
 YARN = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_original_length": 4096}
+LONGROPE: dict[str, Any] = {
+    "rotary_scaling": "longrope",
+    "rotary_original_length": 4096,
+    "rotary_short_factors": ",".join(str(1 + pair / 64) for pair in range(64)),
+    "rotary_long_factors": ",".join(str(1 + pair**2 / 60) for pair in range(64)),
+    "max_position_embeddings": 131072,
+}
+LONG = {"seq_length": 8192}
+FEW: dict[str, Any] = {
+    "rotary_percent": 0.25,
+    **{name: ",".join(LONGROPE[name].split(",")[:16]) for name in ("rotary_short_factors", "rotary_long_factors")},
+}
+DYNAMIC = {"rotary_scaling": "dynamic", "rotary_scaling_factor": 4.0, "rotary_original_length": 8192}
 CASES: dict[str, dict[str, Any]] = {
     "linear": {"rotary_scaling_factor": 2.5},
     "llama 3.1": LLAMA3,
@@ -26,6 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn, short": YARN | {"rotary_original_length": 16},
     "yarn, factor given": YARN | {"rotary_attention_factor": 1.25},
     "yarn, some channels": YARN | {"rotary_percent": 0.25},
+    "longrope": LONGROPE,
+    "longrope, long": LONGROPE | LONG,
+    "longrope, at the length before": LONGROPE | LONG | {"seq_length": 4096},
+    "longrope, factors given": LONGROPE | LONG | {"rotary_scaling_factor": 2.0, "rotary_attention_factor": 1.5},
+    "longrope, some channels": LONGROPE | LONG | FEW,
+    "dynamic": DYNAMIC,
+    "dynamic, at the length before": DYNAMIC | {"seq_length": 8192, "max_position_embeddings": 32768},
+    "dynamic, long": DYNAMIC | {"seq_length": 32768},
+    "dynamic, some channels": DYNAMIC | {"seq_length": 131072, "rotary_percent": 0.25},
 }
 
 
@@ -42,7 +64,7 @@ def theirs(model: ModelConfig) -> tuple[list[float], float]:
         "factor": model.rotary_scaling_factor,
         "partial_rotary_factor": model.rotary_percent,
     }
-    if model.rotary_scaling != "linear":
+    if model.rotary_scaling not in ("linear", "dynamic"):
         parameters["original_max_position_embeddings"] = model.rotary_original_length
     if model.rotary_scaling == "llama3":
         parameters["low_freq_factor"] = model.rotary_low_frequency_factor
@@ -50,14 +72,21 @@ def theirs(model: ModelConfig) -> tuple[list[float], float]:
     if model.rotary_scaling == "yarn":
         parameters["beta_fast"], parameters["beta_slow"] = model.rotary_beta_fast, model.rotary_beta_slow
         parameters["attention_factor"] = model.rotary_attention_factor
+    if model.rotary_scaling == "longrope":
+        parameters["short_factor"] = [float(each) for each in model.rotary_short_factors.split(",")]
+        parameters["long_factor"] = [float(each) for each in model.rotary_long_factors.split(",")]
+        if model.rotary_attention_factor == 1.5:
+            parameters["attention_factor"] = 1.5
     config = transformers.LlamaConfig(
         hidden_size=512,
         num_attention_heads=4,
         head_dim=model.kv_channels,
-        max_position_embeddings=131072,
+        max_position_embeddings=8192 if model.rotary_scaling == "dynamic" else 131072,
         rope_parameters=parameters,
     )
-    frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[model.rotary_scaling](config)
+    frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[model.rotary_scaling](
+        config, seq_len=model.seq_length
+    )
     return frequencies.tolist(), factor
 
 
@@ -70,6 +99,8 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
     assert rotation.factor == pytest.approx(factor, rel=1e-12)
     plain = rotation_of(rope(rotary_percent=model.rotary_percent), model.blocks[0])
     assert max(now / before for now, before in zip(rotation.frequencies, plain.frequencies, strict=True)) <= 1
+    if model.rotary_scaling in FOLLOW_LENGTH:
+        return
     assert rotation.frequencies[-1] == pytest.approx(plain.frequencies[-1] / model.rotary_scaling_factor)
 
 
@@ -89,6 +120,14 @@ def test_dynamic_scaling_is_a_larger_base_at_a_fixed_length(factor: float, lengt
     )
     frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
     assert rotation_of(model, model.blocks[0]).frequencies == pytest.approx(frequencies.tolist(), rel=3e-6)
+
+
+def test_rotations_follow_the_length_that_a_text_will_have() -> None:
+    model = rope(**LONGROPE | LONG)
+    assert for_length(model, 4096) == rope(**LONGROPE | {"seq_length": 4096})
+    assert for_length(model, 2**20).seq_length == 131072
+    plain = rope(**YARN)
+    assert for_length(plain, 5) is plain
 
 
 def test_the_attention_factor_of_yarn_follows_from_its_factor() -> None:
@@ -148,7 +187,28 @@ def test_layers_may_turn_otherwise_or_not_at_all() -> None:
             YARN | {"rotary_base": 1.0},
             "--rotary-base 1.0 has no slow rotations that --rotary-scaling yarn could scale: raise it",
         ),
-        ({"rotary_scaling": "dynamic"}, "--rotary-scaling dynamic is not known: choose none, linear, llama3 or yarn"),
+        (
+            {"rotary_scaling": "stretched"},
+            "--rotary-scaling stretched is not known: choose none, linear, llama3, yarn, dynamic or longrope",
+        ),
+        (
+            {"rotary_scaling": "longrope"},
+            "--rotary-scaling longrope divides rotations by lists of factors: add --rotary-short-factors",
+        ),
+        (
+            LONGROPE | {"rotary_percent": 0.5},
+            "--rotary-short-factors lists 64 factors, and 32 pairs of channels turn: give one for each",
+        ),
+        (
+            LONGROPE | {"rotary_long_factors": "1,x"},
+            "--rotary-long-factors 1,x is not positive numbers with commas between them: write 1.0,1.05",
+        ),
+        ({"rotary_long_factors": "1.0"}, "--rotary-long-factors is for --rotary-scaling longrope, not none: drop it"),
+        (
+            DYNAMIC | {"kv_channels": 2},
+            "--rotary-scaling dynamic enlarges the base of all rotations but the first, and "
+            "2 channels turn in one: choose linear, or raise --rotary-percent",
+        ),
         ({"rotary_scaling_factor": 0.0}, "--rotary-scaling-factor 0.0 is not positive: give a number above 0"),
         (
             {"rotary_base_local": 100.0},

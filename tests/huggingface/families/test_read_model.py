@@ -41,8 +41,8 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("llama", {"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, and our models have 1 or null"),
         (
             "llama",
-            {"rope_scaling": {"type": "longrope", "factor": 2}},
-            "as longrope, and our models not at all, or as linear, ",
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            "as proportional, and our models not at all, or as linear, ",
         ),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "sets truncate to false"),
         (
@@ -65,7 +65,8 @@ def read(name: str, **settings: Any) -> ModelConfig:
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             'sets rope_type to "linear", and our models have "default"',
         ),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "as longrope, and our models not at all: this model"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "leaves out short_factor, which must be a list of numbers"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "as linear, and our models not at all, or as long"),
         ("smollm3", {"use_sliding_window": True}, "sets use_sliding_window to true, and our models have false"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "lists 2 layers in no_rope_layers, and has 36"),
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
@@ -108,6 +109,23 @@ def test_of_two_sections_of_rotations_the_one_that_transformers_reads_counts() -
     model = read("llama", rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     assert (model.rotary_scaling, model.rotary_base) == ("none", 77.0)
     assert read("llama", rope_scaling={}, rope_theta=5000.0).rotary_base == 5000.0
+
+
+def test_longrope_of_phi3_has_its_lengths_outside() -> None:
+    lists = {"short_factor": [1] * 48, "long_factor": [1.5] * 48}
+    file = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    model = read("phi3", **file, rope_scaling={"type": "su", **lists, "original_max_position_embeddings": 2})
+    assert (model.rotary_scaling, model.rotary_original_length, model.rotary_scaling_factor) == ("longrope", 4096, 32)
+    assert model.rotary_attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+    assert model.rotary_long_factors == ",".join(["1.5"] * 48)
+    given = {"attention_factor": 1.25, "factor": 2.0}
+    other = read(
+        "llama", rope_scaling={"type": "longrope", **LISTS_OF_64, "original_max_position_embeddings": 9, **given}
+    )
+    assert (other.rotary_original_length, other.rotary_attention_factor, other.rotary_scaling_factor) == (9, 1.25, 2.0)
+
+
+LISTS_OF_64 = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 
 
 def test_patterns_of_layers() -> None:
