@@ -5,7 +5,8 @@
     rank 1 |            [F0.0]*[F0.1]*[B0.1]*[B0.0]*          * = on the critical path
 
 From the op that ends last the path goes back: to what the op waited for last. That is the op before it on its rank, a
-result of its own rank, or a transfer; and a transfer waited for its op, or for the one before it on its channel.
+result of its own rank, a transfer, or a copy between its device and the host; and a transfer waited for its op, or for
+the one before it on its channel. `copy_waits` says what copies wait for.
 """
 
 from collections import defaultdict, deque
@@ -15,6 +16,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+from deepspeed_ext.plan.copy_waits import CopyRun, copy_waits
 from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op
@@ -35,12 +37,20 @@ class Reason(StrEnum):
     """A result that was on its way."""
     CHANNEL = "channel"
     """The transfer before it on its channel."""
+    COPY = "copy"
+    """A copy to the host that lets memory go, or one back that the op reads."""
+    LANE = "lane"
+    """The copy before it, in the same direction."""
+
+
+Event = Span | Transfer | CopyRun
+"""What a timeline consists of."""
 
 
 class PathStep(NamedTuple):
-    """One op or transfer on the critical path."""
+    """One op, transfer or host copy on the critical path."""
 
-    event: Span | Transfer
+    event: Event
     reason: Reason
     """Kind of dependency between it and the step before."""
     idle: float
@@ -87,7 +97,7 @@ class _Wait(NamedTuple):
     lag: float
     """How long after the end of that event, or before it if negative."""
     reason: Reason
-    event: Span | Transfer
+    event: Event
 
 
 class _Graph:
@@ -107,9 +117,19 @@ class _Graph:
             if transfer.channel in last:
                 self._before_on_channel[transfer.op] = last[transfer.channel]
             last[transfer.channel] = transfer
+        self._copies = copy_waits(timeline)
 
-    def _waits(self, event: Span | Transfer) -> Iterator[_Wait]:
+    def _waits(self, event: Event) -> Iterator[_Wait]:
         """Event that an event waits for; of several at the same time, the first."""
+        if isinstance(event, CopyRun):
+            waited = self._copies.of_copies[event]
+            if waited.op is not None:
+                yield _Wait(waited.op.end, 0.0, Reason.DATA, waited.op)
+            if waited.before is not None:
+                yield _Wait(waited.before.end, 0.0, Reason.LANE, waited.before)
+            if waited.offload is not None:
+                yield _Wait(waited.offload.end, 0.0, Reason.COPY, waited.offload)
+            return
         if isinstance(event, Transfer):
             producer = self._spans[event.op]
             yield _Wait(producer.end, 0.0, Reason.DATA, producer)
@@ -118,6 +138,8 @@ class _Graph:
             return
         if (before := self._before_on_rank.get(event.op)) is not None:
             yield _Wait(before.end, 0.0, Reason.RANK, before)
+        for copy in self._copies.of_ops.get(event.op, ()):
+            yield _Wait(copy.end, 0.0, Reason.COPY, copy)
         for needed in prerequisites(event.op, self._timeline.shape):
             transfer = self._transfers.get(needed)
             if transfer is not None and needed.stage != event.op.stage:
@@ -127,9 +149,7 @@ class _Graph:
 
     def critical_path(self) -> CriticalPath:
         slack = self._slack()  # first, since it sees whether there is a path at all
-        event: Span | Transfer = max(
-            (span for spans in self._timeline.spans for span in spans), key=lambda span: span.end
-        )
+        event: Event = max((span for spans in self._timeline.spans for span in spans), key=lambda span: span.end)
         steps = []
         while (wait := max(self._waits(event), key=lambda each: each.time, default=None)) is not None:
             steps.append(PathStep(event, wait.reason, event.start - wait.time))
@@ -139,7 +159,7 @@ class _Graph:
 
     def _slack(self) -> dict[Op, float]:
         """Latest end minus end, from the last event to the first."""
-        latest: dict[Span | Transfer, float] = {}
+        latest: dict[Event, float] = {}
         for event in reversed(self._in_order()):
             allowed = latest.setdefault(event, self._timeline.end)
             for wait in self._waits(event):
@@ -149,12 +169,12 @@ class _Graph:
         spans = (span for spans in self._timeline.spans for span in spans)
         return {span.op: max(latest[span] - span.end, 0.0) for span in spans}
 
-    def _in_order(self) -> list[Span | Transfer]:
+    def _in_order(self) -> list[Event]:
         """All events, each after all that it waits for: also those that take no time, whose starts do not tell."""
-        followers: dict[Span | Transfer, list[Span | Transfer]] = defaultdict(list)
-        missing: dict[Span | Transfer, int] = {}
-        events: list[Span | Transfer] = [span for spans in self._timeline.spans for span in spans]
-        events += self._timeline.transfers
+        followers: dict[Event, list[Event]] = defaultdict(list)
+        missing: dict[Event, int] = {}
+        events: list[Event] = [span for spans in self._timeline.spans for span in spans]
+        events += [*self._timeline.transfers, *self._copies.of_copies]
         for event in events:
             waits = list(self._waits(event))
             missing[event] = len(waits)
@@ -170,6 +190,6 @@ class _Graph:
                 if not missing[follower]:
                     ready.append(follower)
         if len(ordered) < len(events):
-            event = next(event for event in events if missing[event])
-            raise PlanError(f"op {event.op} stands before what it waits for: give the timeline of a run that ended")
+            op = next(event.op for event in events if missing[event] and isinstance(event, Span | Transfer))
+            raise PlanError(f"op {op} stands before what it waits for: give the timeline of a run that ended")
         return ordered

@@ -6,7 +6,8 @@ checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -286,13 +287,15 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         """
         timelines: list[Timeline] = []
         dist.barrier()
-        clock = OpClock()
-        with self.observers.joined_by(clock):
+        clock, copies = OpClock(), self._executor.copies
+        with self.observers.joined_by(clock), nullcontext() if copies is None else copies.measured_by(clock):
             yield timelines
         shape = self._programs.shape(self.micro_batches, len(self._cuts.token_slices))
         ranks: list[Any] = [None] * shape.num_ranks
-        dist.all_gather_object(ranks, clock.spans(), group=self.grid.get_pipe_parallel_group())
-        timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
+        measured = clock.spans(), clock.host_copies()
+        dist.all_gather_object(ranks, measured, group=self.grid.get_pipe_parallel_group())
+        spans, copied = zip(*ranks, strict=True)
+        timelines.append(Timeline(shape, tuple(map(tuple, spans)), "s", host_copies=tuple(chain.from_iterable(copied))))
 
     # ------------------------------------------------------------------ schedules
 

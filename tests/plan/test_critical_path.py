@@ -10,10 +10,13 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.critical_path import Reason, critical_path
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
+from deepspeed_ext.plan.programs.host_copies import HostCopy
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Span, Timeline
-from tests.strategies import costs_with_links, orders_of_pipelines
+from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 
@@ -104,6 +107,50 @@ def test_the_path_takes_the_makespan_and_has_no_gap(orders_and_shape, data):
         ends = before.event.sent if after.reason is Reason.CHANNEL else before.event.end
         assert after.event.start == ends and after.idle == 0.0
     assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * timeline.makespan) for op in path.ops)
+
+
+def test_a_copy_that_comes_back_late_is_on_the_path():
+    shape = PipelineShape(1, 1, 2)
+    orders = [[Op.parse(text) for text in ("0F0.0", "0F0.1", "0B0.1", "0B0.0")]]
+    costs = OpCosts.uniform(shape, backward=2.0)
+    copy = HostCopy(Content.INPUT, 0, 0, 0, size=8.0, offload=1, drop=2, fetch=2, reader=3)
+    timeline = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=8.0, from_host=2.0))
+    # To the host from 1 to 2; back from 2 to 6, beside the backward of token slice 1, which could take until then.
+    path = critical_path(timeline)
+    assert [(step.reason, step.event.start, step.event.end) for step in path.steps] == [
+        (Reason.START, 0.0, 1.0),
+        (Reason.RANK, 1.0, 2.0),
+        (Reason.DATA, 2.0, 6.0),
+        (Reason.COPY, 6.0, 8.0),
+    ]
+    assert path.slack == {
+        Op.parse("0F0.0"): 0.0,
+        Op.parse("0F0.1"): 0.0,
+        Op.parse("0B0.1"): 2.0,
+        Op.parse("0B0.0"): 0.0,
+    }
+    # A drop waits for the end of the copy to the host, and the next op behind it.
+    held = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=1.0, from_host=8.0))
+    assert [step.reason for step in critical_path(held).steps] == [Reason.START, Reason.DATA, Reason.COPY, Reason.RANK]
+    assert held.makespan == 1 + 8 + 2 + 2
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_with_host_copies_the_path_has_no_gap(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    costs, copied = data.draw(costs_with_links(shape)), data.draw(host_copy_settings(shape))
+    planned = HostCopyPlan.of(simulate(orders, shape, costs).spans.__getitem__, shape, copied)
+    # As planned, or slower, so that ranks wait.
+    slower = data.draw(st.sampled_from([1.0, 7.0]))
+    timeline = simulate(
+        orders, shape, costs, replace(planned, to_host=planned.to_host / slower, from_host=planned.from_host / slower)
+    )
+    path = critical_path(timeline)
+    assert path.steps[0].reason is Reason.START and path.steps[-1].event.end == timeline.end
+    for before, after in pairwise(path.steps):
+        ends = before.event.sent if after.reason is Reason.CHANNEL else before.event.end
+        assert after.event.start == ends and after.idle == 0.0
+    assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * (1 + timeline.makespan)) for op in path.ops)
 
 
 @given(orders_of_pipelines(3, 3, 3), st.data())

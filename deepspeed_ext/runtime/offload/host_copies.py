@@ -20,6 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.runtime.ledger.stamps import Stamps
 from deepspeed_ext.runtime.offload.host_buffers import HostBuffers
 
 
@@ -33,6 +34,7 @@ class HostCopy:
         on_device: the tensors, until they are dropped, and again once they are fetched.
         ended: event behind the copy that was posted last; None where there are no streams.
         is_fetched: whether the copy back is posted.
+        stamps: if somebody measures, begin and end of the copy to the host, the drop, begin and end of the copy back.
     """
 
     needing_gradients: tuple[bool, ...]
@@ -40,6 +42,7 @@ class HostCopy:
     on_device: list[Tensor] = field(default_factory=list)
     ended: Any = None
     is_fetched: bool = False
+    stamps: list[Any] = field(default_factory=list)
 
 
 class HostCopies:
@@ -53,6 +56,8 @@ class HostCopies:
         self._device = device
         self.buffers = HostBuffers(device)
         """Memory of the host."""
+        self.clock: Stamps | None = None
+        """Takes the stamps of copies; None where nobody measures."""
         accelerator = get_accelerator()
         has_streams = device.type != "cpu" and accelerator.Stream is not None
         self._to_host, self._from_host = (accelerator.Stream() if has_streams else None for _ in range(2))
@@ -75,6 +80,7 @@ class HostCopies:
             copy: the copy.
         """
         self._wait(copy)
+        self._stamp(copy)
         copy.on_device = []
 
     def fetch(self, copy: HostCopy) -> None:
@@ -116,14 +122,22 @@ class HostCopies:
     def _posted_on(self, stream: Any, copy: HostCopy) -> Iterator[None]:
         """Around copies: they go to a stream, behind what the device was told so far."""
         if stream is None:
+            self._stamp(copy)
             yield
+            self._stamp(copy)
             return
         accelerator = get_accelerator()
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
+            self._stamp(copy)
             yield
+            self._stamp(copy)
         copy.ended = accelerator.Event()
         copy.ended.record(stream)
+
+    def _stamp(self, copy: HostCopy) -> None:
+        if self.clock is not None:
+            copy.stamps.append(self.clock.now())
 
     def _wait(self, copy: HostCopy) -> None:
         if copy.ended is not None:

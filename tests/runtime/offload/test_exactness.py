@@ -11,10 +11,12 @@ import pytest
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.execution import executor
 from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
 from deepspeed_ext.runtime.sequence.documents import Documents
@@ -82,12 +84,14 @@ def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> 
             **module,
         )
     evaluated = engine.eval_batch(feed(engine, setup)).item()
-    loss = engine.train_batch(feed(engine, setup)).item()
+    with engine.timeline() as timelines:
+        loss = engine.train_batch(feed(engine, setup)).item()
     seen, copies = engine.optimizer.seen, engine._executor.copies
     gradients = {name: as_numpy(seen[each]).tobytes() for name, each in engine.module.named_parameters()}
     return {
         "numbers": (loss, evaluated, gradients),
         "dropped": dict(copies.dropped) if copies else None,
+        "measured": Timeline.from_json(timelines[0].to_json()),
         "still held": copies and (copies.held, copies._copies.buffers.in_use),
     }
 
@@ -115,6 +119,21 @@ def _steps(names: list[str]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def _check_measured(timeline: Timeline, rank: int, number: int) -> None:
+    """On a CPU a copy is over before the op behind it begins: from its forward to its backward all has its place."""
+    own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
+    assert len(own) == len({copy[:4] for copy in own}) == number
+    ends = {span.op: span for spans in timeline.spans for span in spans}
+    for copy in own:
+        forward = ends[Op(OpKind.FORWARD, *copy[1:4])]
+        backward = next(ends[op] for kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+                        if (op := Op(kind, *copy[1:4])) in ends)  # fmt: skip
+        times = [forward.end, *copy[4:], backward.start]
+        assert times == sorted(times) and copy.offload_start < copy.offload_end and copy.fetch_start < copy.fetch_end
+    path = critical_path(timeline)
+    assert path.steps[-1].event.end == timeline.end and all(slack >= 0 for slack in path.slack.values())
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
     names = [name for name, setup in SETUPS.items() if setup.pp == world_size]
@@ -126,6 +145,8 @@ def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
             assert with_copies["still held"] == (0, 0)
             assert without["dropped"] is None
             assert sum(with_copies["dropped"].values()) > 0, f"{name} on rank {rank}"
+            _check_measured(with_copies["measured"], rank, sum(with_copies["dropped"].values()))
+            assert without["measured"].host_copies == ()
     # All that a stage leaves waits where a rank runs its other stage in between; the first stage's inputs are tokens.
     everything = "breadth-first" if world_size == 2 else names[0]
     dropped = by_rank[-1][everything][1]["dropped"]
