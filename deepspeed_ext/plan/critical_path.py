@@ -16,10 +16,10 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from deepspeed_ext.plan.copy_waits import CopyRun, copy_waits
 from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.programs.copy_waits import CopyRun, copy_waits
 from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
