@@ -22,8 +22,8 @@ LEAST_REPEATS = 3
 UNCOUNTED = 2
 """Timings of each size that come before: they warm up, and say how long one takes."""
 
-LEAST_SIZES = 3
-"""Sizes that are timed however slow a link is: two make a line."""
+LEAST_SIZES = 5
+"""Sizes that are timed however slow a link is, up to 1 MiB: networks that limit a rate let short messages pass."""
 
 AT_ONCE = 4
 """Short messages that one timing sends one after the other: ranks leave a barrier at different times."""
