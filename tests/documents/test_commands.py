@@ -87,6 +87,7 @@ NO_CODE = {
     "rank 0   layers 0-3": "drawing",
     "plan/\n": "list of files",
     "search/\n": "list of files",
+    "training/\n": "list of files",
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
