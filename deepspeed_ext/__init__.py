@@ -4,4 +4,6 @@
 on DeepSpeed. Importing this package imports neither torch nor deepspeed.
 """
 
+__all__ = ["plan", "runtime", "transformers_layers"]
+
 __version__ = "0.1.0"

@@ -28,6 +28,7 @@ extensions = [
     "docs.extensions.json_schemas",
     "docs.extensions.offline",
     "docs.extensions.page_lists",
+    "docs.extensions.public_names",
     "docs.extensions.repository_files",
 ]
 

@@ -25,6 +25,8 @@ from megatron_terapipe.dimensions import Dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy_fields import StrategyFields
 
+__all__ = ["Strategy"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy(StrategyFields):

@@ -6,6 +6,8 @@ from operator import neg
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from megatron_terapipe.dimensions import Tried, dimension, switch, whole, whole_list, word, word_or_bounds
 
+__all__ = ["StrategyFields"]
+
 SOLVED = "solved"
 """The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
 

@@ -11,6 +11,8 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices
 
+__all__ = ["ClosedForm", "closed_form", "memory_of_1f1b"]
+
 
 class ClosedForm(NamedTuple):
     """A bubble ratio, and the formula that gives it."""

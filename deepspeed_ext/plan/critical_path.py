@@ -23,6 +23,8 @@ from deepspeed_ext.plan.programs.copy_waits import CopyRun, copy_waits
 from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
+__all__ = ["CriticalPath", "PathStep", "Reason", "critical_path"]
+
 
 class Reason(StrEnum):
     """Kinds of events that a step of the critical path waited for."""

@@ -12,6 +12,17 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
+__all__ = [
+    "DEPENDENCIES",
+    "Dependency",
+    "prerequisites",
+    "reader_of",
+    "reading_stage",
+    "reads_of",
+    "received",
+    "result",
+]
+
 
 class Dependency(NamedTuple):
     """An op of kind `op` reads a result of kind `needed`, so far away. One outside the pipeline is not needed."""

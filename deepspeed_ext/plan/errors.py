@@ -1,5 +1,7 @@
 """Errors of people and of plans."""
 
+__all__ = ["PlanError", "ScheduleDeadlock", "UserError"]
+
 MOST_CHARACTERS = 2000
 """Characters of a message at most: a value of a million digits is no line that anybody reads."""
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 
+__all__ = ["Coordinate", "ParallelLayout"]
+
 
 class Coordinate(NamedTuple):
     """Place of one rank on each axis that has ranks."""

@@ -34,6 +34,17 @@ from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Span, Timeline
 
+__all__ = [
+    "StepFunction",
+    "TokenBytes",
+    "activation_over_time",
+    "host_memory_over_time",
+    "memory_over_time",
+    "peak",
+    "peak_activation",
+    "token_lengths",
+]
+
 StepFunction = Sequence[tuple[float, float]]
 """Points (time, value): from that time on the value holds, until the next. Times rise; the first value is reached from
 0, the last is 0. Empty where nothing is held for any time."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 
+__all__ = ["LIVE_CHANGE", "Op", "OpKind", "PipelineShape", "Placement"]
+
 
 class OpKind(StrEnum):
     """Kinds of ops; the value is the letter in the text form."""

@@ -9,6 +9,8 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.text.json_text import parse_json
 from deepspeed_ext.plan.text.text_files import read_text
 
+__all__ = ["StagePartition"]
+
 METHODS = ("uniform", "parameters")
 """Stage partitions that are computed; any other is a list of bounds or a file of one."""
 

@@ -23,6 +23,8 @@ from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import check_order
 from deepspeed_ext.plan.text.text_files import read_text
 
+__all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_schedule"]
+
 
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
     """Read a schedule and see that it is whole and can be run.

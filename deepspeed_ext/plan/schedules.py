@@ -40,6 +40,22 @@ from types import MappingProxyType
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 
+__all__ = [
+    "OPTIMISED",
+    "SCHEDULES",
+    "Schedule",
+    "backward_order",
+    "breadth_first",
+    "fixed",
+    "forward_order",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "rank_orders",
+    "schedule_named",
+    "zero_bubble",
+]
+
 Schedule = Callable[[PipelineShape, int], Iterator[Op]]
 """Called with the shape and a pipeline rank, yields the ops of that rank's stages in order."""
 

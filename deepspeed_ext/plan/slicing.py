@@ -7,6 +7,8 @@ from math import sqrt
 
 from deepspeed_ext.plan.errors import PlanError
 
+__all__ = ["TokenSlices"]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSlices:

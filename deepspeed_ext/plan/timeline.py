@@ -16,6 +16,8 @@ from deepspeed_ext.plan.programs.program import Channel, Content
 from deepspeed_ext.plan.programs.reductions import Reduction
 from deepspeed_ext.plan.text.json_text import parse_json
 
+__all__ = ["Span", "Timeline", "Transfer", "executed_order"]
+
 
 class Span(NamedTuple):
     """One op and the time it took, in the unit of its timeline."""

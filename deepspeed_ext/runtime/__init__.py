@@ -2,3 +2,17 @@
 
 Knows nothing of any particular model. Start with `initialize`, then `engine`.
 """
+
+__all__ = [
+    "batches",
+    "cuda_environment",
+    "engine",
+    "gradients",
+    "initialize",
+    "launch",
+    "ledger",
+    "liveness",
+    "module",
+    "sequence",
+    "topology",
+]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from deepspeed_ext.plan.errors import UserError
 
+__all__ = ["prepare_cuda_environment"]
+
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DRIVERS_QUEUES, _MOST_QUEUES = 8, 32

@@ -43,6 +43,8 @@ from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
 
+__all__ = ["TokenSlicePipelineEngine"]
+
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
 

@@ -36,6 +36,8 @@ from deepspeed_ext.runtime.settings import read_settings, settings_without_effec
 from deepspeed_ext.runtime.supported_versions import check_versions
 from deepspeed_ext.runtime.topology import wait_as_long
 
+__all__ = ["init_distributed", "initialize"]
+
 
 def initialize(
     model: TokenSlicePipelineModule,

@@ -33,6 +33,8 @@ from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules
 from deepspeed_ext.runtime.stages import check_world, takes_past, trainable_stages
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group, token_slice_grid
 
+__all__ = ["TokenSlicePipelineModule"]
+
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]
 """Called with micro-batch size, tokens of a token slice and the model's dtype: what passes between two stages."""
 

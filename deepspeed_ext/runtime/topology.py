@@ -14,6 +14,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 
 from deepspeed_ext.plan.layout import ParallelLayout
 
+__all__ = ["TokenSliceGrid", "TokenSliceTopology"]
+
 
 class TokenSliceTopology(ProcessTopology):
     """Axes pipe, token, data and model, where the token axis has one rank: token slices are steps (ADR 0001).

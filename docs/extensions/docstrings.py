@@ -8,7 +8,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-_ENDING = re.compile(r"(?<!`)(`[^`\n]+`)(?=[a-z])")
+_CODE = re.compile(r"(?<!`)(`[^`\n]+`)([a-z]?)")
+"""Code in a line, and the first letter of an ending behind it."""
 
 
 def as_markup(lines: list[str]) -> list[str]:
@@ -28,7 +29,7 @@ def as_markup(lines: list[str]) -> list[str]:
                 in_code = True
             in_code = in_code and indented
             before = line
-        found.append(line if in_code else _ENDING.sub(r"\1\\ ", line))
+        found.append(line if in_code else _CODE.sub(lambda code: r"\ ".join(filter(None, code.groups())), line))
     return found
 
 

@@ -1,1 +1,8 @@
 """The strategy search: which (dp, tp, pp, token slices, ...) a model should be trained with on a cluster, and why."""
+
+__all__ = [
+    "cost",
+    "inputs",
+    "rank",
+    "space",
+]

@@ -3,4 +3,4 @@
 from deepspeed_ext.plan.costs.op_costs import OpCosts, Table
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 
-__all__ = ["OpCosts", "Table", "TransferCosts"]
+__all__ = ["OpCosts", "Table", "TransferCosts", "attention_costs"]

@@ -19,6 +19,8 @@ from deepspeed_ext.plan.costs.op_costs import OpCosts, Table
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 
+__all__ = ["attention_costs"]
+
 
 def attention_costs(
     shape: PipelineShape,

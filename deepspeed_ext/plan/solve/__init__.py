@@ -1,12 +1,10 @@
 """Finds the lengths of token slices, and how many layers each stage has.
 
-| file | finds | for |
-|---|---|---|
-| `terapipe` | micro-batches and token slices, exactly | gpipe on equal stages: TeraPipe's dynamic program |
-| `slicing.TokenSlices.balanced` | token slices of equal forward, in closed form | any schedule, roughly: Seq1F1B's |
-| `token_slices` | token slices, by search | the schedule that runs, fixed or optimised |
-| `document_cuts` | token slices of equal cost, for the packed documents of one micro-batch | any schedule, roughly |
-| `stages` | layers of each stage and token slices, by search | the same, with a language-model head |
+- `terapipe`: micro-batches and token slices, exactly, for gpipe on equal stages: TeraPipe's dynamic program.
+- `slicing.TokenSlices.balanced`: token slices of equal forward, in closed form, roughly for any schedule: Seq1F1B's.
+- `token_slices`: token slices, by search, for the schedule that runs, fixed or optimised.
+- `document_cuts`: token slices of equal cost for the packed documents of one micro-batch, roughly for any schedule.
+- `stages`: layers of each stage and token slices, by search, for the same, with a language-model head.
 
 `token_slice_costs` says what a token slice costs wherever it is cut, `grid` where it may be cut, `evaluation` how long
 a step takes with a cut. Results depend on the arguments alone, not on the clock.

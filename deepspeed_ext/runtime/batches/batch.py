@@ -16,6 +16,8 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.token_slice_parts import parts_of_all_ranks
 from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
+__all__ = ["SplitBatch", "TokenSliceBatch", "split_along_sequence"]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSliceBatch:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+__all__ = ["linear"]
+
 Product = Callable[[], None]
 """Adds one product to the gradient of its weight."""
 

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.launch.launchers import TORCH, Meeting, launcher_of, number
 
+__all__ = ["LaunchEnvironment"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnvironment:

@@ -10,6 +10,8 @@ from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 
 from deepspeed_ext.plan.ops import Op, OpKind
 
+__all__ = ["Observer", "ProfilerRanges"]
+
 OPS, SUMS, REDUCTIONS, UPDATE = "forward-backward", "shared-grads-sync", "all-grads-sync", "optimizer"
 PHASES = (OPS, SUMS, REDUCTIONS, UPDATE)
 """Phases of a step, one after the other: ops and transfers; sums of gradients over the ranks of one replica; what is

@@ -24,6 +24,8 @@ from deepspeed_ext.runtime.liveness.host_news import Gone, HostNews
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark, page_of
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
 
+__all__ = ["RankWatch", "watch_rank"]
+
 ENDS_WITHIN_S = 30.0
 """Seconds after the death of a rank or a launcher in which all others have surely ended."""
 

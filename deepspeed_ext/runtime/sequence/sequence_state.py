@@ -25,6 +25,8 @@ from deepspeed_ext.runtime.sequence.key_values import KeysOfTokenSlices, KeyValu
 from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
+__all__ = ["Past"]
+
 Made = TypeVar("Made")
 
 

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+__all__ = ["Prediction", "RankMemory", "TimeBreakdown"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBreakdown:

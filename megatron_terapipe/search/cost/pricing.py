@@ -14,6 +14,8 @@ from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 
+__all__ = ["Pricing"]
+
 GIB = 2**30
 
 

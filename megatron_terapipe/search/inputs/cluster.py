@@ -6,6 +6,8 @@ from functools import cached_property
 from megatron_terapipe.devices import Device as Device
 from megatron_terapipe.errors import ConfigError
 
+__all__ = ["Cluster", "HostMemory", "Link", "Node"]
+
 MOST_NODES, MOST_DEVICES = 100_000, 1024
 """Nodes of one entry of a file, and devices of a node: more would be a slip of the hand."""
 

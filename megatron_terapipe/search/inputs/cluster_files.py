@@ -28,6 +28,8 @@ from megatron_terapipe.search.inputs.node_entries import (
     read_groups,
 )
 
+__all__ = ["parse_cluster", "read_cluster", "read_cluster_with_notes"]
+
 NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
 """Bandwidth in the unit that the name of its field says."""
 

@@ -10,6 +10,8 @@ from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.layer import Layer
 
+__all__ = ["Workload"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -32,6 +32,8 @@ from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.layer import Attention, Layer, LayerKind, Parallel, Product
 from megatron_terapipe.search.inputs.workload import Workload
 
+__all__ = ["parse_workload", "read_workload"]
+
 MOST_LAYERS = 10_000
 """Most layers of a model; more would be a mistake in the file."""
 

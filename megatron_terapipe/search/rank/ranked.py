@@ -13,6 +13,8 @@ from megatron_terapipe.search.space.legal_grids import broken_rule
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
+__all__ = ["Ranked", "predict_one", "ranked_in_order"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:

@@ -32,6 +32,8 @@ from megatron_terapipe.search.space.legal_grids import SearchCounts
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
+__all__ = ["SearchResult", "search"]
+
 Floats = NDArray[np.float64]
 
 MOST_STRATEGIES = 200

@@ -12,6 +12,8 @@ from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS
 
+__all__ = ["Choices", "all_choices"]
+
 NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of token slices that are tried."""
 

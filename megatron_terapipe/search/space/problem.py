@@ -9,6 +9,8 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
+__all__ = ["SearchProblem"]
+
 MEMORY_HEADROOM = 0.05
 """Share of a device's memory that is kept free where nobody says otherwise: predictions are a few per cent off."""
 
