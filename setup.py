@@ -46,7 +46,7 @@ setup(
     long_description=description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11",
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
     package_data={"": ["py.typed", "**/*.css", "**/*.html", "**/*.js"]},

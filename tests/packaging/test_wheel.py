@@ -95,15 +95,20 @@ def test_the_wheel_holds_the_packages_the_trainer_and_the_examples_and_nothing_e
     share = f"megatron_terapipe-{deepspeed_ext.__version__}.data/data/share/megatron-terapipe/"
     examples = {f"{share}{name}" for name in _files("examples")}
     assert built.wheel - about == {*_files(*CODE), *examples, "pretrain_gpt.py"}
-    assert any(name.endswith("licenses/LICENSE") for name in about)
+    assert {"licenses/LICENSE", "licenses/NOTICE"} <= {name.partition(".dist-info/")[2] for name in about}
 
 
 def test_the_source_archive_holds_the_project(built: Built) -> None:
     """Who has no checkout finds examples, documents and tests there."""
     folders = (*CODE, "benchmarks", "docs", "examples", "tests")
     top = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".py", ".toml", ".cff", ".example")}
-    assert {*_files(*folders), *top, "LICENSE", "Makefile", "MANIFEST.in", ".ci/run"} <= built.archive
+    assert {*_files(*folders), *top, "LICENSE", "NOTICE", "Makefile", "MANIFEST.in", ".ci/run"} <= built.archive
     assert not [name for name in built.archive if name.endswith((".pyc", ".so"))]
+
+
+def test_the_notice_names_files_that_are_there() -> None:
+    named = re.findall(r"(?:megatron_terapipe|examples|tests|docs)/[\w/.]+", (ROOT / "NOTICE").read_text())
+    assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
 def test_what_an_index_shows(built: Built) -> None:
