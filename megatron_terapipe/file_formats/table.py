@@ -36,7 +36,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
     {
         "answer": FileFormat(
             "Answer of `terapipe search rank`, `predict`, `slices` and `trial`, which `--json` writes.",
-            f"{_SEARCH}.report.schema:json_schema",
+            f"{_SEARCH}.report.schema.schema:json_schema",
         ),
         "model": FileFormat(
             "Model of the search: fields of the trainer's model section, or a preset and what is other than it says.",
@@ -65,7 +65,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "calibration": FileFormat(
             "Constants fitted to trials, which `--save-calibration` writes and `--calibrate` reads.",
-            f"{_SEARCH}.trials.calibration_files:CalibrationsEntry",
+            f"{_SEARCH}.trials.calibration.calibration_files:CalibrationsEntry",
         ),
         "costs": FileFormat(
             "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.plan_inputs:costs_schema"
