@@ -86,16 +86,10 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_exit_code_0(data: P
     launched = Launch(tmp_path, flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler"))
     metrics = tmp_path / "metrics.jsonl"
     launched.wait_for(lambda: num_metrics(metrics) > 3)
-    last_rank = [pid for pid in launched.survivors() if _environment(pid).get("RANK") == "1"]
-    os.kill(last_rank[0], signal.SIGTERM)
+    os.kill(launched.processes()["rank 1"], signal.SIGTERM)
     assert launched.wait() == 0, launched.output()
     iterations, _ = read_metrics(metrics)
     done = iterations[-1]["iteration"]
     assert f" exiting after iteration {done}, because a SIGTERM came" in launched.output()
     assert (tmp_path / "saved" / "latest").read_text() == f"global_step{done}"
     assert not launched.survivors()
-
-
-def _environment(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

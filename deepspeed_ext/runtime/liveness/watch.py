@@ -121,19 +121,19 @@ class RankWatch:
         """Say how this rank ends, and look after it no more."""
         self._mark(Mark.DONE if kind is None else Mark.ENDING)
         self._left.set()
+        with suppress(OSError):
+            self._waking.send(b"\0")
+        # Whoever has found out who is gone says so, and tells the other hosts, before this rank ends.
+        self._thread.join()
+        with self._concluding:
+            pass
         if self._news is not None:
             if kind is not None and self._gone is None:
                 self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) ended", said=True))
             self._news.end()
+            self._news.join()
         signal.set_wakeup_fd(self._waked_before)
         signal.signal(signal.SIGTERM, self._before)
-        with suppress(OSError):
-            self._waking.send(b"\0")
-        self._thread.join()
-        if self._news is not None:
-            self._news.join()
-        with self._concluding:
-            pass  # A thread that has found out who is gone says so before this rank ends.
         self._wake.close()
         self._waking.close()
 

@@ -130,9 +130,10 @@ class Agent:
             directory: where.
             token: its name and contents.
         """
-        # Known before it is there, so that it is never left behind.
-        self._files.append(path := token_path(directory, token))
-        write_token(path, token)
+        # Known before it is there, and not written once files are taken away, so that it is never left behind.
+        with self._beginning:
+            self._files.append(path := token_path(directory, token))
+            write_token(path, token)
 
     def sees(self, directory: str, token: str) -> bool:
         """Whether this host has the file of another.

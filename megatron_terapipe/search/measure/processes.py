@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials.launch.launcher import free_port
+from megatron_terapipe.search.trials.launch.launcher import free_ports
 
 
 def run_on_ranks(
@@ -29,7 +29,7 @@ def run_on_ranks(
         ConfigError: if a rank fails; what it said last is in the message.
     """
     context = multiprocessing.get_context("spawn")
-    ports = [free_port() for _ in range(num_processes)]
+    ports = free_ports(1 if together else num_processes)
     pipes: list[Connection] = []
     processes = []
     try:

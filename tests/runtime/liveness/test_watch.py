@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -173,6 +175,19 @@ def test_another_host_hears_who_died_and_says_nothing(tmp_path: Path) -> None:
             until(lambda: there.watch.gone is not None)
     assert f"process {process.pid}) died" in there.watch.gone.what
     assert (len(here.said), there.said) == (1, [])
+
+
+def test_other_hosts_are_told_before_the_rank_that_found_out_leaves(tmp_path: Path) -> None:
+    rank, came = Rank(tmp_path), []
+    # It still says so, while the main thread has heard enough.
+    rank.watch._say = lambda line: rank.watch._left.wait(SOON_S)
+    calls = {name: partial(came.append, name) for name in ("end", "join")}
+    rank.watch._news = SimpleNamespace(tell=lambda gone: came.append("tell"), **calls)
+    with sleeper() as process, rank.watch as watch:
+        rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
+        process.kill()
+        until(lambda: watch.gone is not None)
+    assert came == ["tell", "end", "join"]
 
 
 def test_a_store_that_is_lost_is_named_but_not_after_the_end(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,39 @@ def free_port() -> int:
     """Return a port that is free on this host, and that no connection will be given by chance.
 
     Raises:
-        ConfigError: if none of many is free.
+        ConfigError: if none is free.
+    """
+    return free_ports(1)[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Return as many such ports, each another one.
+
+    Args:
+        number: how many.
+
+    Raises:
+        ConfigError: if fewer are free.
     """
     # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
     ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
-    for port in random.SystemRandom().sample(ports, k=100):
-        with socket.socket() as probe, suppress(OSError):
+    in_any_order = random.SystemRandom().sample(ports, k=len(ports))
+    found = list(islice(filter(_is_free, in_any_order), number))
+    if len(found) < number:
+        raise ConfigError(
+            f"{len(found)} of {len(ports)} ports tried in {LISTENING_PORTS} are free, and {number} are needed: end "
+            "some of the servers on this host"
+        )
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
             probe.bind(("", port))
-            return port
-    raise ConfigError(f"no free port of 100 tried in {LISTENING_PORTS}: end some of the servers on this host")
+        except OSError:
+            return False
+    return True
 
 
 @contextmanager
