@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
 from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.help_text import asked_for, trainer_help
 from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.model_sources import (
     how_to_load_a_model,
@@ -54,7 +55,12 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
         SystemExit: only for `--help`.
     """
-    line = read_command_line(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    group = asked_for(words)
+    if group is not None:
+        print(trainer_help(group), end="")
+        raise SystemExit(0)
+    line = read_command_line(words)
     given = line.given
     if given.get("strategy") not in (None, AUTO):
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])

@@ -21,7 +21,10 @@ from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "pretrain_gpt.py"
 
-SEE_HELP = "see --help"
+SEE_HELP = "see --help all"
+
+ACCEPTED = "accepted"
+"""Group of the flags of other trainers that change nothing here."""
 
 MOST_HINTS = 20
 """Unknown flags for which one that is meant is looked for, which takes some milliseconds each."""
@@ -169,21 +172,27 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{text}: {remedy}" if remedy else text)
 
 
-def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
-    """Return a parser that writes into a command line, and every flag it knows."""
-    parser = _Parser(
+def new_parser(epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser without flags, whose errors are ours; `epilog` ends its help."""
+    return _Parser(
         prog=PROGRAM,
         usage=f"deepspeed {PROGRAM} --num-layers N ... [flags]",
         description="Pretrain a GPT with data, tensor, pipeline and token-slice parallelism on DeepSpeed.",
-        epilog="Flags may also be spelled with underscores. docs/reference/arguments.md has the same list.",
+        epilog=epilog or "Flags may also be spelled with underscores. docs/reference/arguments.md has the same list.",
         argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def _parser(line: CommandLine) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return a parser that writes into a command line, and every flag it knows."""
+    parser = new_parser()
     return parser, ["--help", *add_trainer_flags(parser, line)]
 
 
 def add_trainer_flags(
-    parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = ()
+    parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = (), only: str | None = None
 ) -> list[str]:
     """Add the flags of the trainer to a parser, and return all that it then knows of them.
 
@@ -191,16 +200,19 @@ def add_trainer_flags(
         parser: the parser.
         line: what it writes the values into.
         without: fields whose flags are left out.
+        only: section whose flags are added, or `ACCEPTED`; None for all.
     """
     known = []
     groups = {section: parser.add_argument_group(title_of(section)) for section in get_type_hints(Config)}
     for each in flags():
-        if each.name in without:
+        if each.name in without or only not in (None, each.section):
             continue
         own: dict[str, Any] = {"action": _Set, "dest": each.name, "line": line}
         for names, settings in spellings(each):
             groups[each.section].add_argument(*names, **own | settings)
             known += names
+    if only not in (None, ACCEPTED):
+        return known
     group = parser.add_argument_group("Accepted", "Flags of other trainers that change nothing here.")
     for name, accepted in ACCEPTED_FLAGS.items():
         value: dict[str, Any] = {"metavar": "{" + ",".join(accepted.values) + "}"} if accepted.values else {"nargs": 0}

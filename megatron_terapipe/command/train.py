@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from deepspeed_ext.plan.text.command_line import run_command
+from megatron_terapipe.arguments.help_text import asked_for
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.command.launcher_flags import (
     dry_run_words,
@@ -14,7 +15,7 @@ from megatron_terapipe.command.launcher_flags import (
     launch_variables,
     split,
 )
-from megatron_terapipe.command.train_flags import build_parser, whole_parser
+from megatron_terapipe.command.train_flags import build_parser, help_parser, whole_parser
 from megatron_terapipe.errors import ConfigError
 
 __all__ = ["build_parser", "main", "whole_parser"]
@@ -26,9 +27,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
     Args:
         argv: flags of the launcher and of the trainer, in any order; None = those of this process.
         prog: what people type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
@@ -37,11 +35,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 def _run(words: list[str], prog: str) -> int:
     if not words:
         raise ConfigError(f"no flag says what to train: see {prog} --help")
-    if "--help-all" in words:
-        whole_parser(prog).print_help()
+    group = asked_for(words)
+    if group is not None:
+        help_parser(prog, group).print_help()
         return 0
-    if "-h" in words or "--help" in words:
-        build_parser(prog).parse_args(["--help"])
     launching, training = split(words)
     # Here, so that a misspelled flag is said before any rank is started.
     given = read_command_line(training).given

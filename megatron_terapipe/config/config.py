@@ -12,6 +12,7 @@ from megatron_terapipe.config.files.data import DataConfig
 from megatron_terapipe.config.files.deepspeed import DeepSpeedConfig
 from megatron_terapipe.config.files.logging import LoggingConfig
 from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model.vocabulary_parts import why_vocabulary_stays_whole
 from megatron_terapipe.config.parallel.balance import balanced_token_slices, document_cuts
 from megatron_terapipe.config.parallel.parallel import AUTO, BALANCED, BY_DOCUMENTS, ParallelConfig
 from megatron_terapipe.config.training.batch import BatchConfig
@@ -188,11 +189,11 @@ class Config:
         parallel, model = self.parallel, self.model
         if not parallel.vocabulary_stages:
             return
-        if not model.untie_embeddings_and_output_weights:
-            raise ConfigError(
-                "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
-                "--untie-embeddings-and-output-weights, or drop it"
-            )
+        whole = why_vocabulary_stays_whole(
+            model, pipeline_ranks=parallel.vocabulary_parts, tensor_ranks=parallel.tensor_model_parallel_size
+        )
+        if whole is not None:
+            raise ConfigError(whole)
         if parallel.stage_partition in ("parameters", AUTO):
             raise ConfigError(
                 "--vocabulary-stages deals out the output layer itself, and --stage-partition "
@@ -202,14 +203,6 @@ class Config:
             raise ConfigError(
                 f"--vocabulary-stages passes messages whose shapes stay the same, and --token-slices {BY_DOCUMENTS} "
                 "changes them from one micro-batch to the next: drop one of them"
-            )
-        parts = parallel.vocabulary_parts * parallel.tensor_model_parallel_size
-        flag, rows = model.vocabulary_multiple
-        if rows % parts:
-            raise ConfigError(
-                f"--vocabulary-stages deals the rows of the output layer to {parallel.vocabulary_parts} pipeline x "
-                f"{parallel.tensor_model_parallel_size} tensor-parallel ranks, and {flag} {rows} is not a multiple of "
-                f"{parts}: change it"
             )
 
     def _check_precision(self) -> None:

@@ -1,6 +1,7 @@
 """The command line: flags follow from fields, and every wrong word ends in one line."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -10,6 +11,7 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.arguments import flags, markdown, parse_arguments
+from megatron_terapipe.arguments.help_text import MOST_USED, groups
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
 
@@ -93,7 +95,7 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
     [
         ("--num-layer 4", "--num-layer is not a flag: did you mean --num-layers?"),
         ("--num_token_slice=4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
-        ("--xyzzy", "--xyzzy is not a flag: see --help"),
+        ("--xyzzy", "--xyzzy is not a flag: see --help all"),
         ("--seed many", "--seed many is not a whole number: give one"),
         ("--lr fast", "--lr fast is not a number: give one"),
         ("--model-parallel-size x", "--tensor-model-parallel-size x is not a whole number: give one"),
@@ -122,7 +124,7 @@ def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
         "trained here; "
         "--num-layer is not a flag: did you mean --num-layers?; "
         "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained here; "
-        "--qqqqq is not a flag, --xyzzy is not a flag: see --help"
+        "--qqqqq is not a flag, --xyzzy is not a flag: see --help all"
     )
 
 
@@ -139,12 +141,32 @@ def test_missing_flags_are_all_named() -> None:
     assert str(caught.value) == "--micro-batch-size, --lr must be given: add them"
 
 
-def test_help_exits_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
+def help_for(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
-        parse_arguments(["--help"])
+        parse_arguments(words.split())
     assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"--{each.name.replace('_', '-')}" in text for each in flags())
+    return capsys.readouterr().out
+
+
+def shown(text: str) -> set[str]:
+    return {each.name for each in flags() if re.search(rf"^  --{each.name.replace('_', '-')}\b", text, re.MULTILINE)}
+
+
+def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    short = help_for("--help", capsys)
+    assert shown(short) == {name for names in MOST_USED.values() for name in names}
+    assert len(short.splitlines()) < 120
+    for name in groups():
+        assert re.search(rf"\b{name}\b", short.split("GROUP is one of")[1])
+    assert shown(help_for("--num-layers 2 --help all", capsys)) == {each.name for each in flags()}
+
+
+@pytest.mark.parametrize("words", ["--help batch", "--help=batch"])
+def test_help_for_one_group_of_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(help_for(words, capsys)) == {each.name for each in flags() if each.section == "batch"}
+    assert "--exit-duration-in-mins" not in help_for("--help accepted", capsys)
+    with pytest.raises(ConfigError, match="--help flags names no group of flags: give one of model, parallel, "):
+        parse_arguments(["--help", "flags"])
 
 
 def test_stage_partition_file(tmp_path: Path) -> None:

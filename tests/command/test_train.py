@@ -9,6 +9,7 @@ import pytest
 import pretrain_gpt
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.help_text import MOST_USED
 from megatron_terapipe.command import train
 from megatron_terapipe.command.launcher_flags import (
     dry_run_words,
@@ -19,7 +20,7 @@ from megatron_terapipe.command.launcher_flags import (
     trainer_file,
 )
 from megatron_terapipe.command.main import main
-from megatron_terapipe.command.train_flags import MOST_USED, build_parser, whole_parser
+from megatron_terapipe.command.train_flags import build_parser, whole_parser
 from tests.architecture.sources import ROOT
 
 FLAGS = ["--num-layers", "2", "--lr", "-1"]
@@ -229,9 +230,13 @@ def test_the_short_help_has_what_most_runs_need(capsys: pytest.CaptureFixture[st
     assert all(f"  --{name.replace('_', '-')}" in short for name in names)
     assert all(f"--{each.name.replace('_', '-')}" in whole for each in flags())
     assert len(short.splitlines()) < 150 < 900 < len(whole.splitlines())
-    assert "terapipe train --help-all" in " ".join(short.split())
-    assert main(["train", "--help-all"]) == 0
-    assert capsys.readouterr().out.startswith("Train a GPT")
+    assert "terapipe train --help all shows all: GROUP is one of model, parallel, " in " ".join(short.split())
+    for words in (["--help-all"], ["--help", "all"], ["--hostfile", "h", "--help", "precision"]):
+        assert main(["train", *words]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("Train a GPT") and "\n  --bf16" in text
+        assert ("\n  --num-layers" in text) == ("precision" not in words)
+    assert main(["train", "--help", "none"]) == 2
 
 
 def test_the_trainer_is_the_one_of_this_project() -> None:

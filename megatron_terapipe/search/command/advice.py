@@ -79,13 +79,8 @@ def advise(
         utilization=check_utilization(winner, pricing.cost_model),
         rivals=compared,
         found_order=order,
-        found_order_saves=0.0 if order is None else 1 - _seconds(order) / _seconds(winner),
+        found_order_saves=0.0 if order is None else 1 - order.iteration_time_s / winner.iteration_time_s,
     )
-
-
-def _seconds(entry: Ranked) -> float:
-    assert entry.prediction is not None
-    return entry.prediction.iteration_time_s
 
 
 def _rivals(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> tuple[RivalAdvice, ...]:
@@ -100,5 +95,5 @@ def _rivals(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> t
 def _too_full(entry: Ranked, result: SearchResult, pricing: Pricing) -> TooFull:
     saves = None
     if result.entries and result.entries[0].prediction is not None and entry.prediction is not None:
-        saves = 1 - _seconds(entry) / _seconds(result.entries[0])
+        saves = 1 - entry.iteration_time_s / result.entries[0].iteration_time_s
     return TooFull(entry=entry, left_free=1 - fullness(entry, pricing), could_save=saves)

@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
+from megatron_terapipe.config.model.vocabulary_parts import why_vocabulary_stays_whole
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
@@ -37,7 +38,6 @@ def with_found_order(
         constraints: values that flags allow for dimensions, which stay so.
         pricing: on the cluster, in the order of its hostfile.
     """
-    assert winner.prediction is not None
     found = []
     for strategy in _candidates(winner.strategy, problem, constraints):
         try:
@@ -47,10 +47,9 @@ def with_found_order(
         if pricing.why_it_does_not_fit(strategy, prediction.memory, problem.memory_headroom) is None:
             found.append(Ranked(strategy=strategy, prediction=prediction))
     best = min(found, key=lambda entry: entry.sort_key, default=None)
-    if best is None or best.prediction is None:
+    if best is None or best.iteration_time_s > (1 - WORTH_FINDING) * winner.iteration_time_s:
         return None
-    worth_s = (1 - WORTH_FINDING) * winner.prediction.iteration_time_s
-    return best if best.prediction.iteration_time_s <= worth_s else None
+    return best
 
 
 def _candidates(
@@ -67,8 +66,8 @@ def _candidates(
         return
     yield replace(winner, schedule=OPTIMISED)
     model = problem.workload.config
-    num_parts = winner.pipeline_parallel_size * winner.tensor_parallel_size
-    if model is None or not model.untie_embeddings_and_output_weights or model.vocabulary_multiple[1] % num_parts:
+    pipeline_ranks, tensor_ranks = winner.pipeline_parallel_size, winner.tensor_parallel_size
+    if model is None or why_vocabulary_stays_whole(model, pipeline_ranks=pipeline_ranks, tensor_ranks=tensor_ranks):
         return
     # Stages that were balanced around a whole output layer are not balanced without it.
     given = winner.stage_partition if "stage_partition" in constraints else "uniform"

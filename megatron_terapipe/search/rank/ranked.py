@@ -40,6 +40,12 @@ class Ranked:
     index: int = 0
 
     @property
+    def iteration_time_s(self) -> float:
+        """Seconds of an iteration of a strategy that could be priced."""
+        assert self.prediction is not None
+        return self.prediction.iteration_time_s
+
+    @property
     def sort_key(self) -> tuple[Any, ...]:
         """Key that sorts the feasible first, then by time, peak memory and simplicity."""
         strategy, prediction = self.strategy, self.prediction

@@ -104,8 +104,8 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
         pricing: on the cluster, in the order of its hostfile.
     """
     model = pricing.cost_model
-    near = [entry for entry in contenders if _time_s(entry) <= NEAR * _time_s(contenders[0])]
-    simulated = np.array([_time_s(entry) for entry in near])
+    near = [entry for entry in contenders if entry.iteration_time_s <= NEAR * contenders[0].iteration_time_s]
+    simulated = np.array([entry.iteration_time_s for entry in near])
     if isinstance(model.op_times, Roofline):
         moves = list(moves_of(model.efficiency))
         closed_form = _in_closed_form(near, model)
@@ -215,7 +215,9 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
         logs: [m, n] what moving them adds to the logarithms of the times.
     """
     # Until then the two are nearly as fast as each other, which is no other winner.
-    gaps = np.log(np.array([_time_s(entry) for entry in contenders]) / _time_s(contenders[0])) - np.log1p(-NEARLY)
+    gaps = np.log(
+        np.array([entry.iteration_time_s for entry in contenders]) / contenders[0].iteration_time_s
+    ) - np.log1p(-NEARLY)
     best, found = np.log1p(FARTHEST), None
     for (name, change, constants), row in zip(moves, logs, strict=True):
         step = np.log1p(change)
@@ -255,13 +257,8 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
                 constant=name,
                 change=change,
                 strategy=None if other is None else other.strategy,
-                regret=0.0 if other is None else _time_s(other) / _time_s(contenders[0]) - 1,
+                regret=0.0 if other is None else other.iteration_time_s / contenders[0].iteration_time_s - 1,
                 is_memory=True,
             )
         )
     return found
-
-
-def _time_s(entry: Ranked) -> float:
-    assert entry.prediction is not None
-    return entry.prediction.iteration_time_s
