@@ -131,13 +131,16 @@ class SelfAttention(nn.Module):
             bias=model.has_projection_bias,
         )
 
-    def forward(self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None, *, completed: bool = True
+    ) -> Tensor:
         """Attend: [B, n, hidden] of the tokens this rank has between the matrices in, the same out.
 
         Args:
             hidden: input of this layer, or of the norm before.
             past: the tokens before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
+            completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """
         groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))
         query, key, value = self._heads(groups, past)
@@ -151,7 +154,7 @@ class SelfAttention(nn.Module):
             window=self.window,
             softcap=self.softcap,
         )
-        return self.projection(attended.flatten(2))
+        return self.projection(attended.flatten(2), completed=completed)
 
     def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them."""

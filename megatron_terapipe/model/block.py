@@ -20,6 +20,8 @@ class TransformerBlock(nn.Module):
         both        h += N(A(N(h)));  h += N(M(N(h)))
         parallel    h += A(N(h)) + M(N(h))                  both norms of one input, or one norm for both
 
+    In the last form tensor-parallel ranks sum their parts of both at once, unless each has a mask of dropout.
+
     Args:
         model: the model section.
         block: shape of the layer.
@@ -67,6 +69,12 @@ class TransformerBlock(nn.Module):
         if self.shares_norm and not self.recompute_cheap:
             # Computed once, and kept once.
             entering, attention_norm, mlp_norm = attention_norm(hidden), None, None
+        if self._sums_at_once:
+            parts = self._behind(attention_norm, self.attention, entering, past, completed=False)
+            parts = parts + self._behind(mlp_norm, self.mlp, entering, completed=False)
+            projection, down = self.attention.projection, self.mlp.down
+            both = projection.complete(parts, projection.bias, down.bias)
+            return residual_dropout(both, 0.0, DropoutSite.MLP, past, self.ranks, hidden, self.multiplier)
         if self.attention is not None:
             attended = self._behind(attention_norm, self.attention, entering, past)
             hidden = self._added(attended, self.attention_post_norm, DropoutSite.ATTENTION, past, hidden)
@@ -75,11 +83,20 @@ class TransformerBlock(nn.Module):
             hidden = self._added(widened, self.mlp_post_norm, DropoutSite.MLP, past, hidden)
         return hidden
 
-    def _behind(self, norm: nn.Module | None, layer: nn.Module, inputs: Tensor, *more: Past) -> Tensor:
+    @property
+    def _sums_at_once(self) -> bool:
+        """Whether ranks sum their parts of attention and MLP in one reduction."""
+        has_both = self.attention is not None and self.mlp is not None
+        masked = self.training and self.dropout > 0
+        return self.parallel and has_both and self.ranks.size > 1 and not masked
+
+    def _behind(
+        self, norm: nn.Module | None, layer: nn.Module, inputs: Tensor, *more: Past, completed: bool = True
+    ) -> Tensor:
         """The output of attention or MLP behind its norm, whose own output is kept or computed again."""
-        if norm is None:
-            return layer(inputs, *more)
-        return layer(inputs, *more, recomputed=norm) if self.recompute_cheap else layer(norm(inputs), *more)
+        if norm is not None and self.recompute_cheap:
+            return layer(inputs, *more, recomputed=norm, completed=completed)
+        return layer(inputs if norm is None else norm(inputs), *more, completed=completed)
 
     def _added(self, output: Tensor, norm: nn.Module | None, site: DropoutSite, past: Past, residual: Tensor) -> Tensor:
         """The residual plus the output of attention or MLP, behind the norm after it."""

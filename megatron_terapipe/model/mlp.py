@@ -32,12 +32,15 @@ class MLP(nn.Module):
         self.activation = Activation(model.activation)
         self.down = RowParallelLinear(width, model.hidden_size, ranks, normal(model.output_layer_init_std), bias=bias)
 
-    def forward(self, hidden: Tensor, recomputed: nn.Module | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, recomputed: nn.Module | None = None, *, completed: bool = True) -> Tensor:
         """Return the output [B, n, hidden] for the tokens that this rank has between the matrices.
 
         Args:
             hidden: input of this layer, or of the norm before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
+            completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """
         widened = self.up(hidden, recomputed)
-        return self.down(widened, self.activation) if self.recompute_activation else self.down(self.activation(widened))
+        if self.recompute_activation:
+            return self.down(widened, self.activation, completed=completed)
+        return self.down(self.activation(widened), completed=completed)

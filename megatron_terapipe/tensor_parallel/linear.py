@@ -77,21 +77,34 @@ class RowParallelLinear(nn.Module):
         self.weight = ranks.parameter(out_features, in_features, cut=1, initialize=initialize)
         self.bias = ranks.replicated(torch.zeros(out_features)) if bias else None
 
-    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None, *, completed: bool = True) -> Tensor:
         """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
 
         Args:
             inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+            completed: whether ranks sum their parts; if not, this is the part [B, N, out] of this rank, of all tokens,
+                for `complete`.
         """
         # One rank alone adds the bias inside the product; of several, each would.
         alone = self.ranks.size == 1
-        partial = products.linear(
+        part = products.linear(
             inputs,
             self.weight,
             self.bias if alone else None,
             before=recomputed,
             parameters_before=() if recomputed is None else recomputed.parameters(),
         )
-        summed = self.ranks.sum_parts(partial)
-        return summed if alone or self.bias is None else summed + self.bias
+        return self.complete(part, self.bias) if completed else part
+
+    def complete(self, part: Tensor, *biases: Tensor | None) -> Tensor:
+        """Return the sum [B, n, out] of the parts of all ranks, and of biases.
+
+        Args:
+            part: [B, N, out] this rank's part; several layers' parts may be added up before.
+            biases: [out] those of the layers; one rank alone has added them.
+        """
+        summed = self.ranks.sum_parts(part)
+        for bias in biases if self.ranks.size > 1 else ():
+            summed = summed if bias is None else summed + bias
+        return summed

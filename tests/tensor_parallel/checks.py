@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 from itertools import product
 from math import inf
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import LayerNorm
@@ -67,6 +71,25 @@ def sum_of_parts(ranks: TensorParallelRanks) -> None:
     (found * tokens_of(coefficients, ranks)).sum().backward()
     torch.testing.assert_close(found, tokens_of(torch.stack(each).sum(0), ranks), rtol=1e-14, atol=1e-14)
     assert torch.equal(part.grad, coefficients)
+
+
+def attention_and_mlp_side_by_side_are_one_sum(ranks: TensorParallelRanks) -> None:
+    """And two with dropout in training, where each has its mask, or one after the other."""
+    for parallel, dropout, training, expected in (
+        (True, 0.0, True, 1),
+        (True, 0.1, False, 1),
+        (True, 0.1, True, 2),
+        (False, 0.0, True, 2),
+    ):
+        model = model_config(hidden_dropout=dropout, parallel_residual=parallel)
+        block = TransformerBlock(model, model.blocks[0], ranks).train(training)
+        state = SequenceState(TokenSlices((8,)), seed=1, sequences=(0, 1))
+        with patch.object(TensorParallelRanks, "sum_parts", autospec=True, side_effect=_SUM_PARTS) as sums:
+            block(tokens_of(drawn(2, 8, model.hidden_size, seed=3), ranks).float(), state.past(0, 0))
+        assert sums.call_count == expected, (parallel, dropout, training)
+
+
+_SUM_PARTS = TensorParallelRanks.sum_parts
 
 
 class _Pair(nn.Module):
@@ -293,6 +316,7 @@ CHECKS = {
         collectives,
         own_tokens,
         sum_of_parts,
+        attention_and_mlp_side_by_side_are_one_sum,
         pair_of_products,
         weights_are_the_same_for_any_number_of_ranks,
         words,

@@ -196,7 +196,7 @@ def layer_ops(
         one = (1 - communication.tensor_parallel_overlap) * _reduction_s(
             element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency, query.sequence_parallel
         )
-        entering, leaving = reductions(query.layer)
+        entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
     exchange = head_exchange_s(query, links.sequence, efficiency, element_bytes)
     exchange = (1 - communication.head_exchange_overlap) * exchange
@@ -276,15 +276,21 @@ def head_exchange_s(
     return there + all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
 
 
-def reductions(layer: Layer) -> tuple[int, int]:
+def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
     """Reductions of tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
 
     A matrix shared by its outputs reads the same tokens on every rank, whose gradients add up; one shared by its inputs
     gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). A shared
     embedding gives each rank the rows that it holds.
+
+    Args:
+        layer: the layer.
+        sums_at_once: whether the trainer sums parts of attention and MLP that stand side by side in one reduction.
     """
     entering = sum(product.parallel == "column" for product in layer.products)
     leaving = sum(product.parallel == "row" for product in layer.products)
+    if sums_at_once and layer.sums_at_once:
+        leaving = min(leaving, 1)
     return entering, leaving + (layer.kind == "embedding")
 
 

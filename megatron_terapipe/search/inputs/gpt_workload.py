@@ -87,6 +87,7 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
         num_norms=flops.block_norms(model, shape),
         kept_states=kept_states,
         normed_states=normed_states,
+        sums_at_once=model.parallel_residual and model.hidden_dropout == 0,
         activation_width=shape.ffn_hidden_size,
         gated=model.gated,
         normalization=model.normalization,

@@ -120,6 +120,8 @@ class Layer:
         num_norms: norms of hidden states.
         kept_states: hidden states of a token that stay from forward to backward; None = one for each norm.
         normed_states: those that selective recomputation computes again, outputs of norms; None = one for each part.
+        sums_at_once: whether the outputs of its matrices that are shared by their inputs are added up before ranks sum
+            them: attention and MLP side by side, without dropout behind them.
         activation_width: width of the MLP's activation; 0 without.
         gated: whether that has a gate beside it.
         normalization: `layernorm` or `rmsnorm`.
@@ -144,6 +146,7 @@ class Layer:
     num_norms: int = 0
     kept_states: int = None  # type: ignore[assignment]
     normed_states: int = None  # type: ignore[assignment]
+    sums_at_once: bool = False
     activation_width: int = 0
     gated: bool = False
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"

@@ -191,6 +191,7 @@ class Communication:
         overlaps_weight_gather: whether stepped weights are gathered under the next forward.
         tensor_parallel_overlap: share of the collectives between tensor-parallel ranks that products hide.
         head_exchange_overlap: share of the head exchanges between sequence-parallel ranks that products hide.
+        sums_at_once: whether attention and MLP side by side are summed in one reduction (`Layer.sums_at_once`).
         reduction_bytes: bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by
             precision and ZeRO stage (`cost.step_costs`).
         shards_weights: whether data-parallel ranks keep a part of each weight alone, gather it for the forward and
@@ -204,6 +205,7 @@ class Communication:
     overlaps_weight_gather: bool = False
     tensor_parallel_overlap: float = 0.0
     head_exchange_overlap: float = 0.0
+    sums_at_once: bool = False
     reduction_bytes: int | None = None
     shards_weights: bool = False
 

@@ -68,7 +68,7 @@ TERAPIPE = Software(
         # Sums in fp32, read and written, and the gradients that this token slice found; keys and values apart.
         prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=2),
     ),
-    communication=Communication(overlaps_transfers=True, overlaps_gradient_reduction=True),
+    communication=Communication(overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True),
     selective_recomputes="norms",
     logits_at_once=LOGITS_AT_ONCE,
     bucket_elements=BUCKET_ELEMENTS,

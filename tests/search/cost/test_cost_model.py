@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import TransferCosts
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.stage_ops import reductions
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.cost.machines import A100, GPT, NODE, nodes, strategy
+from tests.search.problems import small_model
 
 TWO = nodes(2)
 
@@ -202,3 +205,11 @@ def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage(
     for one, closed_forms in zip((replicas, stages), times, strict=True):
         simulated = [model.predict_time(one).iteration_time_s for model in models]
         assert closed_forms == pytest.approx(simulated, rel=0.1)
+
+
+def test_attention_and_mlp_side_by_side_are_summed_once_where_the_trainer_does_so() -> None:
+    beside = gpt_workload(small_model(parallel_residual=True)).layers[1]
+    assert (reductions(beside), reductions(beside, sums_at_once=True)) == ((2, 2), (2, 1))
+    for model in (small_model(), small_model(parallel_residual=True, hidden_dropout=0.1)):
+        assert reductions(gpt_workload(model).layers[1], sums_at_once=True) == (2, 2)
+    assert TERAPIPE.communication.sums_at_once and not MEGATRON_LM.communication.sums_at_once
