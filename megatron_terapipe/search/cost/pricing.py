@@ -95,7 +95,8 @@ class Pricing:
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
         """Return what waits on hosts until every rank has reached its peak; None where nothing does.
 
-        What an `optimised` order lets wait is not known before it is found.
+        What an `optimised` order lets wait is not known before it is found: its memory counts as if nothing did, which
+        is more than it needs.
         """
         if not strategy.offload or strategy.schedule == OPTIMISED:
             return None
