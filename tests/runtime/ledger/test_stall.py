@@ -100,12 +100,8 @@ def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledger
     setup = Setup(pp=3, cut=(6, 6, 6, 6), micro_batches=1)
     (line,) = _lines(run_distributed(_trained, 3, str(tmp_path), setup, 1, compute))
     assert f"the run stands still: rank 1 (host {socket.gethostname()}) is behind: rank 1 is at 'forward 1F0.2" in line
-    # Rank 2 began to wait a little later than rank 1 to compute, and is named where it has waited long enough by then.
-    assert (
-        "(train step 1, instruction" in line
-        and "; rank 0 is at '" in line
-        and "; the ledger of each rank is in" in line
-    )
+    # Those that have waited long enough by then are named: on a busy host only one of them.
+    assert re.search(r"\(train step 1, instruction .*; rank [02] is at '.*; the ledger of each rank is in", line)
     ledgers = _ledgers(tmp_path)
     assert ledgers.keys() == {0, 1, 2}
     assert (
