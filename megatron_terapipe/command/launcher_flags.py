@@ -10,8 +10,8 @@ from deepspeed_ext.plan.text.command_line import CommandParser
 from deepspeed_ext.runtime.launch.launchers import LAUNCHERS, launcher_of
 from megatron_terapipe.planning.stated_ranks import slots_of_hosts
 
-RUNNER = "deepspeed.launcher.runner"
-"""Module that the command `deepspeed` runs."""
+RUNNER = "megatron_terapipe.command.launcher_process"
+"""Module that runs what the command `deepspeed` does."""
 
 LAUNCHERS_OF_DEEPSPEED = ("pdsh", "openmpi", "slurm", "mpich", "impi", "mvapich")
 

@@ -64,7 +64,7 @@ def test_flags_of_the_launcher_are_checked(words: list[str], message: str) -> No
     assert str(raised.value).startswith(message)
 
 
-BEGIN = [sys.executable, "-m", "deepspeed.launcher.runner"]
+BEGIN = [sys.executable, "-m", "megatron_terapipe.command.launcher_process"]
 END = ["--log_level=error", "--no_local_rank", str(ROOT / "pretrain_gpt.py"), *FLAGS]
 
 

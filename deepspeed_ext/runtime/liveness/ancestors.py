@@ -16,8 +16,10 @@ from pathlib import Path, PurePath
 
 import psutil
 
-RUNNERS = frozenset({"deepspeed", "ds", "deepspeed.pt", "deepspeed.launcher.runner"})
-"""DeepSpeed's command, which starts one launcher on every host."""
+RUNNERS = frozenset(
+    {"deepspeed", "ds", "deepspeed.pt", "deepspeed.launcher.runner", "megatron_terapipe.command.launcher_process"}
+)
+"""DeepSpeed's command, which starts one launcher on every host, also as `terapipe train` runs it."""
 
 HOST_LAUNCHERS = frozenset({"deepspeed.launcher.launch", "launch.py"})
 """DeepSpeed's launcher of the ranks of one host."""

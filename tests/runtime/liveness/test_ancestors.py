@@ -19,6 +19,7 @@ def above(*commands: tuple[str, ...]) -> list[Ancestor]:
 LAUNCHES = {
     "deepspeed": ((PER_HOST, RUNNER, NOHUP_SHELL, TERMINAL), 2),
     "deepspeed_as_a_module": ((PER_HOST, (PYTHON, "-m", "deepspeed.launcher.runner", "x.py"), TMUX), 2),
+    "terapipe_train": ((PER_HOST, (PYTHON, "-m", "megatron_terapipe.command.launcher_process", "x.py"), TMUX), 2),
     "deepspeed_in_a_script_of_slurm": ((PER_HOST, RUNNER, ("bash", "job.sh"), ("slurmstepd: [1.batch]",)), 2),
     "pdsh": ((PER_HOST, REMOTE, SERVED, ("sshd: user [priv]",)), 3),
     "pdsh_whose_shell_has_gone": ((PER_HOST, SERVED), 2),

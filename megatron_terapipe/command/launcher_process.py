@@ -1,0 +1,55 @@
+"""DeepSpeed's launcher as `terapipe train` runs it: by itself it answers Ctrl-C with a traceback, before its ranks end.
+
+    python -m megatron_terapipe.command.launcher_process WORDS OF DEEPSPEED'S COMMAND
+
+The terminal sends Ctrl-C to all processes of a run at once, and the launcher of each host ends its ranks. So this
+process only waits until they have ended.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+
+from deepspeed_ext.plan.text.command_line import INTERRUPTED
+
+ENDS_IN_S = 60.0
+"""Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
+
+
+def main() -> int:
+    """Run DeepSpeed's launcher, and return the exit code of the run: 130 for Ctrl-C."""
+    return quietly(_launch)
+
+
+def quietly(launch: Callable[[], object]) -> int:
+    """Return the exit code of a launch that returns, 130 where Ctrl-C ends it, once all processes of it have ended.
+
+    Args:
+        launch: starts processes and waits for them.
+
+    Raises:
+        SystemExit: as the launch does, whose exit code is not 0.
+    """
+    try:
+        launch()
+    except KeyboardInterrupt:
+        # Whoever presses it again has told the launchers of the hosts, too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _, alive = psutil.wait_procs(psutil.Process().children(), timeout=ENDS_IN_S)
+        ended = "has ended" if not alive else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
+        print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    return 0
+
+
+def _launch() -> None:
+    # Imported here: it takes seconds, in which Ctrl-C is no traceback either.
+    from deepspeed.launcher import runner
+
+    runner.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
