@@ -6,16 +6,20 @@ The terminal sends Ctrl-C to all processes of a run at once, and the launcher of
 process only waits until they have ended.
 """
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
-
-import psutil
+from contextlib import suppress
 
 from deepspeed_ext.plan.text.command_line import INTERRUPTED
 
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
+
+_LOOK_S = 0.05
+"""Seconds between two looks at children."""
 
 
 def main() -> int:
@@ -37,11 +41,22 @@ def quietly(launch: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         # Whoever presses it again has told the launchers of the hosts, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _, alive = psutil.wait_procs(psutil.Process().children(), timeout=ENDS_IN_S)
-        ended = "has ended" if not alive else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
+        ended = "has ended" if _children_end() else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
         print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _children_end() -> bool:
+    """Return whether all children of this process have ended, as soon as they have, or after a while."""
+    deadline = time.monotonic() + ENDS_IN_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                time.sleep(_LOOK_S)
+        return False
+    return True
 
 
 def _launch() -> None:
