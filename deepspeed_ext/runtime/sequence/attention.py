@@ -13,23 +13,27 @@ and flow on into the layer's projections like any other gradient: no surrogate l
 
 With a sliding window a token slice reads, and finds gradients for, the keys in its reach alone; `key_values` says which
 keys and gradients are then kept.
+
+A sequence in one piece has no other token slice to keep anything for. Its keys and values are autograd's, as in any
+other operation: nothing is copied, and what computes the layer again keeps none of them.
 """
 
 import torch
+from torch import Tensor
 
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel
 from deepspeed_ext.runtime.sequence.key_values import KeyValueState
 
 
 class TokenSliceAttention(torch.autograd.Function):
-    """Attention over prefix and diagonal. The graph keeps queries, output and log-sum-exp; never keys or values.
+    """Attention over prefix and diagonal. The graph keeps queries, output and log-sum-exp.
 
     Keys and values live in their `KeyValueState`, outside autograd: views of a buffer that later token slices write
-    must not be saved for backward.
+    must not be saved for backward. The graph keeps them, too, where there is no state.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float, kernel: AttentionKernel):
+    def forward(ctx, query, key, value, state: KeyValueState | None, start: int, scale: float, kernel: AttentionKernel):
         """Return the output [B, N, H, D].
 
         Args:
@@ -37,25 +41,48 @@ class TokenSliceAttention(torch.autograd.Function):
             query: [B, N, H, D].
             key: [B, N, G, D].
             value: [B, N, G, D].
-            state: keys and values of the sequence.
+            state: keys and values of the sequence; None if the token slice is all of it.
             start: tokens before the token slice.
             scale: factor of the scores.
             kernel: computes attention on the device.
         """
-        # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
-        query = query.contiguous()
-        state.write(key, value, start)
-        attended = kernel.forward(query, *state.read(start, start + query.shape[1]), scale)
+        if state is None:
+            query, *keys = kept = _kept(query, key, value)
+        else:
+            # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
+            kept = (query := query.contiguous(),)
+            state.write(key, value, start)
+            keys = state.read(start, start + query.shape[1])
+        attended = kernel.forward(query, *keys, scale)
         # Kernels leave the heads before the tokens; the next layer wants them after, and would keep a copy of its own.
         output = attended.output.contiguous()
-        ctx.save_for_backward(query, output, attended.log_sum_exp)
+        ctx.save_for_backward(output, attended.log_sum_exp, *kept)
         ctx.state, ctx.start, ctx.scale, ctx.kernel = state, start, scale, kernel
         return output
 
     @staticmethod
     def backward(ctx, output_gradient):  # noqa: D102
-        query, output, log_sum_exp = ctx.saved_tensors
-        key, value = ctx.state.read(ctx.start, ctx.start + query.shape[1])
-        gradients = ctx.kernel.backward(output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale)
-        own_key, own_value = ctx.state.accumulate(gradients, ctx.start)
+        output, log_sum_exp, query, *keys = ctx.saved_tensors
+        state, start = ctx.state, ctx.start
+        if state is not None:
+            keys = state.read(start, start + query.shape[1])
+        gradients = ctx.kernel.backward(output_gradient, query, *keys, Attended(output, log_sum_exp), ctx.scale)
+        own_key, own_value = gradients.own if state is None else state.accumulate(gradients, start)
         return gradients.query, own_key, own_value, None, None, None, None
+
+
+def _kept(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values to keep: as they are if they hold nothing else alive, else copies.
+
+    Cut from one product, all three together are that product. Where a norm has replaced the queries and keys, the
+    values would keep the others alive, which nobody reads.
+
+    Args:
+        *heads: each [B, N, heads, D]; no two share an element.
+    """
+    storages = (each.untyped_storage() for each in heads)
+    held = {storage._cdata: storage.nbytes() for storage in storages}
+    # Kernels read the elements of a head in one run.
+    if sum(held.values()) == sum(each.nbytes for each in heads) and all(each.stride(-1) == 1 for each in heads):
+        return heads
+    return tuple(each.contiguous() for each in heads)

@@ -72,7 +72,7 @@ class SequenceState:
         self.bounds = dict(zip(starts, token_slices.bounds(), strict=True))
         """First position and end of each token slice, by the first position of this rank's part."""
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
-        self._layers: dict[int, tuple[int | None, KeyValueState]] = {}
+        self._layers: dict[int, tuple[int | None, KeyValueState | None]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
         """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
@@ -130,8 +130,8 @@ class SequenceState:
             assert isinstance(state, KeysOfTokenSlices), "keys and values of whole sequences are not copied to the host"
             yield state
 
-    def keys_and_values(self, layer: int, window: int | None) -> KeyValueState:
-        """Return the keys and values of a layer.
+    def keys_and_values(self, layer: int, window: int | None) -> KeyValueState | None:
+        """Return the keys and values of a layer; None where no token slice but their own will read them.
 
         Args:
             layer: number of the layer.
@@ -141,20 +141,24 @@ class SequenceState:
             UserError: if the layer has another window already.
         """
         if layer not in self._layers:
-            state = key_value_state(
-                self.token_slices.seq_length,
-                window,
-                forward_only=self.forward_only,
-                apart=self._keys_apart,
-                gradients_in=self._key_value_gradients,
-            )
-            self._layers[layer] = window, state
+            self._layers[layer] = window, self._new_state(window)
         known, state = self._layers[layer]
         if known != window:
             raise UserError(
                 f"layer {layer} attends with window={window}, and before with window={known}: give it one window"
             )
         return state
+
+    def _new_state(self, window: int | None) -> KeyValueState | None:
+        if len(self.token_slices) == 1 and not self._keys_apart:
+            return None
+        return key_value_state(
+            self.token_slices.seq_length,
+            window,
+            forward_only=self.forward_only,
+            apart=self._keys_apart,
+            gradients_in=self._key_value_gradients,
+        )
 
 
 @dataclass(frozen=True, slots=True)

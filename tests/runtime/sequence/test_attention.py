@@ -1,6 +1,7 @@
 """Attention across token slices equals causal attention over the whole sequence, gradients included."""
 
 import itertools
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -202,13 +203,51 @@ def test_graph_keeps_no_keys_and_values() -> None:
     assert not {tensor.untyped_storage().data_ptr() for tensor in (key, value)} & held.keys()
 
 
+def kept_by(cut: TokenSlices, *heads: Tensor) -> list[Tensor]:
+    """What the graph keeps of the attention of the first token slice."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        SequenceState(cut).past(0, 0).attend(*(each[:, : cut.lengths[0]] for each in heads))
+    return saved
+
+
+def storages(*tensors: Tensor) -> dict[int, int]:
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
 def test_a_query_cut_from_a_fused_projection_does_not_keep_the_rest_alive() -> None:
     fused = torch.randn(1, 6, 8, 4, requires_grad=True)
-    query, key, value = fused.split([4, 2, 2], dim=2)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda none: none):
-        SequenceState(TokenSlices((6,))).past(0, 0).attend(query, key, value)
-    assert fused.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in saved}
+    kept = kept_by(TokenSlices((4, 2)), *fused.split([4, 2, 2], dim=2))
+    assert not storages(fused).keys() & storages(*kept).keys()
+
+
+def test_a_sequence_in_one_piece_copies_nothing_of_a_fused_projection() -> None:
+    fused = torch.randn(1, 6, 8, 4, requires_grad=True)
+    output, log_sum_exp, *heads = kept_by(TokenSlices((6,)), *fused.split([4, 2, 2], dim=2))
+    assert storages(*heads) == storages(fused)
+    assert (output.shape, log_sum_exp.shape) == ((1, 6, 4, 4), (1, 4, 6))
+
+
+def test_a_sequence_in_one_piece_keeps_of_a_product_only_what_attention_reads() -> None:
+    # As behind a norm of queries and keys: of the product only the values are read.
+    product, query, key = (torch.randn(1, 6, heads, 4, requires_grad=True) for heads in (8, 4, 2))
+    kept = kept_by(TokenSlices((6,)), query, key, product[:, :, 6:])
+    assert not storages(product).keys() & storages(*kept).keys()
+    assert sum(storages(*kept).values()) == 4 * (2 * query.numel() + 2 * key.numel() + 4 * 6)
+
+
+def test_a_sequence_in_one_piece_leaves_nothing_between_forward_and_recomputation() -> None:
+    state, alive = SequenceState(TokenSlices((6,))), list[weakref.ref[Tensor]]()
+
+    def layer(hidden: Tensor) -> Tensor:
+        heads = hidden * 2
+        alive.append(weakref.ref(heads))
+        return state.past(0, 0).attend(*heads.split([4, 2, 2], dim=2))
+
+    output = checkpoint(layer, torch.randn(1, 6, 8, 4, requires_grad=True), use_reentrant=False)
+    assert alive[0]() is None
+    output.sum().backward()
+    assert len(alive) == 2
 
 
 def test_keys_and_values_are_views_of_one_buffer() -> None:
