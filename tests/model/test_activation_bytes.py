@@ -64,8 +64,10 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
 
 
 def kept_keys_and_values(state: SequenceState, window: int | None) -> list[torch.Tensor]:
-    """Of the whole sequence; in a window those of each token slice apart."""
+    """Of the whole sequence; in a window those of each token slice apart. Autograd keeps those of one in one piece."""
     held = state.keys_and_values(0, window)
+    if held is None:
+        return []
     if window is None:
         return list(held.read(0, SEQ))
     return [each for pair in held._of_token_slices.values() for each in pair]
