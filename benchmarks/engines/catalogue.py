@@ -29,6 +29,7 @@ OUR_SCHEDULES: dict[str, dict[str, Any]] = {
     "zero-bubble": {"schedule": "zero-bubble"},
     "interleaved, 2 model chunks": {"schedule": "interleaved", "num_model_chunks": 2},
     "optimised": {"schedule": OPTIMISED},
+    "optimised, 2 model chunks": {"schedule": OPTIMISED, "num_model_chunks": 2},
 }
 TORCH_SCHEDULES: dict[str, dict[str, Any]] = {
     "GPipe": {"schedule_class": ScheduleGPipe},

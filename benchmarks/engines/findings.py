@@ -75,6 +75,7 @@ def circumstances(document: Document) -> list[str]:
     rounds = ", ".join(f"{run.num_rounds} with {micro_batches(run.num_micro_batches)}" for run in document.runs)
     noise = document.noise
     products = [seconds / median(noise.product_s) - 1 for seconds in noise.product_s]
+    spreads = [max(each.cpu_seconds) / min(each.cpu_seconds) - 1 for run in document.runs for each in run.timed]
     return [
         f"Measured on {document.date} in {document.wall_s / 60:.0f} minutes by `{document.command}`.",
         f"{document.machine}; {software}; gloo, fp32, SGD, one thread and one core a rank.",
@@ -82,6 +83,9 @@ def circumstances(document: Document) -> list[str]:
         f"Noise: load {noise.load_at_start:.2f} at the start. Other processes took {noise.others_share:.1%} of the "
         f"cores' time, the host of the machine {noise.steal_share:.1%}. One matrix product, repeated before each "
         f"round, took {min(products):+.1%} to {max(products):+.1%} of its median.",
+        "The same step of the same engine took the processors, waiting left out, up to "
+        f"{max(spreads, default=0.0):.0%} longer in one round than in another; {median(spreads or [0.0]):.0%} for the "
+        "median engine. Rows that differ by less may change places in another run.",
     ]
 
 

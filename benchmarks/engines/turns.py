@@ -2,7 +2,7 @@
 
 build     one that refuses the job gets a row that says why, and how many micro-batches it needs
 watch     a first step from the same weights: loss, gradients and peak memory; whoever disagrees is not timed
-rounds    a step of each, the order turned on from round to round
+rounds    a step of each; the order is turned on from round to round, and every second time reversed
 """
 
 import time
@@ -90,7 +90,8 @@ class Competition:
         """
         places = list(self._built)
         first = number * max(1, len(places) // 3) % len(places)
-        for place in (*places[first:], *places[:first]):
+        # Who comes after whom must change: a machine is slow for a while, and a step leaves memory behind.
+        for place in (*places[first:], *places[:first])[:: -1 if number % 2 else 1]:
             contender = self._built[place]
             seconds, cpu_seconds = _timed(contender.engine.step)
             contender.measured = replace(
