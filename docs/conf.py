@@ -58,6 +58,13 @@ python_maximum_signature_line_length = 88
 # The repository's address, once it has one: links to source files then lead there, and not to the copies in the site.
 repository_url = os.environ.get("TERAPIPE_REPOSITORY_URL", "").rstrip("/")
 
+# `make docs-links`: an address that is gone is an error; one that does not answer in time, after three tries, is not.
+linkcheck_timeout = 20
+linkcheck_retries = 3
+linkcheck_report_timeouts_as_broken = False
+# Their anchors are made in the browser.
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
+
 html_theme = "furo"
 html_title = "megatron-terapipe"
 html_static_path = ["theme"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_terapipe.file_formats.table import FILE_FORMATS
 from megatron_terapipe.search.inputs.cluster_files import is_flat, parse_cluster
 from megatron_terapipe.search.op_times.profile_files import profile_to_json
 from megatron_terapipe.search.trials.calibration.calibration import calibrate
-from megatron_terapipe.search.trials.calibration.calibration_files import write_calibrations
+from megatron_terapipe.search.trials.calibration.calibration_files import read_calibrations, write_calibrations
 from tests.architecture.sources import ROOT
 from tests.file_formats.forms import validate
 from tests.run_report.made_up import iteration, whole_run
@@ -90,8 +91,13 @@ def test_profiles() -> None:
 
 def test_calibrations(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    write_calibrations(str(path), [calibrate(measured(STRATEGIES[:4], noise=0.05))])
+    one = calibrate(measured(STRATEGIES[:4], noise=0.05))
+    write_calibrations(str(path), [one])
     validate("calibration", json.loads(path.read_text()))
+    # Of trials that are met exactly, as a few can be.
+    write_calibrations(str(path), [replace(one, memory_sd=0.0)])
+    validate("calibration", json.loads(path.read_text()))
+    assert read_calibrations(str(path))[0].memory_sd == 0.0
 
 
 def test_the_command_prints_one_or_lists_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ class CalibrationEntry(Entry):
     num_memory_trials: CountOrNone
     physics: _constants(HardwareEfficiency)  # type: ignore[valid-type]
     memory_physics: _constants(MemoryOverheads) | None = None  # type: ignore[valid-type]
-    memory_sd: Positive
+    memory_sd: NotNegative
     intervals: IntervalsEntry
 
 
