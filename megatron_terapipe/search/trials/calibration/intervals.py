@@ -8,7 +8,8 @@ How many scales wide an interval must be, the trials themselves say (conformal p
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
 each group of trials is predicted by a fit that has not seen it (`group_effects`), and the multiplier is the quantile of
 |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few groups the
-quantile is drawn to that of Student's t-distribution.
+quantile is drawn to that of Student's t-distribution. Fewer than nine groups do not determine nine tenths: they may
+widen an interval beyond that of a normal distribution, and not narrow it (docs/adr/0060).
 """
 
 from dataclasses import dataclass
@@ -32,8 +33,12 @@ PRIOR_RESIDUAL_SD = 0.12
 """Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
 says: about what the default efficiency leaves on the published trials (docs/benchmarks)."""
 
-PRIOR_TRIALS = 4
-"""Trials that the expected residual of a fit weighs as much as: few trials may agree with a fit by chance."""
+USUAL_RESIDUAL_SD = 0.05
+"""Standard deviation of log(measured / predicted) that fits usually leave on groups which they have not seen, over
+published trials of several clusters."""
+
+USUAL_GROUPS = 4
+"""Groups that it weighs as much as: trials of few groups may agree with a fit by chance."""
 
 NORMAL = 1.645
 """Standard deviations of a normal distribution that hold 90 %."""
@@ -116,19 +121,21 @@ def conformal(
     """
     from scipy.special import stdtrit
 
-    count = len(errors)
-    spread = sqrt((count * residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (count + PRIOR_TRIALS))
+    count = len(groups)
+    spread = sqrt((count * residual_sd**2 + USUAL_GROUPS * USUAL_RESIDUAL_SD**2) / (count + USUAL_GROUPS))
     if covariance is None:
         covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
     # Trials count as much as they did in the fit: less where they are far off.
     variances = spread**2 / weights_of(errors / NOISE, LARGE)
     unseen = groups.unseen(errors, slopes, variances, prior.widths)
     scores = np.abs(unseen.errors) / np.sqrt(spread**2 + unseen.variances)
-    seen_share = len(groups) / (len(groups) + PRIOR_GROUPS)
-    usual = float(stdtrit(len(groups) + 1, (1 + COVERAGE) / 2))
+    seen_share = count / (count + PRIOR_GROUPS)
+    usual = float(stdtrit(count + 1, (1 + COVERAGE) / 2))
+    multiplier = conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share)
+    determined = ceil((count + 1) * COVERAGE) <= count
     return Intervals(
         coverage=COVERAGE,
-        multiplier=conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share),
+        multiplier=multiplier if determined else max(multiplier, NORMAL),
         residual_sd=hypot(spread, groups.offset),
         covariance=covariance,
         parameter_names=prior.names,

@@ -5,13 +5,17 @@ import pytest
 
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.library import device
+from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.calibration.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.trials.calibration.cluster_calibrations import calibrated_slopes
+from megatron_terapipe.search.trials.calibration.group_effects import GroupEffects
 from megatron_terapipe.search.trials.calibration.intervals import (
     COVERAGE,
+    NORMAL,
     Intervals,
+    conformal,
     conformal_quantile,
     uncalibrated,
 )
@@ -86,3 +90,17 @@ def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
         return float(found.intervals.half_width(calibrated_slopes(found, model, STRATEGIES[:1]))[0])
 
     assert half_width("A100") == half_width("H100") < half_width("V100") == half_width("T4")
+
+
+def test_few_groups_that_agree_narrow_nothing() -> None:
+    """Errors of a thousandth in each group: 4 groups cannot tell nine tenths, 40 can."""
+    prior = Prior.of(HardwareEfficiency())
+
+    def multiplier(num_groups: int) -> float:
+        errors = np.random.default_rng(1).normal(scale=1e-3, size=2 * num_groups)
+        groups = GroupEffects([index // 2 for index in range(2 * num_groups)])
+        slopes = np.full((2 * num_groups, len(prior.names)), 0.1)
+        return conformal(errors, slopes, groups, prior=prior, residual_sd=1e-3).multiplier
+
+    assert multiplier(4) == NORMAL
+    assert multiplier(40) < NORMAL / 4
