@@ -147,7 +147,7 @@ def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, re
 def _is_record(found: dict[str, Any]) -> bool:
     types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None}
     return found.keys() == {each.name for each in fields(TokenizerRecord)} and all(
-        isinstance(value, types.get(name, str)) for name, value in found.items()
+        isinstance(value, types.get(name, str)) and not isinstance(value, bool) for name, value in found.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of a run: the ledgers of its ranks, and what its checkpoints hold beside tensors."""
+"""Files of a run: the ledgers of its ranks, and what its checkpoints and its data hold beside tensors and tokens."""
 
 from typing import Annotated, Any
 
@@ -7,6 +7,7 @@ from pydantic import Field
 from deepspeed_ext.runtime.ledger.ledger_file import LedgerFile
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts
+from megatron_terapipe.data.tokenizer_record import TokenizerRecord
 from megatron_terapipe.file_formats.described import dataclass_schema, description_schema
 from megatron_terapipe.search.report.schema.schema_parts import Part
 
@@ -39,3 +40,8 @@ def manifest_schema() -> dict[str, Any]:
 def run_schema() -> dict[str, Any]:
     """Return the JSON Schema of `run.json`. Earlier versions did not write all of its keys."""
     return dataclass_schema(CheckpointInfo, whole=False)
+
+
+def tokenizer_schema() -> dict[str, Any]:
+    """Return the JSON Schema of `PREFIX.tokenizer.json`."""
+    return dataclass_schema(TokenizerRecord)

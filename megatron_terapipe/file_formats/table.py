@@ -111,6 +111,11 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             "Size and hash of every other file of a checkpoint: `manifest.json` in its directory.",
             f"{_HERE}.run_files:manifest_schema",
         ),
+        "tokenizer": FileFormat(
+            "The tokenizer that data was written with: `PREFIX.tokenizer.json`, which `terapipe preprocess` writes and "
+            "the trainer reads.",
+            f"{_HERE}.run_files:tokenizer_schema",
+        ),
         "preprocessed": FileFormat(
             "Answer of `terapipe preprocess`, which `--json` writes.", f"{_HERE}.answers:preprocessed_schema"
         ),

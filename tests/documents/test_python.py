@@ -65,7 +65,8 @@ def names_of_the_text() -> dict[str, Any]:
 
 
 def run_blocks(paths: list[Path], directory: Path) -> None:
-    os.chdir(directory)  # Some blocks write files.
+    os.chdir(directory)  # Some blocks write files, and some read examples.
+    Path("examples").symlink_to(ROOT / "examples")
     for path in paths:
         names = names_of_the_text()
         for block in python_of(path):

@@ -107,7 +107,7 @@ def test_what_we_cannot_express_is_named(
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "leaves out low_freq_factor, which must be a number",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scales the rotations of positions as dynamic, and our"),
+        ({"rope_scaling": {"type": "stretched", "factor": 2.0}}, "the rotations of positions as stretched, and our"),
         ({"hidden_act": "quick_gelu"}, 'sets hidden_act to "quick_gelu", and our models have "silu" or "swish"'),
         (
             {"attention_bias": True},
