@@ -249,7 +249,7 @@ LAYERS = (
         (
             *(*search("report"), *PLAN, "deepspeed_ext.runtime.ledger.ledger_file"),
             *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.manifest"),
-            "megatron_terapipe.data.preprocess",
+            *("megatron_terapipe.data.preprocess", "megatron_terapipe.data.tokenizer_record"),
         ),
         ("pydantic",),
     ),
