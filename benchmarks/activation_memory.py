@@ -24,16 +24,7 @@ FP32_BYTES = 4
 def closed_form(
     model: ModelConfig, num_layers: int, num_token_slices: int, num_stages: int, num_micro_batches: int, recompute: str
 ) -> int:
-    """Bytes alive on the first stage at the peak of 1F1B, with uniform token slices and one row in each micro-batch.
-
-    Args:
-        model: the model section.
-        num_layers: transformer layers of the stage.
-        num_token_slices: token slices of a sequence.
-        num_stages: stages of the pipeline.
-        num_micro_batches: micro-batches of a step.
-        recompute: mode of recomputation.
-    """
+    """Bytes alive on the first stage at the peak of 1F1B, with uniform token slices and one row in each micro-batch."""
     live = min(num_stages - 1 + num_token_slices, num_micro_batches * num_token_slices)
     length = model.seq_length // num_token_slices
     block = model.blocks[0]
@@ -45,14 +36,7 @@ def closed_form(
 
 
 def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int, recompute: str) -> tuple[int, int]:
-    """Bytes of activations on this rank: the most between two ops, and the most at any moment.
-
-    Args:
-        model: the model section.
-        num_token_slices: token slices of a sequence.
-        num_micro_batches: micro-batches of a step.
-        recompute: mode of recomputation.
-    """
+    """Bytes of activations on this rank: the most between two ops, and the most at any moment."""
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
     stages = dist.get_world_size()
     engine = our_engine(model, cut, num_micro_batches, num_stages=stages, recompute=recompute)

@@ -62,12 +62,7 @@ def draw_model(folder: Path) -> None:
 
 
 def losses_of_transformers(config: Config, folder: Path) -> Iterator[float]:
-    """Yield the loss of each iteration of a plain loop.
-
-    Args:
-        config: configuration of the run.
-        folder: the model.
-    """
+    """Yield the loss of each iteration of a plain loop."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -83,12 +78,7 @@ def losses_of_transformers(config: Config, folder: Path) -> Iterator[float]:
 
 
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
-    """Return the trainer's rule of the update: no decay of vectors.
-
-    Args:
-        model: the model.
-        config: configuration of the run.
-    """
+    """Return the trainer's rule of the update: no decay of vectors."""
     settings = config.optimizer
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
@@ -107,12 +97,7 @@ def _backward(model: Any, tokens: Tensor, labels: Tensor, per_step: int) -> floa
 
 
 def train_ours(words: Sequence[str], metrics: Path) -> dict[int, float]:
-    """Return the loss of each iteration of the trainer.
-
-    Args:
-        words: flags of the run.
-        metrics: file that it writes.
-    """
+    """Return the loss of each iteration of the trainer."""
     metrics.unlink(missing_ok=True)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run(["deepspeed", "--num_accelerators", "2", "pretrain_gpt.py", *words], check=True, env=environment)

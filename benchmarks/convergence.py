@@ -48,13 +48,7 @@ RUNS = {
 
 
 def flags(name: str, output: Path, iterations: int) -> list[str]:
-    """Return the trainer's flags of a run.
-
-    Args:
-        name: name of the run.
-        output: folder of its data and metrics.
-        iterations: length of the run.
-    """
+    """Return the trainer's flags of a run."""
     metrics = output / f"{name}.jsonl"
     counted = f"--train-iters {iterations} --eval-interval {max(1, iterations // 12)} --metrics-file {metrics}"
     return f"{MODEL} {TRAINING} {RUNS[name]} {counted} --data-path {output}/speeches_text_document".split()
@@ -73,13 +67,7 @@ def prepare(output: Path) -> None:
 
 
 def samples(config: Config, part: str, iterations: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the micro-batches that the trainer reads, in its order: tokens and labels, each [rows, tokens].
-
-    Args:
-        config: configuration of the run.
-        part: `train` or `valid`.
-        iterations: length of the run.
-    """
+    """Yield the micro-batches that the trainer reads, in its order: tokens and labels, each [rows, tokens]."""
     count = iterations * (config.batch.global_batch_size or 1)
     wanted = (count, 0, 0) if part == "train" else (0, count, 0)
     built = build_datasets(
@@ -92,12 +80,7 @@ def samples(config: Config, part: str, iterations: int) -> Iterator[tuple[Tensor
 
 
 def train_plain(config: Config, metrics: Path) -> None:
-    """Train with the loop in plain torch.
-
-    Args:
-        config: configuration of the run.
-        metrics: file to write.
-    """
+    """Train with the loop in plain torch."""
     optimizer_config, iterations = config.optimizer, config.training.train_iters
     model = PlainLlama(config.model).start_as(WholeModel(config.model, config.training.seed), config.model)
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
@@ -131,12 +114,7 @@ def train_plain(config: Config, metrics: Path) -> None:
 
 
 def curve(metrics: Path, key: str) -> dict[int, float]:
-    """Values of a metrics file, by iteration.
-
-    Args:
-        metrics: the file.
-        key: name of the value.
-    """
+    """Values of a metrics file, by iteration."""
     lines = (json.loads(line) for line in metrics.read_text().splitlines())
     return {line["iteration"]: line[key] for line in lines if key in line}
 

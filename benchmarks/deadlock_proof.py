@@ -53,12 +53,7 @@ class CaseResult(NamedTuple):
 
 
 def cases(most_units: int, num_random: int) -> Iterator[Case]:
-    """Yield all combinations, then random ones for the optimiser.
-
-    Args:
-        most_units: largest product of ranks, micro-batches and token slices.
-        num_random: number of random combinations.
-    """
+    """Yield all combinations, then random ones for the optimiser."""
     for ranks, micro_batches, token_slices, model_chunks in product(range(2, 9), range(1, 9), range(1, 9), range(1, 5)):
         if ranks * micro_batches * token_slices <= most_units:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
@@ -103,12 +98,7 @@ def growing_costs(shape: PipelineShape) -> OpCosts:
 
 
 def random_costs(shape: PipelineShape, random: Random) -> OpCosts:
-    """Return costs of ops between 0.5 and 2, each drawn separately.
-
-    Args:
-        shape: sizes of the pipeline.
-        random: source of random numbers.
-    """
+    """Return costs of ops between 0.5 and 2, each drawn separately."""
     tables = [
         [[random.uniform(0.5, 2) for _ in range(shape.num_token_slices)] for _ in range(shape.num_stages)]
         for _ in range(3)

@@ -48,11 +48,8 @@ def packed(seq_length: int, count: int, median_length: float, deviation: float, 
     """Starts of documents in sequences, by sequence.
 
     Args:
-        seq_length: tokens of a sequence.
-        count: number of sequences.
         median_length: median length of a document.
         deviation: standard deviation of the logarithm of its length.
-        seed: of the draws.
     """
     random, stream = Random(seed), 0
     starts = [[0] for _ in range(count)]
@@ -65,11 +62,7 @@ def packed(seq_length: int, count: int, median_length: float, deviation: float, 
 
 @dataclass(frozen=True)
 class TimesOfOps(OpCosts):
-    """Costs that differ from micro-batch to micro-batch.
-
-    Attributes:
-        time: time of an op.
-    """
+    """Costs that differ from micro-batch to micro-batch."""
 
     time: Callable[[Op], float] = lambda op: 1.0
 
@@ -79,12 +72,7 @@ class TimesOfOps(OpCosts):
 
 
 def makespan(shape: PipelineShape, time: Callable[[Op], float]) -> float:
-    """Makespan of a step under 1f1b.
-
-    Args:
-        shape: extent of the pipeline.
-        time: time of an op.
-    """
+    """Makespan of a step under 1f1b."""
     plain = OpCosts.uniform(shape)
     costs = TimesOfOps(plain.forward, plain.backward, time=time)
     return simulate(rank_orders(SCHEDULES["1f1b"], shape), shape, costs).makespan
@@ -117,9 +105,6 @@ def simulated(
     """Makespan of a step under 1f1b, over the time that each rank computes.
 
     Args:
-        shape: extent of the pipeline.
-        cuts: knows what tokens cost.
-        starts: documents of each micro-batch.
         chosen: cut of each micro-batch, at multiples of the quantum.
     """
     forwards = []
@@ -151,8 +136,6 @@ def print_simulated(stages: int, token_slices: int, steps: int) -> None:
     """Print how long steps take with each cut, over the time that ranks compute.
 
     Args:
-        stages: pipeline ranks.
-        token_slices: token slices of a sequence.
         steps: number of steps, whose mean is printed.
     """
     print(f"Llama-3-8B's layers on {stages} stages, {token_slices} token slices, 1f1b: makespan over computing time")
@@ -200,11 +183,7 @@ def _with_quanta(cuts: DocumentCuts, quanta: int) -> DocumentCuts:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Time steps of the engine on the ranks launched, the cuts in turn, and print medians.
-
-    Args:
-        options: what the command was given.
-    """
+    """Time steps of the engine on the ranks launched, the cuts in turn, and print medians."""
     join()
     model = ModelConfig(
         num_layers=options.layers,

@@ -50,7 +50,6 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
 
     Args:
         model: the model, of which the first layer is counted.
-        compiled: count pointwise functions as compiled.
         apart: gradients of norms and biases are not added to earlier ones here.
     """
     length, device = model.seq_length // 4, torch.device("meta")

@@ -54,17 +54,12 @@ LEAST_ATTENTION_MS = 0.05
 
 
 class Fit(NamedTuple):
-    """Constants of one table.
-
-    Attributes:
-        constants: in the order of the form.
-        error: mean absolute error of the logarithm of the time.
-        rows: rows that were fitted.
-        refused: rows above the peak.
-    """
+    """Constants of one table."""
 
     constants: Floats
+    """In the order of the form."""
     error: float
+    """Mean absolute error of the logarithm of the time."""
     rows: int
     refused: int
 

@@ -25,12 +25,7 @@ Result = TypeVar("Result")
 
 
 def timed(what: str, action: Callable[[], Result]) -> Result:
-    """Return the result of an action, and print its seconds.
-
-    Args:
-        what: name of the action.
-        action: what is measured.
-    """
+    """Return the result of an action, and print its seconds."""
     start = time.perf_counter()
     result = action()
     print(f"  {what:44} {time.perf_counter() - start:8.3f} s", flush=True)
@@ -38,13 +33,7 @@ def timed(what: str, action: Callable[[], Result]) -> Result:
 
 
 def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
-    """Order, read and prepare one sample, and print what takes how long.
-
-    Args:
-        prefix: prefix of the data files.
-        seq_length: tokens of the sample.
-        token_slices: token slices that it is cut into.
-    """
+    """Order, read and prepare one sample, and print what takes how long."""
     indexed = timed("open and check the index", lambda: IndexedDataset(prefix))
     documents = range(len(indexed))
     dataset = timed(

@@ -51,50 +51,38 @@ MOST_DOUBLINGS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Our best strategy.
-
-    Attributes:
-        strategy: in words.
-        simulated_s: seconds of an iteration on its schedule.
-        closed_form_s: the same in closed form.
-        device_bytes: of the fullest device.
-        host_bytes: of the fullest host, for copies; 0 = none.
-        mfu_causal: without the scores that causal attention never computes.
-        could_save: share of the time that a strategy which was not simulated could save at most.
-    """
+    """Our best strategy."""
 
     strategy: str
     simulated_s: float
+    """Seconds of an iteration on its schedule."""
     closed_form_s: float
+    """The same in closed form."""
     device_bytes: float
     host_bytes: float
+    """Of the fullest host, for copies; 0 = none."""
     mfu_causal: float
+    """Without the scores that causal attention never computes."""
     could_save: float
+    """Share of the time that a strategy which was not simulated could save at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Theirs:
-    """The rival.
-
-    Attributes:
-        num_ranks: devices that it uses.
-        ranks_of_sequence: those that share a sequence.
-        on_host: what is kept there.
-        time_s: seconds of an iteration.
-        device_bytes: of a device.
-        host_bytes: of a host.
-        mfu_causal: of the devices in use.
-        why_not: why it does not fit; None = it fits.
-    """
+    """The rival."""
 
     num_ranks: int
     ranks_of_sequence: int
+    """Those that share a sequence."""
     on_host: tuple[str, ...]
     time_s: float
+    """Seconds of an iteration."""
     device_bytes: float
     host_bytes: float
     mfu_causal: float
+    """Of the devices in use."""
     why_not: str | None
+    """Why it does not fit; None = it fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +124,7 @@ def cluster_of(num_devices: int) -> Cluster:
 
 
 def found(workload: Workload, cluster: Cluster, global_batch_size: int) -> tuple[Pricing, SearchResult]:
-    """Return what priced the strategies, and the best of them.
-
-    Args:
-        workload: the model.
-        cluster: the devices.
-        global_batch_size: sequences of one optimizer step.
-    """
+    """Return what priced the strategies, and the best of them."""
     problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=global_batch_size)
     pricing = Pricing(workload, cluster)
     return pricing, search(problem, all_choices(problem), lambda nodes: Pricing(workload, nodes), top=3)
@@ -152,9 +134,6 @@ def row_of(model: str, seq_length: int, num_devices: int, least_sequences: int) 
     """Return one line of a table; it takes some seconds.
 
     Args:
-        model: name of a preset.
-        seq_length: tokens of a sequence.
-        num_devices: devices of the cluster.
         least_sequences: sequences of a step, which are doubled until something fits.
     """
     workload, cluster = read_workload(model, {"seq_length": seq_length}), cluster_of(num_devices)
@@ -196,12 +175,7 @@ def _ours(winner: Ranked, pricing: Pricing, could_save: float) -> Ours:
 
 
 def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
-    """Return the bytes that wait on the fullest host at most, each rank at the moment when it has the most there.
-
-    Args:
-        strategy: the strategy.
-        pricing: what priced it.
-    """
+    """Return the bytes that wait on the fullest host at most, each rank at the moment when it has the most there."""
     plan = pricing.host_copies(strategy)
     if plan is None:
         return 0.0
@@ -236,7 +210,6 @@ def rows_of(models: Sequence[str], path: Path | None) -> Iterator[Row]:
     """Yield all lines; those that a file has are read, the others appended to it.
 
     Args:
-        models: names of presets.
         path: of the file; None = nothing is kept.
     """
     known = {}
@@ -327,11 +300,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def written_into(text: str, model: str, new: str) -> str:
     """Return a document with another table between the markers of a model.
-
-    Args:
-        text: the document.
-        model: name in the markers.
-        new: the table.
 
     Raises:
         SystemExit: if the document has no such markers.

@@ -45,29 +45,21 @@ HIDDEN, HEADS, KEY_HEADS = 256, 8, 2
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train on the sequence.
-
-    Attributes:
-        name: for the table.
-        num_token_slices: token slices.
-        recompute: mode of recomputation.
-        key_value_gradients: `fp32` or `bf16`.
-        offloads: whether what is not read waits on the host; with two model chunks, breadth-first.
-    """
+    """A way to train on the sequence."""
 
     name: str
     num_token_slices: int
     recompute: str
     key_value_gradients: str = "fp32"
+    """`fp32` or `bf16`."""
     offloads: bool = False
+    """Whether what is not read waits on the host; with two model chunks, breadth-first."""
 
 
 def long_model(tokens: int, num_layers: int, window: int | None) -> ModelConfig:
     """A Llama with grouped keys and a byte-sized vocabulary.
 
     Args:
-        tokens: of a sequence.
-        num_layers: transformer layers.
         window: tokens that a token attends to, itself included; None for all before it.
     """
     return ModelConfig(
@@ -90,7 +82,6 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
     """FLOPs of a step on one sequence, causal attention and windows counted exactly, in flash kernels.
 
     Args:
-        model: the model section.
         recompute: whether every layer is computed twice.
     """
     attention = linear = 0
@@ -107,7 +98,6 @@ def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
     """What may wait on the host, of two stages with half of the layers each.
 
     Args:
-        model: the model section.
         cut: lengths of the token slices.
     """
     key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
@@ -117,12 +107,7 @@ def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
 
 
 def closed_form(model: ModelConfig, way: Way) -> float:
-    """Bytes of the peak of a step on one sequence and one rank, weights and their gradients aside.
-
-    Args:
-        model: the model section.
-        way: how it is trained.
-    """
+    """Bytes of the peak of a step on one sequence and one rank, weights and their gradients aside."""
     block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers
     key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
     activations = flops.block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
@@ -159,13 +144,7 @@ def closed_form(model: ModelConfig, way: Way) -> float:
 
 
 def build_way(model: ModelConfig, way: Way, threads: int) -> tuple[Any, Iterator[Any]]:
-    """Return the engine of a way on this rank, and its batches.
-
-    Args:
-        model: the model section.
-        way: how it is trained.
-        threads: threads of the rank.
-    """
+    """Return the engine of a way on this rank, and its batches."""
     import torch
 
     join(threads)
@@ -185,11 +164,7 @@ def build_way(model: ModelConfig, way: Way, threads: int) -> tuple[Any, Iterator
 
 
 def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, float, float]:
-    """Train one step: peak bytes of tensors, of a host's buffers, and of the process; seconds; and the loss.
-
-    Args:
-        built: the engine and its batches.
-    """
+    """Train one step: peak bytes of tensors, of a host's buffers, and of the process; seconds; and the loss."""
     engine, data = built
     batch = iter([next(data)])
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
@@ -203,11 +178,7 @@ def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, floa
 
 
 def memory(options: argparse.Namespace) -> Section:
-    """Measure each way once.
-
-    Args:
-        options: of the command line.
-    """
+    """Measure each way once."""
     model = long_model(options.tokens, options.layers, options.window)
     count = options.token_slices
     ways = [
@@ -244,13 +215,7 @@ def memory(options: argparse.Namespace) -> Section:
 
 
 def build_both(model: ModelConfig, count: int, recompute: str) -> list[tuple[Any, Iterator[Any]]]:
-    """Return engines of this rank with one token slice and with several, and their batches.
-
-    Args:
-        model: the model section.
-        count: token slices.
-        recompute: mode of recomputation.
-    """
+    """Return engines of this rank with one token slice and with several, and their batches."""
     join()
     cuts = TokenSlices.uniform(model.seq_length, 1), balanced_token_slices(model, count)
     engines = [our_engine(model, cut, 1, num_stages=2, recompute=recompute) for cut in cuts]
@@ -258,12 +223,7 @@ def build_both(model: ModelConfig, count: int, recompute: str) -> list[tuple[Any
 
 
 def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[float, float, float, float]:
-    """Train one step: its seconds, those that the core of this rank computed, bubble ratio and loss.
-
-    Args:
-        built: the engines and their batches.
-        which: the engine.
-    """
+    """Train one step: its seconds, those that the core of this rank computed, bubble ratio and loss."""
     engine, data = built[which]
     start, computed = time.perf_counter(), time.process_time()
     with engine.timeline() as timelines:
@@ -273,11 +233,7 @@ def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[floa
 
 
 def speed(options: argparse.Namespace) -> Section:
-    """Time a step of two stages with one token slice and with several, in turns, after one that warms up.
-
-    Args:
-        options: of the command line.
-    """
+    """Time a step of two stages with one token slice and with several, in turns, after one that warms up."""
     model = long_model(options.tokens, options.layers, options.window)
     count = options.token_slices
     section = Section(

@@ -49,19 +49,16 @@ PRECISION = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Kernels and numbers, of one direction.
-
-    Attributes:
-        kernels: without those of products and attention.
-        numbers: of the precision that layers compute in, read and written.
-        other_bytes: bytes of numbers of other types.
-        products: kernels of products and attention.
-    """
+    """Kernels and numbers, of one direction."""
 
     kernels: float
+    """Without those of products and attention."""
     numbers: float
+    """Of the precision that layers compute in, read and written."""
     other_bytes: float
+    """Bytes of numbers of other types."""
     products: float = 0.0
+    """Kernels of products and attention."""
 
     @classmethod
     def of(cls, counter: KernelCounter) -> "Counted":

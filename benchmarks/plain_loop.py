@@ -42,12 +42,7 @@ def plain(model: ModelConfig) -> Callable[[], float]:
 
 
 def ours(model: ModelConfig, num_token_slices: int) -> Callable[[], float]:
-    """Return a function that runs a step of the trainer's engine and returns its loss.
-
-    Args:
-        model: the model section.
-        num_token_slices: token slices of a sequence.
-    """
+    """Return a function that runs a step of the trainer's engine and returns its loss."""
     cut = balanced_token_slices(model, num_token_slices)
     engine = our_engine(model, cut, NUM_MICRO_BATCHES, num_stages=1, optimizer=adamw, clip=1.0)
     data = batches(model, for_deepspeed=False)

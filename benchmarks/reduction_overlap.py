@@ -141,8 +141,6 @@ def simulated(engine: Any, data: Iterator[Any], options: argparse.Namespace) -> 
 
     Args:
         engine: the engine of this rank.
-        data: its micro-batches.
-        options: options of the command.
     """
     with engine.timeline() as timelines:
         engine.train_batch(data)
@@ -187,7 +185,6 @@ def report(times: dict[bool, list[float]], predicted: dict[bool, float], options
     Args:
         times: measured seconds of each round, by whether reductions overlap.
         predicted: simulated seconds, by whether reductions overlap.
-        options: options of the command.
     """
     middle = {overlap: median(rounds) for overlap, rounds in times.items()}
     print(

@@ -41,18 +41,14 @@ STRATEGIES = {
 
 
 class Case(NamedTuple):
-    """One command.
-
-    Attributes:
-        name: what it is about.
-        words: arguments of Python; `{work}` is a folder with the strategies, `{trials}` and `{amp}` those of the flags,
-            `{out}` a file that the command writes instead of printing its JSON.
-        is_timed: whether the figures are times of this machine: then only their names are compared.
-    """
+    """One command."""
 
     name: str
     words: tuple[str, ...]
+    """Arguments of Python; `{work}` is a folder with the strategies, `{trials}` and `{amp}` those of the flags, `{out}`
+    a file that the command writes instead of printing its JSON."""
     is_timed: bool = False
+    """Whether the figures are times of this machine: then only their names are compared."""
 
 
 def cases() -> Iterator[Case]:
@@ -110,8 +106,6 @@ def answer(checkout: Path, case: Case, places: Mapping[str, str]) -> object:
     """Return the JSON that a command prints, or its exit code and errors.
 
     Args:
-        checkout: where it is run.
-        case: the command.
         places: what stands for `{work}` and the like.
     """
     out = Path(places["out"])
@@ -141,13 +135,7 @@ def names_of(document: object) -> object:
 
 
 def differences(before: object, after: object, place: str = "") -> Iterator[str]:
-    """Yield what differs between two JSON values, a line each.
-
-    Args:
-        before: one.
-        after: the other.
-        place: where they stand.
-    """
+    """Yield what differs between two JSON values, a line each."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             if key not in before or key not in after:

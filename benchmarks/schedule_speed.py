@@ -39,16 +39,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Result:
-    """Times of a setup's steps.
-
-    Attributes:
-        name: what ran.
-        median_s: of the rounds.
-        rounds_s: every round.
-        speedup: over one rank.
-        bubble_ratio: measured.
-        eta: makespan simulated from a step's own mean op times, over the measured one; median of the steps.
-    """
+    """Times of a setup's steps."""
 
     name: str
     median_s: float
@@ -56,16 +47,14 @@ class Result:
     speedup: float
     bubble_ratio: float
     eta: float
+    """Makespan simulated from a step's own mean op times, over the measured one; median of the steps."""
 
 
 def build(setup: Setup, cut: TokenSlices, num_micro_batches: int, num_layers: int) -> tuple[Any, Iterator[Any]]:
     """Return the engine of a setup on one of its ranks, and its data.
 
     Args:
-        setup: the setup.
         cut: lengths of the token slices.
-        num_micro_batches: micro-batches of a step.
-        num_layers: transformer layers.
     """
     join()
     model = benchmark_model(num_layers)
@@ -100,8 +89,6 @@ def found_orders(cut: TokenSlices, num_micro_batches: int, num_layers: int) -> t
 
     Args:
         cut: lengths of the token slices.
-        num_micro_batches: micro-batches of a step.
-        num_layers: transformer layers.
     """
     world = World(2, build, Setup("measured", 2, "zero-bubble"), cut, num_micro_batches, num_layers)
     world.run(step)
@@ -118,11 +105,7 @@ def compare(
     """Time the setups in turn, and compare the others with the first one.
 
     Args:
-        setups: the setups.
         cut: lengths of the token slices.
-        num_micro_batches: micro-batches of a step.
-        num_layers: transformer layers.
-        rounds: measured steps of each.
     """
     worlds = {setup.name: World(setup.ranks, build, setup, cut, num_micro_batches, num_layers) for setup in setups}
     times: dict[str, list[float]] = {name: [] for name in worlds}

@@ -28,18 +28,13 @@ PUBLISHED = ROOT / "tests" / "search" / "cost" / "published_runs.jsonl"
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of a table.
-
-    Attributes:
-        tool: its name.
-        value: the figure, with its unit.
-        subject: what was searched or predicted.
-        source: who says so.
-    """
+    """One line of a table."""
 
     tool: str
     value: str
+    """The figure, with its unit."""
     subject: str
+    """What was searched or predicted."""
     source: str
 
 
@@ -137,13 +132,7 @@ def _error(predicted: Sequence[Predicted], subject: str) -> Figure:
 
 
 def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
-    """Return a table with our lines above those of the peers.
-
-    Args:
-        title: above it.
-        ours: our lines.
-        peers: theirs.
-    """
+    """Return a table with our lines above those of the peers."""
     section = Section(title, ("tool", "figure", "of what", "source"))
     for each in (*ours, *peers):
         section.add(each.tool, each.value, each.subject, each.source)

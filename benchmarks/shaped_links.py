@@ -30,23 +30,13 @@ LINK = {"bandwidth": "10 Gbit/s", "latency": "10 us"}
 
 
 class Search:
-    """The commands of the search, run by a user of the first host.
-
-    Args:
-        hosts: the hosts.
-        folder: where its files are.
-    """
+    """The commands of the search, run by a user of the first host."""
 
     def __init__(self, hosts: Network, folder: Path) -> None:
         self._host, self._folder = hosts.hosts[0], folder
 
     def __call__(self, command: str, *words: object) -> None:
-        """Run a command; what it prints is shown.
-
-        Args:
-            command: `rank` and others.
-            *words: behind it.
-        """
+        """Run a command; what it prints is shown."""
         path = f"{DEEPSPEED.parent}:/usr/bin:/bin:/usr/sbin:/sbin"
         subprocess.run(
             self._host.command([sys.executable, "-m", "megatron_terapipe.search", command, *words]),
@@ -57,12 +47,7 @@ class Search:
         )
 
     def answer(self, command: str, *words: object) -> dict[str, Any]:
-        """Run a command, and return its answer.
-
-        Args:
-            command: `rank` and others.
-            *words: behind it.
-        """
+        """Run a command, and return its answer."""
         self(command, *words, "--json", "answer.json")
         found: dict[str, Any] = json.loads((self._folder / "answer.json").read_text())
         return found
@@ -97,12 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(hosts: Network, options: argparse.Namespace) -> tuple[dict[str, Strategy], list[dict[str, Any]]]:
-    """Return the chosen strategies by name, and the entries of their trials.
-
-    Args:
-        hosts: two.
-        options: of the command.
-    """
+    """Return the chosen strategies by name, and the entries of their trials."""
     folder, batch = options.output.absolute(), options.global_batch_size
     (folder / "hostfile").write_text(hosts.hostfile())
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
@@ -135,11 +115,7 @@ def compare(hosts: Network, options: argparse.Namespace) -> tuple[dict[str, Stra
 
 
 def corners(batch: int) -> list[Strategy]:
-    """Return the feasible strategies among which the worst is looked for: each layout, with few token slices and many.
-
-    Args:
-        batch: sequences of an iteration.
-    """
+    """Return the feasible strategies among which the worst is searched: each layout, with few and many token slices."""
     layouts = ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2})
     return [
         Strategy(global_batch_size=batch, num_token_slices=number, recompute=recompute, **layout)
@@ -153,7 +129,6 @@ def factors(chosen: dict[str, Strategy], entries: Sequence[dict[str, Any]]) -> S
     """Return the table of times, and of how much faster the choices are than others: predicted and measured.
 
     Args:
-        chosen: strategies by name.
         entries: their trials, in any order.
     """
     workload = parse_workload(MODEL, "model.json")

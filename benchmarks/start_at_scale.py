@@ -31,27 +31,18 @@ WIDTH, PARAMETERS = 12288, 175e9
 
 @dataclass(frozen=True)
 class Scale:
-    """The run whose start is measured.
-
-    Attributes:
-        stages: pipeline ranks.
-        replicas: data-parallel ranks.
-        tensor_ranks: tensor-parallel ranks.
-        micro_batches: micro-batches of an iteration.
-        token_slices: token slices of a sequence.
-        schedule: order of the ops.
-        stage: stage of the rank that is measured.
-        documents: documents of the data.
-        samples: samples of the run.
-    """
+    """The run whose start is measured."""
 
     stages: int
     replicas: int
     tensor_ranks: int
     micro_batches: int
+    """Micro-batches of an iteration."""
     token_slices: int
+    """Token slices of a sequence."""
     schedule: str
     stage: int
+    """Stage of the rank that is measured."""
     documents: int
     samples: int
 
@@ -105,12 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def alone(part: Callable[[Scale], Figures], scale: Scale) -> Figures:
-    """Return the figures of a part that runs in its own process.
-
-    Args:
-        part: the part.
-        scale: the run.
-    """
+    """Return the figures of a part that runs in its own process."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_serve, args=(there, part, scale))
@@ -131,12 +117,7 @@ def _serve(pipe: Connection, part: Callable[[Scale], Figures], scale: Scale) -> 
 
 @contextmanager
 def measured(figures: Figures, what: str) -> Iterator[None]:
-    """Record the CPU seconds of a block, which other processes hardly lengthen, and the increase of peak memory.
-
-    Args:
-        figures: dict to write to.
-        what: name of the block.
-    """
+    """Record the CPU seconds of a block, which other processes hardly lengthen, and the increase of peak memory."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
     figures[f"{what}, CPU s"] = time.process_time() - start

@@ -32,12 +32,7 @@ from megatron_terapipe.training.records.throughput import Throughput, peak_tflop
 
 
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:
-    """Median seconds of a call after a warm-up, with an empty queue of the device before and after.
-
-    Args:
-        run: the call.
-        rounds: number of measured calls.
-    """
+    """Median seconds of a call after a warm-up, with an empty queue of the device before and after."""
     times = []
     for turn in range(rounds + 1):
         get_accelerator().synchronize()
@@ -49,13 +44,7 @@ def seconds_of(run: Callable[[], Any], rounds: int) -> float:
 
 
 def attention_inputs(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values [1, N, heads, D] of a whole sequence.
-
-    Args:
-        model: the model section.
-        device: their device.
-        dtype: their type.
-    """
+    """Queries, keys and values [1, N, heads, D] of a whole sequence."""
     heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
     shapes = [(1, model.seq_length, count, model.kv_channels) for count in heads]
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]

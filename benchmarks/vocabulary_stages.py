@@ -74,14 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Pricing:
-    """Simulated times of one model with sequences of one length.
-
-    Args:
-        preset: name of the model.
-        seq_length: tokens of a sequence.
-        num_ranks: pipeline ranks.
-        device: name of the device.
-    """
+    """Simulated times of one model with sequences of one length."""
 
     def __init__(self, preset: str, seq_length: int, num_ranks: int, device: str) -> None:
         settings = dict(find_preset(preset).settings) | {"seq_length": seq_length, "max_position_embeddings": None}
@@ -93,11 +86,7 @@ class Pricing:
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
 
     def whole_output_layer(self, num_micro_batches: int) -> Iterator[Found]:
-        """Yield the best stages for each schedule, number of model chunks and of token slices.
-
-        Args:
-            num_micro_batches: micro-batches of a step.
-        """
+        """Yield the best stages for each schedule, number of model chunks and of token slices."""
         for strategy in self._strategies(num_micro_batches):
             schedules = ("1f1b", "zero-bubble") if strategy.num_model_chunks == 1 else ("interleaved",)
             tried = [replace(strategy, schedule=schedule) for schedule in schedules]
@@ -107,11 +96,7 @@ class Pricing:
             yield self._optimised(found), self._in_words(found, best)
 
     def vocabulary_stages(self, num_micro_batches: int) -> Iterator[Found]:
-        """Yield the times with vocabulary stages for each number of model chunks and of token slices.
-
-        Args:
-            num_micro_batches: micro-batches of a step.
-        """
+        """Yield the times with vocabulary stages for each number of model chunks and of token slices."""
         for strategy in self._strategies(num_micro_batches):
             found = replace(strategy, schedule=OPTIMISED, vocabulary_stages=True)
             yield self._optimised(found), self._in_words(found, None)

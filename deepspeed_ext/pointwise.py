@@ -105,10 +105,6 @@ def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:
 def is_compiled(device_type: str, choice: str) -> bool:
     """Whether functions are compiled on a device.
 
-    Args:
-        device_type: such as `cpu` or `cuda`.
-        choice: `auto`, `always` or `never`.
-
     Raises:
         UserError: if the choice is none of these.
     """

@@ -27,8 +27,6 @@ def panel(left: float, title: str, *, backward: bool) -> Iterator[str]:
     """Yield one panel: a row for each op from top to bottom in time, a column for the keys and values of each part.
 
     Args:
-        left: its left edge, in pixels.
-        title: what it shows.
         backward: whether ops are backwards, last token slice first.
     """
     yield text(left, 44, title, f'{INK} font-size="16" font-weight="600"')

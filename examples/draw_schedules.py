@@ -35,12 +35,8 @@ def played(
     """Simulate a schedule.
 
     Args:
-        name: its name.
         lengths: lengths of the token slices.
         attention_share: share of attention in the forward.
-        ranks: pipeline ranks.
-        micro_batches: micro-batches of a step.
-        model_chunks: stages of each rank.
         reductions: times of each stage's reductions, by piece.
         copying: time to copy the keys and values of a whole micro-batch on a stage to the host, and as long back;
             a stage input takes half of it. None for no copies.

@@ -69,25 +69,21 @@ GENERATION_NAMES = tuple(dict.fromkeys(GENERATIONS.values()))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One accelerator, or the cores of one rank on a CPU.
-
-    Attributes:
-        name: name in the device library, or the user's.
-        memory_bytes: memory of one device.
-        memory_bandwidth: bytes per second.
-        half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
-        single_flops: FLOP/s of dense fp32 products, likewise.
-        is_gpu: whether kernels are launched by a host beside it.
-        generation: architecture, in `GENERATIONS`; empty = not known.
-    """
+    """One accelerator, or the cores of one rank on a CPU."""
 
     name: str
+    """Name in the device library, or the user's."""
     memory_bytes: float
     memory_bandwidth: float
+    """Bytes per second."""
     half_flops: float
+    """FLOP/s of dense fp16 or bf16 matrix products, by the data sheet."""
     single_flops: float
+    """FLOP/s of dense fp32 products, likewise."""
     is_gpu: bool = True
+    """Whether kernels are launched by a host beside it."""
     generation: str = ""
+    """Architecture, in `GENERATIONS`; empty = not known."""
 
     def peak_flops(self, precision: str) -> float:
         """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
@@ -96,19 +92,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryDevice:
-    """A device, its other names, and the machine it is usually in.
-
-    Attributes:
-        device: figures of the data sheet.
-        source: row of the list above.
-        machine: name of the machine whose links are taken where a cluster does not say any.
-        aliases: other names, such as those of published measurements.
-    """
+    """A device, its other names, and the machine it is usually in."""
 
     device: Device
+    """Figures of the data sheet."""
     source: str
+    """Row of the list above."""
     machine: str
+    """Name of the machine whose links are taken where a cluster does not say any."""
     aliases: tuple[str, ...]
+    """Other names, such as those of published measurements."""
 
 
 def _entry(

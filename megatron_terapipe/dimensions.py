@@ -26,30 +26,26 @@ class Tried(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of a dimension.
-
-    Attributes:
-        check: called with the name of the dimension and a value of a strategy; raises a `ConfigError` if the value is
-            not of this type.
-        parse: called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns
-            the values that the text lists, each once, or raises a `ConfigError`.
-        schema: returns the JSON Schema of what `check` takes, as JSON has it; called with the largest number.
-        is_text: whether columns of it are aligned to the left.
-        metavar: name of the value of its flag in the help text.
-    """
+    """Type of a dimension."""
 
     check: Callable[[str, object], None]
+    """Called with the name of the dimension and a value of a strategy; raises a `ConfigError` if the value is not of
+    this type."""
     parse: Callable[[str, str, Sequence[Any]], tuple[Any, ...]]
+    """Called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns the values
+    that the text lists, each once, or raises a `ConfigError`."""
     schema: Callable[[int], dict[str, Any]]
+    """Returns the JSON Schema of what `check` takes, as JSON has it; called with the largest number."""
     is_text: bool = True
+    """Whether columns of it are aligned to the left."""
     metavar: str = "LIST"
+    """Name of the value of its flag in the help text."""
 
 
 def whole(least: int = 1, *, optional: bool = False) -> Kind:
     """Return the type of whole numbers.
 
     Args:
-        least: smallest value.
         optional: whether None is a value, too.
     """
 
@@ -139,55 +135,50 @@ Placed = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """A field of a strategy, and all that is done with it in general.
-
-    Attributes:
-        name: name of the field.
-        default: value where nothing is said.
-        kind: type of its values.
-        setting: field of the configuration that it sets; None = the one of its name, empty = none.
-        trained: values that the trainer supports; empty = all.
-        priced: values that the search can price, and flags may ask for; empty = all.
-        found: words of its flag for values that need an order of ops to be found: priced one by one, and not ranked.
-        tried: values that the search tries where no flag says otherwise; None = not searched.
-        tried_if_long: values that it tries beside those where sequences are long.
-        ranks: whether it multiplies the number of ranks.
-        axis: axis of `StrategyGrid` that it is on; empty = all strategies of a grid have the same value.
-        flag_help: place and help of the search's flag that constrains it; None = no flag.
-        label: place and name in comparisons; None = not compared.
-        none: the words for None in comparisons.
-        column: place and name in tables; None = not shown.
-        usual: text of the column that is not worth a column where every row has it; empty = none.
-        dropped: place among the columns that a narrow terminal does without; None = always shown.
-        phrase: place and template in a strategy written in one line; None = left out.
-        always: whether the phrase also stands there for the default.
-        tie: place in the order that decides between strategies of the same cost.
-        tie_key: what orders its values there; None = the values themselves, None and names before lists.
-        most: largest number; that of the field of the configuration that it sets, where there is one.
-    """
+    """A field of a strategy, and all that is done with it in general."""
 
     name: str = ""
     default: Any = None
+    """Value where nothing is said."""
     kind: Kind
     setting: str | None = None
+    """Field of the configuration that it sets; None = the one of its name, empty = none."""
     trained: tuple[Any, ...] = ()
+    """Values that the trainer supports; empty = all."""
     priced: tuple[Any, ...] = ()
+    """Values that the search can price, and flags may ask for; empty = all."""
     found: tuple[str, ...] = ()
+    """Words of its flag for values that need an order of ops to be found: priced one by one, and not ranked."""
     tried: tuple[Any, ...] | Tried | None = None
+    """Values that the search tries where no flag says otherwise; None = not searched."""
     tried_if_long: tuple[Any, ...] = ()
+    """Values that it tries beside those where sequences are long."""
     ranks: bool = False
+    """Whether it multiplies the number of ranks."""
     axis: str = ""
+    """Axis of `StrategyGrid` that it is on; empty = all strategies of a grid have the same value."""
     flag_help: Placed | None = None
+    """Place and help of the search's flag that constrains it; None = no flag."""
     label: Placed | None = None
+    """Place and name in comparisons; None = not compared."""
     none: str = "as it comes"
+    """The words for None in comparisons."""
     column: Placed | None = None
+    """Place and name in tables; None = not shown."""
     usual: str = ""
+    """Text of the column that is not worth a column where every row has it; empty = none."""
     dropped: int | None = None
+    """Place among the columns that a narrow terminal does without; None = always shown."""
     phrase: Placed | None = None
+    """Place and template in a strategy written in one line; None = left out."""
     always: bool = False
+    """Whether the phrase also stands there for the default."""
     tie: int
+    """Place in the order that decides between strategies of the same cost."""
     tie_key: Callable[[Any], Any] | None = None
+    """What orders its values there; None = the values themselves, None and names before lists."""
     most: float = 10**9
+    """Largest number; that of the field of the configuration that it sets, where there is one."""
 
     @property
     def flag(self) -> str:
@@ -253,7 +244,6 @@ def dimension(default: Any, **facts: Any) -> Any:
 
     Args:
         default: default of the field.
-        facts: fields of `Dimension`.
     """
     return field(default=default, metadata={"dimension": Dimension(default=default, **facts)})
 
@@ -274,7 +264,6 @@ def in_places(dimensions: Sequence[Dimension], view: str) -> list[tuple[Dimensio
     """Return the dimensions that a view shows, in its order, each with its words there.
 
     Args:
-        dimensions: any.
         view: a field of `Dimension` that has a place and words, such as `column`.
     """
     shown = [(each, getattr(each, view)) for each in dimensions if getattr(each, view) is not None]

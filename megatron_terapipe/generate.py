@@ -178,19 +178,14 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
 
 
 class _Source(NamedTuple):
-    """Where the model comes from.
-
-    Attributes:
-        name: its name in errors.
-        model: the model section.
-        tokenizer: settings of its tokenizer; empty if it names none.
-        load: loads the weights of the model for so many tokens, once everything else is known to be good.
-    """
+    """Where the model comes from."""
 
     name: str
     model: ModelConfig
     tokenizer: Mapping[str, Any]
+    """Settings of its tokenizer; empty if it names none."""
     load: Callable[[int], "WholeModel"]
+    """Loads the weights of the model for so many tokens, once everything else is known to be good."""
 
 
 def _checkpoint(options: argparse.Namespace) -> _Source:

@@ -129,7 +129,6 @@ class Strategy(StrategyFields):
         of a strategy.
 
         Args:
-            config: the configuration.
             data_parallel_size: ranks that share the batch.
 
         Raises:
@@ -179,7 +178,6 @@ class Strategy(StrategyFields):
         """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said.
 
         Args:
-            model: the model section.
             **more: sections that are not to be the defaults, by their names in `Config`.
 
         Raises:

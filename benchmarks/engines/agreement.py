@@ -15,24 +15,20 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Step:
-    """One step, watched.
-
-    Attributes:
-        loss: mean over the micro-batches; None on a rank that knows none.
-        gradients: those the optimizer was given, by the names of the weights, each of its weight's shape [...].
-        peak_bytes: most bytes alive at once of those that the step made: activations, gradients, buffers.
-    """
+    """One step, watched."""
 
     loss: float | None
+    """Mean over the micro-batches; None on a rank that knows none."""
     gradients: Mapping[str, Tensor]
+    """Those the optimizer was given, by the names of the weights, each of its weight's shape [...]."""
     peak_bytes: int
+    """Most bytes alive at once of those that the step made: activations, gradients, buffers."""
 
 
 def take_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
     """Give an engine the weights that all start from.
 
     Args:
-        engine: the engine.
         weights: by name, each [...].
     """
     with torch.no_grad():

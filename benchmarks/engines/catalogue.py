@@ -43,15 +43,11 @@ TORCH_SCHEDULES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine under one schedule.
-
-    Attributes:
-        name: its name.
-        build: makes it on this rank; raises if it does not take the job.
-    """
+    """An engine under one schedule."""
 
     name: Name
     build: Callable[[Job], Engine]
+    """Makes it on this rank; raises if it does not take the job."""
 
 
 def catalogue(num_token_slices: int) -> list[Entry]:

@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Name(NamedTuple):
-    """An engine under one schedule.
-
-    Attributes:
-        engine: whose it is, and how sequences are cut.
-        schedule: its name there.
-    """
+    """An engine under one schedule."""
 
     engine: str
+    """Whose it is, and how sequences are cut."""
     schedule: str
 
     def __str__(self) -> str:
@@ -25,29 +21,23 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An engine under one schedule.
-
-    Attributes:
-        engine: as in `Name`.
-        schedule: as in `Name`.
-        seconds: of every round.
-        cpu_seconds: of all ranks together, of every round.
-        peak_bytes: most bytes alive on each rank, of those that a step made.
-        loss_difference: from plain torch, as a share of the loss.
-        gradient_difference: from plain torch, as a share of the largest element of each gradient.
-        problem: why there are no times; None where there are.
-        needs: fewest micro-batches that it takes, where it refused these; None if it refuses for another reason.
-    """
+    """An engine under one schedule."""
 
     engine: str
     schedule: str
     seconds: tuple[float, ...] = ()
     cpu_seconds: tuple[float, ...] = ()
+    """Of all ranks together, of every round."""
     peak_bytes: tuple[int, ...] = ()
+    """Most bytes alive on each rank, of those that a step made."""
     loss_difference: float | None = None
+    """From plain torch, as a share of the loss."""
     gradient_difference: float | None = None
+    """From plain torch, as a share of the largest element of each gradient."""
     problem: str | None = None
+    """Why there are no times; None where there are."""
     needs: int | None = None
+    """Fewest micro-batches that it takes, where it refused these; None if it refuses for another reason."""
 
     @property
     def name(self) -> Name:
@@ -66,15 +56,11 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All engines with one number of micro-batches.
-
-    Attributes:
-        num_micro_batches: of a step.
-        engines: what was measured, in the order of the catalogue.
-    """
+    """All engines with one number of micro-batches."""
 
     num_micro_batches: int
     engines: tuple[Measured, ...]
+    """What was measured, in the order of the catalogue."""
 
     @property
     def num_rounds(self) -> int:
@@ -89,37 +75,21 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How quiet the machine was.
-
-    Attributes:
-        load_at_start: processes that ran or waited to run, mean of the minute before.
-        others_share: share of the cores' time that other processes took.
-        steal_share: share that the host of a virtual machine took.
-        product_s: times of one matrix product, before each round.
-    """
+    """How quiet the machine was."""
 
     load_at_start: float
+    """Processes that ran or waited to run, mean of the minute before."""
     others_share: float
+    """Share of the cores' time that other processes took."""
     steal_share: float
+    """Share that the host of a virtual machine took."""
     product_s: tuple[float, ...]
+    """Times of one matrix product, before each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One run of the command.
-
-    Attributes:
-        command: what was typed.
-        date: when it ended.
-        machine: cores, memory.
-        software: versions by name.
-        model: sizes by name.
-        num_ranks: ranks of the pipelines.
-        micro_batch_size: sequences of a micro-batch.
-        wall_s: seconds of all.
-        noise: how quiet the machine was.
-        runs: by number of micro-batches.
-    """
+    """One run of the command."""
 
     command: str
     date: str
@@ -129,7 +99,9 @@ class Document:
     num_ranks: int
     micro_batch_size: int
     wall_s: float
+    """Seconds of all."""
     noise: Noise
+    """How quiet the machine was."""
     runs: tuple[Run, ...]
 
     def write(self, path: Path) -> None:

@@ -21,12 +21,7 @@ COLUMNS = (
 
 
 def table(document: Document, run: Run) -> str:
-    """Return the table of one number of micro-batches, with a heading.
-
-    Args:
-        document: the measurement.
-        run: the part of it.
-    """
+    """Return the table of one number of micro-batches, with a heading."""
     tokens = f"{document.micro_batch_size} x {document.model['tokens']} tokens"
     section = Section(f"{micro_batches(run.num_micro_batches)} of {tokens}", COLUMNS)
     pipelines = [each for each in run.timed if each.engine != PLAIN]
@@ -57,7 +52,6 @@ def results_markdown(document: Document, picture: str) -> str:
     """Return all that the page says of a measurement.
 
     Args:
-        document: the measurement.
         picture: address of the picture, as the page links it.
     """
     parts = [f"![Seconds of a step of every engine]({picture})"]

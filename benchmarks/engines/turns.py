@@ -36,7 +36,6 @@ class Competition:
     """The engines of one job.
 
     Args:
-        job: what to train.
         entries: the engines; the first one is plain torch.
     """
 

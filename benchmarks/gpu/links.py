@@ -79,8 +79,6 @@ def queues(sharing: Sharing, *, seq_length: int, rounds: int) -> Section:
 
     Args:
         sharing: how ranks share a GPU.
-        seq_length: tokens of a sequence.
-        rounds: steps of each world.
     """
     progress("steps by hardware queues")
     table = Section(

@@ -39,25 +39,20 @@ def software() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A way to give every rank a device.
-
-    Attributes:
-        name: for people.
-        variables: of the environment, the same for all ranks.
-        own: name of a variable that gets another value on each rank; None if there is none.
-        device_each: whether every rank has a device of its own.
-    """
+    """A way to give every rank a device."""
 
     name: str
     variables: Mapping[str, str]
+    """Of the environment, the same for all ranks."""
     own: str | None = None
+    """Name of a variable that gets another value on each rank; None if there is none."""
     device_each: bool = False
+    """Whether every rank has a device of its own."""
 
     def of_rank(self, rank: int, more: Mapping[str, str]) -> dict[str, str]:
         """Variables that a rank needs, beside those that it inherits.
 
         Args:
-            rank: the rank.
             more: others, which count more than those that the trainer would set.
         """
         found = {"LOCAL_RANK": str(rank if self.device_each else 0), **self.variables, **more}

@@ -22,13 +22,7 @@ _REPEATS = 20
 
 
 def products(_: object, rounds: int, sizes: Sequence[tuple[int, int, int]]) -> Section:
-    """Measure both ways to add a product to an fp32 gradient.
-
-    Args:
-        _: what the world has built; nothing.
-        rounds: of which the median counts.
-        sizes: tokens, rows and columns of the weight.
-    """
+    """Measure both ways to add a product to an fp32 gradient."""
     table = Section(
         "Gradient of a weight [out, in] in fp32 from bf16: cast and add, and in the product",
         ("tokens, out, in", "cast and add, us", "addmm.dtype_out, us", "ratio", "errors, relative"),
@@ -61,13 +55,7 @@ def _products(size: tuple[int, int, int], rounds: int) -> tuple[str, ...]:
 
 
 def kernels(_: object, num_token_slices: int, seq_length: int) -> Section:
-    """Count the kernels of three models.
-
-    Args:
-        _: what the world has built; nothing.
-        num_token_slices: of a sequence.
-        seq_length: tokens of a sequence.
-    """
+    """Count the kernels of three models."""
     what = "Kernels" if has_gpu() else "Operators"
     table = Section(
         f"{what} of a block and token slice, by torch.profiler: 3 layers less 2, over {num_token_slices} token slices",

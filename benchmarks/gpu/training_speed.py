@@ -32,15 +32,7 @@ _COLUMNS = ("contestant", "s an iteration", "TFLOP/s", "MFU", "over unsliced", "
 
 
 def training_speed(model: ModelConfig, name: str, counts: tuple[int, ...], *, rounds: int, sharing: Sharing) -> Section:
-    """Measure a plain loop, then runs in so many token slices each: a row for each.
-
-    Args:
-        model: shape.
-        name: of the model.
-        counts: numbers of token slices.
-        rounds: iterations, of which the median counts.
-        sharing: how the process gets its device.
-    """
+    """Measure a plain loop, then runs in so many token slices each: a row for each."""
     dtype = "bf16" if has_gpu() else "fp32"
     table = Section(f"{name}, {model.seq_length} tokens, one sequence an iteration, {dtype}", _COLUMNS)
     contestants = (PLAIN, *counts)

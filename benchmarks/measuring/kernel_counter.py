@@ -43,15 +43,11 @@ CASTS_INPUT = {"_softmax", "_log_softmax"}
 
 
 class Kernels(NamedTuple):
-    """Kernels of a function.
-
-    Attributes:
-        count: of them.
-        moved: numbers that they read and write, by type.
-    """
+    """Kernels of a function."""
 
     count: int
     moved: Counter[torch.dtype]
+    """Numbers that they read and write, by type."""
 
 
 class KernelCounter(TorchDispatchMode):
@@ -130,12 +126,7 @@ class _Counted(Exception):
 
 
 def compiled_kernels(function: Callable[..., Any], *arguments: Any) -> Kernels:
-    """Kernels of a function once torch has compiled and fused it; nothing is built.
-
-    Args:
-        function: of tensors.
-        arguments: what it is called with, on CPUs.
-    """
+    """Kernels of a function once torch has compiled and fused it; nothing is built."""
     import torch._inductor.config as inductor
 
     found: list[Kernels] = []

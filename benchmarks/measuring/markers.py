@@ -6,10 +6,6 @@ BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
 def written_between(page: str, results: str) -> str:
     """Return a page with other results between its markers.
 
-    Args:
-        page: the text of the page.
-        results: what stands there from now on.
-
     Raises:
         SystemExit: if the page has no markers.
     """

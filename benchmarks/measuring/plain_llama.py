@@ -15,14 +15,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 def turns(model: ModelConfig, length: int, device: torch.device, dtype: torch.dtype) -> Turn:
-    """Cosines and sines of the rotations of the first positions, computed in fp32: each [length, D / 2].
-
-    Args:
-        model: the model section.
-        length: number of positions.
-        device: device of the result.
-        dtype: type of the result.
-    """
+    """Cosines and sines of the rotations of the first positions, computed in fp32: each [length, D / 2]."""
     frequencies = model.rotary_base ** (-torch.arange(0, model.kv_channels, 2, device=device) / model.kv_channels)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -85,7 +78,6 @@ class PlainLlama(nn.Module):
     """Token ids [B, N] in, logits [B, N, vocabulary] out.
 
     Args:
-        model: its shape.
         recompute: compute each block again in the backward.
     """
 
@@ -110,12 +102,7 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def start_as(self, whole: WholeModel, model: ModelConfig) -> "PlainLlama":
-        """Take the weights of the trainer's model, without the padding of the vocabulary, for the same start.
-
-        Args:
-            whole: the trainer's model.
-            model: the model section.
-        """
+        """Take the weights of the trainer's model, without the padding of the vocabulary, for the same start."""
         theirs = {name.removeprefix("layers."): weight for name, weight in whole.named_parameters()}
         self.embedding.weight.copy_(theirs["0.weight"][: model.vocab_size])
         in_group = model.num_attention_heads // model.num_key_value_heads
@@ -141,7 +128,6 @@ def mean_loss(model: PlainLlama, tokens: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of all tokens: [].
 
     Args:
-        model: the model.
         tokens: [B, N].
         labels: [B, N].
     """
@@ -154,10 +140,7 @@ def train_step(
     """Do one optimizer step over `count` micro-batches, clipped at norm 1; return the mean loss.
 
     Args:
-        model: the model.
-        optimizer: its optimizer.
         micro_batches: tokens and labels, each [B, N].
-        count: micro-batches of the step.
     """
     optimizer.zero_grad()
     total = 0.0

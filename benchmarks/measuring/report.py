@@ -15,18 +15,12 @@ _LONGEST_CELL = 160
 
 @dataclass
 class Section:
-    """A table.
-
-    Attributes:
-        title: above it.
-        columns: their names.
-        rows: cells as text, as many as there are columns, or fewer.
-        notes: lines under it.
-    """
+    """A table."""
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
+    """Cells as text, as many as there are columns, or fewer."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, *cells: object) -> None:
@@ -38,7 +32,6 @@ class Section:
 
         Args:
             name: first cell of the row.
-            measure: returns the other cells.
 
         Returns:
             Whether it was measured.
@@ -55,7 +48,6 @@ class Section:
 
         Args:
             name: first cell of the row.
-            error: the reason.
         """
         text = str(error) if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
         self.add(name, f"failed: {one_line(text)}")
@@ -77,26 +69,13 @@ def one_line(text: str) -> str:
 
 
 def markdown(title: str, software: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """Return all tables under one heading, after the names of the software.
-
-    Args:
-        title: the heading.
-        software: versions by name.
-        sections: the tables.
-    """
+    """Return all tables under one heading, after the names of the software."""
     names = ", ".join(f"{name} {version}" for name, version in software.items())
     return "\n\n".join([f"## {title}", names, *(section.markdown() for section in sections)]) + "\n"
 
 
 def publish(title: str, software: Mapping[str, str], sections: Sequence[Section], folder: Path) -> str:
-    """Write `report.md` and `report.json` into a folder, and return the markdown.
-
-    Args:
-        title: the heading.
-        software: versions by name.
-        sections: the tables.
-        folder: the folder.
-    """
+    """Write `report.md` and `report.json` into a folder, and return the markdown."""
     text = markdown(title, software, sections)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(text)

@@ -36,7 +36,6 @@ def benchmark_model(num_layers: int = 8, *, llama: bool = False) -> ModelConfig:
     """The model of the benchmarks: hidden size 512, byte-sized vocabulary, so that the output layer weighs little.
 
     Args:
-        num_layers: transformer layers.
         llama: with Llama's parts instead of GPT-2's.
     """
     parts: dict[str, Any] = {}
@@ -55,11 +54,7 @@ def benchmark_model(num_layers: int = 8, *, llama: bool = False) -> ModelConfig:
 
 
 def join(threads: int = 1) -> None:
-    """Join the other ranks, each on its own cores.
-
-    Args:
-        threads: threads of each rank.
-    """
+    """Join the other ranks, each on its own cores."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     settle_on_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1")))
@@ -78,7 +73,6 @@ def seconds_in_turns(steps: Mapping[Name, Callable[[], object]], rounds: int) ->
 
     Args:
         steps: what is measured, by name.
-        rounds: number of measured rounds.
     """
     times: dict[Name, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
@@ -91,12 +85,7 @@ def seconds_in_turns(steps: Mapping[Name, Callable[[], object]], rounds: int) ->
 
 
 def settings(num_micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping.
-
-    Args:
-        num_micro_batches: micro-batches of a step.
-        micro_batch_size: sequences of a micro-batch.
-    """
+    """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
@@ -128,23 +117,14 @@ def our_engine(
     """Return the token-slice engine.
 
     Args:
-        model: the model section.
         token_slices: lengths of the token slices.
-        num_micro_batches: micro-batches of a step.
-        num_stages: pipeline ranks.
-        micro_batch_size: sequences of a micro-batch.
-        recompute: mode of recomputation.
         optimizer: makes the optimizer; None for SGD.
         clip: norm that gradients are clipped at; 0 = never.
         bf16: whether to train in bf16.
-        schedule: name of the schedule, or the schedule.
-        num_model_chunks: stages of each rank.
         placement: which stages a rank owns.
-        data_parallel_size: number of replicas.
         overlap_grad_reduce: whether reductions overlap with the last backwards.
         documents: reads off a micro-batch where its documents begin; None if it has one in each row.
         cut_by_documents: gives each micro-batch its token slices; None for those of all.
-        **more: other arguments of `initialize`.
     """
     layout = ParallelLayout(
         data_parallel_size=data_parallel_size,
@@ -195,9 +175,7 @@ def batches(model: ModelConfig, *, for_deepspeed: bool, micro_batch_size: int = 
     """Yield one micro-batch for ever, in the form that each engine takes.
 
     Args:
-        model: the model section.
         for_deepspeed: whether DeepSpeed's engine takes it.
-        micro_batch_size: sequences of a micro-batch.
     """
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, model.vocab_size, (micro_batch_size, model.seq_length + 1), generator=generator)

@@ -33,13 +33,10 @@ class World:
     """Ranks that hold what they have built, and run functions on it when told. Leaving a `with` block ends them.
 
     Args:
-        size: ranks.
         build: called on every rank, gives what `run` takes; importable by name.
-        *arguments: of `build`.
         variables: of the environment, for each rank; they are set before torch is imported.
         timeout_s: how long all ranks may take for one call; None to wait for ever.
         log: file for what the ranks print; left out, they print where this process does.
-        start_method: of `multiprocessing`.
 
     Raises:
         RankFailed: if a rank cannot build.
@@ -79,11 +76,6 @@ class World:
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call `function(what was built, *arguments)` on every rank, and give what each returned.
-
-        Args:
-            function: importable by name.
-            *arguments: of the function.
-            timeout_s: for this call, instead of the world's.
 
         Raises:
             RankFailed: if a rank raised, died or was too late. The world is then only good to end.

@@ -20,10 +20,6 @@ def attempts(checkout: Path, folder: Path) -> Iterator[Attempt]:
     """Yield every model, with the settings that its file leaves open from NeoX's own files for these.
 
     The number of processes is that of one replica of the model.
-
-    Args:
-        checkout: a checkout of GPT-NeoX.
-        folder: directory that names of files are relative to.
     """
     configs = checkout / "configs"
     training, places = (_settings_of(configs / name) for name in (TRAINING, PLACES))

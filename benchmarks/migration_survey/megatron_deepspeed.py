@@ -11,7 +11,6 @@ def attempts(checkout: Path, folder: Path) -> Iterator[Attempt]:
     """Yield the commands of all scripts that pretrain a GPT.
 
     Args:
-        checkout: a checkout of Megatron-DeepSpeed.
         folder: an empty folder for copies.
     """
     yield from attempts_of_scripts("Megatron-DeepSpeed, scripts", checkout, ("examples_deepspeed", "examples"), folder)

@@ -16,7 +16,6 @@ def attempts(checkout: Path, folder: Path) -> Iterator[Attempt]:
     """Yield the functional tests that pretrain a GPT, those of other models, then the scripts.
 
     Args:
-        checkout: a checkout of Megatron-LM.
         folder: an empty folder for copies.
     """
     # Imported here: only a survey reads YAML.

@@ -38,9 +38,6 @@ def attempts_of_scripts(origin: str, checkout: Path, folders: Sequence[str], cop
     """Yield an attempt for each command that pretrains a GPT.
 
     Args:
-        origin: name of the set.
-        checkout: the checkout.
-        folders: folders in it whose scripts are run.
         copy: an empty folder for the copy of the checkout.
     """
     programs = copy / "programs"

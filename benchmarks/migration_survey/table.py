@@ -11,7 +11,6 @@ def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
     """Yield the lines of the table.
 
     Args:
-        outcomes: what became of the attempts.
         shows_lines: whether the line of every refusal is shown, too.
     """
     yield "| set | passed | refused | defects | of |"

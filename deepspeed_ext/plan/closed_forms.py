@@ -28,11 +28,6 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
     2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline; `breadth-first`, arXiv
     2211.05953, has the same. `zero-bubble`: arXiv 2401.10241 section 3 for token slices, if the three parts cost the
     same.
-
-    Args:
-        schedule: its name.
-        shape: extent of the pipeline.
-        costs: times of the ops.
     """
     if not _is_uniform(costs):
         return None
@@ -54,7 +49,6 @@ def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
     1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
 
     Args:
-        shape: sizes of the pipeline.
         token_slices: lengths of the token slices.
     """
     whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))

@@ -61,16 +61,13 @@ class PathStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The critical path of a timeline.
-
-    Attributes:
-        steps: first to last. If all times are simulated, each starts where the one before it ends, and together they
-            take the makespan.
-        slack: by how much each op could end later without a longer makespan, if all else keeps its order and length.
-    """
+    """The critical path of a timeline."""
 
     steps: tuple[PathStep, ...]
+    """First to last. If all times are simulated, each starts where the one before it ends, and together they take the
+    makespan."""
     slack: dict[Op, float]
+    """By how much each op could end later without a longer makespan, if all else keeps its order and length."""
 
     @property
     def ops(self) -> tuple[Op, ...]:

@@ -80,23 +80,13 @@ def parts(op: Op) -> tuple[Op, ...]:
 
 
 def reading_stage(given: Op, shape: PipelineShape) -> int | None:
-    """Return the neighbouring stage that reads a result; None if there is none.
-
-    Args:
-        given: the result, as `result` names it.
-        shape: extent of the pipeline.
-    """
+    """Return the neighbouring stage that reads a result; None if there is none."""
     way = _WAY.get(given.kind)
     return None if way is None or not 0 <= given.stage + way < shape.num_stages else given.stage + way
 
 
 def reader_of(given: Op, shape: PipelineShape) -> Op | None:
-    """Return the op that reads a result, as a forward or an input gradient; None if no other stage reads it.
-
-    Args:
-        given: the result, as `result` names it.
-        shape: extent of the pipeline.
-    """
+    """Return the op that reads a result, as a forward or an input gradient; None if no other stage reads it."""
     stage = reading_stage(given, shape)
     return None if stage is None else Op(given.kind, stage, given.micro_batch, given.token_slice)
 
@@ -106,7 +96,6 @@ def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
 
     Args:
         op: on any stage of the shape.
-        shape: extent of the pipeline.
     """
     kind, stage, micro_batch, token_slice = op
     num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
@@ -122,7 +111,6 @@ def received(op: Op, shape: PipelineShape) -> Op | None:
 
     Args:
         op: on any stage of the shape.
-        shape: extent of the pipeline.
     """
     dependency = _RECEIVED.get(op.kind)
     if dependency is None or not 0 <= op.stage + dependency.stage < shape.num_stages:

@@ -36,12 +36,7 @@ class FoundSchedule:
         self._found: dict[PipelineShape, OptimisedSchedule] = {}
 
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
-        """Return the ops of a rank in order, as `plan.schedules.Schedule` says.
-
-        Args:
-            shape: sizes of the pipeline.
-            rank: pipeline rank.
-        """
+        """Return the ops of a rank in order, as `plan.schedules.Schedule` says."""
         return iter(self.found(shape).orders[rank])
 
     def found(self, shape: PipelineShape) -> "OptimisedSchedule":

@@ -62,11 +62,9 @@ class ParallelLayout:
         """Give the data-parallel axis all the ranks that the other axes leave over.
 
         Args:
-            world_size: number of ranks.
             sequence_parallel_size: ranks that share the tokens of each token slice.
             tensor_parallel_size: ranks that share each layer.
             pipeline_parallel_size: ranks that share the layers.
-            num_token_slices: of each micro-batch.
 
         Raises:
             PlanError: if the product of the other sizes does not divide `world_size`.
@@ -124,11 +122,7 @@ class ParallelLayout:
         return (self.coordinate(rank) for rank in range(self.world_size))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Rank lists that differ in `axis` alone: the communication groups of that axis.
-
-        Args:
-            axis: `pipe`, `data`, `sequence` or `tensor`.
-        """
+        """Rank lists that differ in `axis` alone: the communication groups of that axis."""
         groups: dict[Coordinate, list[int]] = {}
         for rank, coordinate in enumerate(self.coordinates()):
             groups.setdefault(coordinate._replace(**{axis: 0}), []).append(rank)

@@ -52,34 +52,30 @@ StepFunction = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Bytes that one token of one micro-batch costs on each stage.
-
-    Attributes:
-        activation: per stage, what autograd keeps from forward to backward, but for keys and values.
-        key_value: per stage, keys and values of all its layers.
-        key_value_gradient: per stage, their gradients, which add up in fp32 and may be kept in fewer bytes.
-        logits: on the last stage, logits and what the loss keeps.
-        logits_limit: bytes of logits that a rank keeps at most; it lets go of others, and computes them again.
-        freed_by_input_gradient: share of `activation` that a BI already frees, where the backward is in two parts;
-            what the products of weights read stays until BW.
-        stage_input: where stages are recomputed, per stage its input, which is all that a forward keeps but for keys
-            and values; `activation` is then what is computed again. None where forwards keep their activations.
-    """
+    """Bytes that one token of one micro-batch costs on each stage."""
 
     activation: tuple[float, ...]
+    """Per stage, what autograd keeps from forward to backward, but for keys and values."""
     key_value: tuple[float, ...]
+    """Per stage, keys and values of all its layers."""
     key_value_gradient: tuple[float, ...]
+    """Per stage, their gradients, which add up in fp32 and may be kept in fewer bytes."""
     logits: float = 0.0
+    """On the last stage, logits and what the loss keeps."""
     freed_by_input_gradient: float = 0.0
+    """Share of `activation` that a BI already frees, where the backward is in two parts; what the products of weights
+    read stays until BW."""
     logits_limit: float = inf
+    """Bytes of logits that a rank keeps at most; it lets go of others, and computes them again."""
     stage_input: tuple[float, ...] | None = None
+    """Where stages are recomputed, per stage its input, which is all that a forward keeps but for keys and values;
+    `activation` is then what is computed again. None where forwards keep their activations."""
 
     @classmethod
     def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
         """Return activations alone, in a unit in which one micro-batch on all stages of one rank keeps 1.
 
         Args:
-            shape: extent of the pipeline.
             lengths: tokens of each token slice.
         """
         each = 1 / (sum(lengths) * shape.num_model_chunks)
@@ -93,7 +89,6 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
     Args:
         timeline: simulated or measured. What has no backward in it stays until the rank's last op ends.
         lengths: tokens of each token slice.
-        token_bytes: what a token costs.
 
     Returns:
         Per rank a step function of bytes on its device. What waits on the host is in `host_memory_over_time`.
@@ -129,7 +124,6 @@ def host_memory_over_time(timeline: Timeline, lengths: Sequence[float], token_by
     """Return the bytes that each rank has on its host over the time of a timeline.
 
     Args:
-        timeline: simulated or measured.
         lengths: tokens of each token slice.
         token_bytes: what a token costs. Stage inputs count only where they are given.
 
@@ -203,7 +197,6 @@ def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequ
 
     Args:
         lengths: of the token slices, or None.
-        shape: extent of the pipeline.
 
     Raises:
         PlanError: if there are not as many lengths as token slices, or one is not above 0.

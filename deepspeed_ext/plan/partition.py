@@ -63,10 +63,6 @@ class StagePartition:
     def covering(self, num_layers: int, num_stages: int) -> "StagePartition":
         """Return this partition, once it is known to fit a model and a pipeline.
 
-        Args:
-            num_layers: of the model.
-            num_stages: of the pipeline.
-
         Raises:
             PlanError: if it has another number of layers or stages.
         """
@@ -103,10 +99,6 @@ class StagePartition:
     @classmethod
     def uniform(cls, num_layers: int, num_stages: int) -> "StagePartition":
         """Return as many layers on each stage, one more on the first ones where they do not divide.
-
-        Args:
-            num_layers: of the model.
-            num_stages: of the pipeline.
 
         Raises:
             PlanError: if there are fewer layers than stages.

@@ -29,9 +29,6 @@ __all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_sched
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
     """Read a schedule and see that it is whole and can be run.
 
-    Args:
-        path: of the file.
-
     Returns:
         The shape of the pipeline it is for, and the op order of every rank.
 

@@ -61,12 +61,7 @@ Schedule = Callable[[PipelineShape, int], Iterator[Op]]
 
 
 def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
-    """Yield every forward of a rank, in the order of `interleaved`; alone, the order of evaluation.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-    """
+    """Yield every forward of a rank, in the order of `interleaved`; alone, the order of evaluation."""
     for micro_batches in _groups(shape):
         for stage in shape.stages_of(rank):
             for micro_batch in micro_batches:
@@ -75,13 +70,7 @@ def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
 
 
 def backward_order(shape: PipelineShape, rank: int, kind: OpKind = OpKind.BACKWARD) -> Iterator[Op]:
-    """Yield every backward of a rank, or every part of one kind.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-        kind: whole backward, input gradient or weight gradient.
-    """
+    """Yield every backward of a rank, or every part of one kind."""
     for micro_batches in _groups(shape):
         for stage in reversed(list(shape.stages_of(rank))):
             for micro_batch in micro_batches:
@@ -106,12 +95,7 @@ def _groups(shape: PipelineShape) -> Iterator[range]:
 
 
 def gpipe(shape: PipelineShape, rank: int) -> Iterator[Op]:
-    """All forwards, then all backwards: TeraPipe's order (arXiv 2102.07988 section 3.2), GPipe's if S = 1.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-    """
+    """All forwards, then all backwards: TeraPipe's order (arXiv 2102.07988 section 3.2), GPipe's if S = 1."""
     yield from forward_order(shape, rank)
     yield from backward_order(shape, rank)
 
@@ -122,10 +106,6 @@ def one_f_one_b(shape: PipelineShape, rank: int) -> Iterator[Op]:
     Seq1F1B's order (arXiv 2406.03488 section 3.2), PipeDream-flush for one token slice. The S - 1 warmup forwards
     beyond the classic P - i - 1 are there because the last token slice of a micro-batch turns back first: at most
     min(P - i - 1 + S, M * S) token slices are live on stage i.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
     """
     _check_one_stage_each(shape, "1f1b")
     yield from _alternate(shape, rank, warmup=shape.num_ranks - rank - 2 + shape.num_token_slices)
@@ -140,10 +120,6 @@ def interleaved(shape: PipelineShape, rank: int) -> Iterator[Op]:
     Where whole micro-batches fill the pipeline (S divides P, P divides M * S) that is Seq1F1B-I's
     (V - 1) * P + 2 * (P - i - 1) + S - 1, and its bubble is (P - 1) / (V * M * S + P - 1). Groups of whole
     micro-batches also run where S > P, which locks Seq1F1B-I's groups of P token slices.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
     """
     if shape.num_model_chunks == 1:
         yield from one_f_one_b(shape, rank)
@@ -163,10 +139,6 @@ def breadth_first(shape: PipelineShape, rank: int) -> Iterator[Op]:
 
     Breadth-first pipelining (arXiv 2211.05953) for token slices. Its makespan is interleaved's, and a rank keeps all
     of its V * M * S token slices. With one micro-batch `interleaved` runs the very same order.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
     """
     stages, token_slices = list(shape.stages_of(rank)), range(shape.num_token_slices)
     for kind, ways in ((OpKind.FORWARD, (stages, token_slices)), (OpKind.BACKWARD, (stages[::-1], token_slices[::-1]))):
@@ -189,10 +161,6 @@ def zero_bubble(shape: PipelineShape, rank: int) -> Iterator[Op]:
     ZB-H1's order (arXiv 2401.10241 section 3), for token slices. The last rank has the shortest warmup and the most
     weight gradients to fill its cooldown with; every rank keeps min(P - 1 + S, M * S) token slices. If all three
     parts cost the same, the makespan is 2 M S + max(M S + P - 1, S + 2 (P - 1)) ops.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
     """
     _check_one_stage_each(shape, "zero-bubble")
     forwards = forward_order(shape, rank)
@@ -246,12 +214,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def rank_orders(schedule: Schedule, shape: PipelineShape) -> list[list[Op]]:
-    """Return the op order of every pipeline rank.
-
-    Args:
-        schedule: order of the ops.
-        shape: extent of the pipeline.
-    """
+    """Return the op order of every pipeline rank."""
     return [list(schedule(shape, rank)) for rank in range(shape.num_ranks)]
 
 

@@ -89,8 +89,6 @@ class TokenSlices:
         Tokens beyond the last multiple go to the last token slice.
 
         Args:
-            seq_length: tokens of the sequence.
-            num_token_slices: how many.
             granularity: lengths are multiples of this, but for the last.
 
         Raises:
@@ -118,8 +116,6 @@ class TokenSlices:
         of the whole (the closed form of Seq1F1B's quadratic, arXiv 2406.03488 section 3.3).
 
         Args:
-            seq_length: tokens of the sequence.
-            num_token_slices: token slices wanted.
             linear_cost: cost of a token whatever its position, in any unit.
             attention_cost: cost per token of prefix, in the same unit.
             granularity: cut at multiples of this, as kernels that work in tiles like it.
@@ -144,10 +140,7 @@ class TokenSlices:
         """Cut so that every token slice costs the same, up to `granularity` tokens, whatever tokens cost.
 
         Args:
-            seq_length: tokens of the sequence.
-            num_token_slices: token slices wanted.
             cost: of the first tokens, given their number, which need not be whole; grows with it.
-            granularity: cut at multiples of this.
 
         Raises:
             PlanError: if there are more token slices than multiples of `granularity`.

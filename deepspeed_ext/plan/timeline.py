@@ -43,23 +43,19 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every pipeline rank, in the order each rank ran them.
-
-    Attributes:
-        shape: extent of the pipeline.
-        spans: per rank, its spans by start.
-        unit: what the times count, for axis labels: `s` when measured.
-        transfers: by channel and start; none where they take no time, or nobody measured them.
-        reductions: by rank and start; none where there is one replica, or nobody measured them.
-        host_copies: by rank and start; none where nothing goes to the host, or nobody measured it.
-    """
+    """Spans of every pipeline rank, in the order each rank ran them."""
 
     shape: PipelineShape
     spans: tuple[tuple[Span, ...], ...]
+    """Per rank, its spans by start."""
     unit: str = ""
+    """What the times count, for axis labels: `s` when measured."""
     transfers: tuple[Transfer, ...] = ()
+    """By channel and start; none where they take no time, or nobody measured them."""
     reductions: tuple[Reduction, ...] = ()
+    """By rank and start; none where there is one replica, or nobody measured them."""
     host_copies: tuple[TimedCopy, ...] = ()
+    """By rank and start; none where nothing goes to the host, or nobody measured it."""
 
     @cached_property
     def start(self) -> float:

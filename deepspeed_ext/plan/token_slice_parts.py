@@ -20,10 +20,6 @@ class TokenSliceParts(TokenSlices):
 
     Made by `parts_of_rank`. Lengths and bounds are those of the parts; the sequence is the whole one.
 
-    Attributes:
-        whole: the token slices.
-        rank: number of the rank among those that share them.
-
     Example:
         >>> parts = parts_of_rank(TokenSlices((8, 4)), rank=1, num_ranks=2)
         >>> parts.lengths, list(parts.bounds()), parts.prefix_len(1), parts.seq_length
@@ -32,6 +28,7 @@ class TokenSliceParts(TokenSlices):
 
     whole: TokenSlices
     rank: int
+    """Number of the rank among those that share them."""
 
     @property
     def seq_length(self) -> int:
@@ -54,7 +51,6 @@ def parts_of_rank(token_slices: TokenSlices, rank: int, num_ranks: int) -> Token
 
     Args:
         token_slices: lengths of the token slices.
-        rank: number of the rank.
         num_ranks: number of the sequence-parallel ranks.
 
     Raises:

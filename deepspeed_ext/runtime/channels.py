@@ -60,10 +60,6 @@ class ShapeBook:
     def learn(self, kind: Hashable, spec: MessageSpec) -> None:
         """Remember the shapes of a kind of message.
 
-        Args:
-            kind: the kind.
-            spec: shapes and types of its tensors.
-
         Raises:
             UserError: if other shapes are known: the receiver could not tell, and would read garbage.
         """
@@ -97,7 +93,6 @@ class Outgoing:
         """Post a message; its tensors stay alive until `complete(name)`.
 
         Args:
-            name: name of the message.
             kind: kind of the message; messages of one kind have the same shapes.
             tensors: tensors [...] of any shape.
         """
@@ -143,7 +138,6 @@ class Incoming:
         """Post the receive of a message, as soon as its shapes are known.
 
         Args:
-            name: name of the message.
             kind: kind of the message; messages of one kind have the same shapes.
         """
         self._unposted.append((name, kind))

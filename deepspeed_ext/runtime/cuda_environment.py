@@ -23,17 +23,12 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable that this package sets where nobody else has.
-
-    Attributes:
-        name: name of the variable.
-        value: the value.
-        alias: an older name, which torch reads first.
-    """
+    """A variable that this package sets where nobody else has."""
 
     name: str
     value: str
     alias: str | None = None
+    """An older name, which torch reads first."""
 
     def set_before(self, environment: Mapping[str, str]) -> str | None:
         """The name under which somebody else has set it, None if nobody has."""
@@ -79,7 +74,6 @@ def prepare_cuda_environment(
     """Set what is not set yet, and check what is. Call it before torch is imported.
 
     Args:
-        environment: variables of the process.
         num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
         deterministic: whether to set what makes a run repeatable to the bit.
         has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
@@ -112,7 +106,6 @@ def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = N
 
     Args:
         environment: variables of the process; `DS_ACCELERATOR` decides if it is set.
-        has_device: as for `prepare_cuda_environment`.
     """
     chosen = environment.get("DS_ACCELERATOR")
     if chosen is not None:
@@ -142,7 +135,6 @@ def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks
     Whether the run's schedule ends with the number of hardware queues is for the check of its programs to say.
 
     Args:
-        environment: variables of the process.
         num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
 
     Raises:

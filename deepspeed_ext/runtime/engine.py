@@ -214,7 +214,6 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         Args:
             data_iter: yields micro-batches; read where `train_batch` reads them.
             return_logits: also return the last layer's outputs by micro-batch, where the last stage is.
-            compute_loss: compute the loss.
             reduce_output: `avg` for the mean over micro-batches and replicas, None for a list by micro-batch.
             bcast_loss: give the mean to every stage; otherwise only the last one has it.
             num_micro_batches: micro-batches to evaluate; those of training if None.

@@ -194,7 +194,6 @@ class TokenSlicePipelineModule(PipelineModule):
         """File that one of this rank's layers is saved to, by the layer's number.
 
         Args:
-            ckpt_dir: directory of the checkpoint.
             local_layer_idx: number of the layer among those of this rank.
         """
         return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
@@ -203,7 +202,6 @@ class TokenSlicePipelineModule(PipelineModule):
         """Files that one of this rank's layers was saved to, by the layer's number.
 
         Args:
-            ckpt_dir: directory of the checkpoint.
             local_layer_idx: number of the layer among those of this rank.
         """
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)

@@ -12,26 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What of a stage is computed again.
-
-    Attributes:
-        stages: whole stages. Of a token slice a stage keeps its input, and keys and values for later token slices.
-        interval: layers, this many at a time; 0 for none.
-        choose: chooses, of the numbers of a stage's layers, those that are computed again instead, one by one.
-        keeps_random_state: what is computed again draws the same random numbers again, from the generators of torch.
-    """
+    """What of a stage is computed again."""
 
     stages: bool = False
+    """Whole stages. Of a token slice a stage keeps its input, and keys and values for later token slices."""
     interval: int = 0
+    """Layers, this many at a time; 0 for none."""
     choose: Callable[[range], Collection[int]] | None = None
+    """Chooses, of the numbers of a stage's layers, those that are computed again instead, one by one."""
     keeps_random_state: bool = True
+    """What is computed again draws the same random numbers again, from the generators of torch."""
 
     def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
-        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself.
-
-        Args:
-            layers: their numbers in the model.
-        """
+        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself."""
         if self.choose is None:
             step = self.interval or len(layers) or 1
             yield from ((slice(start, start + step), bool(self.interval)) for start in range(0, len(layers), step))
@@ -75,8 +68,6 @@ def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], param
 
     Args:
         outputs: of any shape [...].
-        inputs: inputs of the stage.
-        parameters: its weights.
     """
     needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
     return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]

@@ -62,9 +62,6 @@ def load_saved(path: Path) -> Any:
 def only_safe_files(directory: Path) -> Iterator[None]:
     """Let DeepSpeed read the files of a checkpoint in the same way, in spite of what it asks of torch.
 
-    Args:
-        directory: the checkpoint, for the error.
-
     Raises:
         UnsafeFileError: as `load_saved`.
     """

@@ -23,10 +23,7 @@ class SavingEngine(SteppingEngine):
         """Load a checkpoint, as DeepSpeed's engines do.
 
         Args:
-            load_dir: directory of the checkpoints.
             tag: name of one of them; None for the latest.
-            *arguments: others of DeepSpeed's `load_checkpoint`.
-            **keywords: others of DeepSpeed's `load_checkpoint`.
 
         Returns:
             `(path, client_state)`, both None if there is no latest one.
@@ -49,9 +46,6 @@ class SavingEngine(SteppingEngine):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Weights and buffers of this rank's layers, by name.
 
-        Args:
-            exclude_frozen_parameters: leave out weights that are not trained.
-
         Returns:
             The state dict; None while a checkpoint is saved, which has a file for each layer instead.
         """
@@ -63,21 +57,12 @@ class SavingEngine(SteppingEngine):
         return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Copy no script beside a checkpoint: DeepSpeed's scripts put no stages of a pipeline together.
-
-        Args:
-            save_path: directory of the checkpoints.
-        """
+        """Copy no script beside a checkpoint: DeepSpeed's scripts put no stages of a pipeline together."""
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Save the weights of all pipeline ranks in one file, in the type that they have. Every rank must call it.
-
-        Args:
-            save_dir: directory of the file.
-            save_filename: name of the file.
-            exclude_frozen_parameters: leave out weights that are not trained.
 
         Returns:
             True.

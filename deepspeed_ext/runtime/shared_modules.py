@@ -37,7 +37,6 @@ class WeightSpec(NamedTuple):
         """Describe a weight.
 
         Args:
-            name: its name, for messages.
             weight: a parameter of any shape.
         """
         return cls(name, tuple(weight.shape), weight.dtype, weight.requires_grad)
@@ -50,26 +49,20 @@ class WeightSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One share, as one rank declares it.
-
-    Attributes:
-        pipeline_ranks: the ranks that share.
-        modules: weights of each module registered on this rank.
-    """
+    """One share, as one rank declares it."""
 
     pipeline_ranks: tuple[int, ...]
+    """The ranks that share."""
     modules: tuple[tuple[WeightSpec, ...], ...] = ()
+    """Weights of each module registered on this rank."""
 
 
 @dataclass(slots=True)
 class SharedModules:
-    """Modules of which several pipeline ranks hold a copy. Made by `TokenSlicePipelineModule.share`.
-
-    Attributes:
-        pipeline_ranks: the ranks that share; the weights of the first one are where all start.
-    """
+    """Modules of which several pipeline ranks hold a copy. Made by `TokenSlicePipelineModule.share`."""
 
     pipeline_ranks: tuple[int, ...]
+    """The ranks that share; the weights of the first one are where all start."""
     _root: nn.Module
     _modules: list[dict[str, nn.Parameter]] = field(default_factory=list)
 
@@ -80,7 +73,6 @@ class SharedModules:
         the very same weights, so make the optimizer later.
 
         Args:
-            module: a module of any class.
             weights: names of the weights to share, such as `word.weight`; all of the module's if none is given.
 
         Raises:
@@ -115,17 +107,14 @@ class SharedModules:
 
 @dataclass(frozen=True, slots=True)
 class ConnectedWeights:
-    """This rank's copies of the weights of one share.
-
-    Attributes:
-        weights: in the order of all ranks.
-        source: rank whose copies they start from.
-        group: the ranks that have copies.
-    """
+    """This rank's copies of the weights of one share."""
 
     weights: tuple[nn.Parameter, ...]
+    """In the order of all ranks."""
     source: int
+    """Rank whose copies they start from."""
     group: dist.ProcessGroup
+    """The ranks that have copies."""
 
     def synchronize(self) -> None:
         """Make all copies equal."""
@@ -141,9 +130,6 @@ def connect(
 
     Args:
         shares: in the same order on the ranks of each of them; other ranks may leave them out.
-        topology: coordinates of all ranks.
-        rank: this rank.
-        tied: weights of tied layers, which are shared already.
 
     Returns:
         What this rank shares.

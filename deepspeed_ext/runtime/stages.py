@@ -35,11 +35,6 @@ def check_world(layout: ParallelLayout) -> None:
 def trainable_stages(partition: str | StagePartition, layers: Sequence[Any], pipeline: PipelineShape) -> StagePartition:
     """The stage partition that a setting asks for, in which every rank has something to train.
 
-    Args:
-        partition: as the module takes it.
-        layers: layers of the whole model, built or not.
-        pipeline: extent of the pipeline.
-
     Raises:
         PlanError: if the setting names no partition, or one of another shape.
         UserError: if a rank has no parameters to train.
@@ -60,9 +55,7 @@ def stage_partition(partition: str | StagePartition, weights: Sequence[float], n
     """The stage partition that a setting asks for.
 
     Args:
-        partition: as the module takes it.
         weights: trainable parameters of each layer.
-        num_stages: stages of the pipeline.
 
     Raises:
         PlanError: if the setting names no partition, or one of another shape.

@@ -52,14 +52,11 @@ def attend(
     """Causal attention of a token slice to itself and to those before it.
 
     Args:
-        module: the attention layer.
         query: [B, H, N, D].
         key: [B, G, N, D].
         value: [B, G, N, D].
         attention_mask: none, since padding is on the right, where no token that counts sees it.
-        past: tokens before the token slice.
         scaling: factor of the scores; 1 / sqrt(D) if None.
-        dropout: probability that a weight is dropped.
         is_causal: whether attention is causal, where the model says so at each call.
         sliding_window: tokens that a token attends to, itself included; None for all before it.
         softcap: limit of the scores; None for none.

@@ -26,11 +26,7 @@ class _Place:
 
 
 class PlacedDropout(nn.Module):
-    """Dropout in the place of an `nn.Dropout`, whose masks depend on the place of each element alone.
-
-    Args:
-        probability: probability of zero.
-    """
+    """Dropout in the place of an `nn.Dropout`, whose masks depend on the place of each element alone."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -93,7 +89,6 @@ class EmbeddingEnd(PlacedLayer):
 
         Args:
             hidden: embeddings of tokens [B, N, C].
-            past: tokens before the token slice.
 
         Raises:
             UserError: if the model has no embedding of a position.
@@ -113,7 +108,6 @@ class DecoderLayer(PlacedLayer):
     """A decoder layer of transformers.
 
     Args:
-        layer: the decoder layer.
         rotary: gives its `position_embeddings`; None where it takes none.
         layer_type: its kind of attention, where the rotary embedding asks for one.
     """
@@ -129,7 +123,6 @@ class DecoderLayer(PlacedLayer):
 
         Args:
             hidden: [B, N, C].
-            past: tokens before the token slice.
         """
         positions = past.positions(hidden.shape[1], hidden.device)
         keywords: dict[str, Any] = {"position_ids": positions, "attention_mask": None, "past": past}
@@ -148,7 +141,6 @@ class TiedWords(TiedLayerSpec):
     """The embedding of tokens, there already, which the first and the last stage share.
 
     Args:
-        words: the embedding.
         forward_fn: what this layer does with it; None to embed tokens.
     """
 
@@ -167,7 +159,6 @@ def tied_head(
     """Logits [B, N, V] by the weight of the embedding.
 
     Args:
-        words: embedding of tokens.
         hidden: [B, N, C].
         softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
         tiled: return what they are computed from, some tokens at a time.
@@ -183,8 +174,6 @@ class Head(nn.Module):
     """The projection to logits.
 
     Args:
-        projection: the projection.
-        softcap: limit of the logits, as in `tied_head`.
         tiled: return what logits are computed from, some tokens at a time.
     """
 

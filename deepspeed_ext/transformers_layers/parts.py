@@ -13,29 +13,24 @@ if TYPE_CHECKING:  # Who uses no model of transformers need not have it.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Parts of a decoder, in the order in which they run.
-
-    Attributes:
-        words: embedding of tokens.
-        positions: embedding of positions, added to that of tokens; None where there is none.
-        dropout: dropout of the embeddings; None where there is none.
-        rotary: gives `position_embeddings` of the decoder layers; None where there are none.
-        decoder_layers: the decoder layers.
-        norm: norm behind the last decoder layer; None where there is none.
-        head: projection to logits.
-        softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
-        layer_types: kind of attention of each decoder layer; None where all are of one.
-    """
+    """Parts of a decoder, in the order in which they run."""
 
     words: nn.Module
+    """Embedding of tokens."""
     positions: nn.Embedding | None
+    """Embedding of positions, added to that of tokens; None where there is none."""
     dropout: nn.Dropout | None
+    """Dropout of the embeddings; None where there is none."""
     rotary: nn.Module | None
+    """Gives `position_embeddings` of the decoder layers; None where there are none."""
     decoder_layers: nn.ModuleList
     norm: nn.Module | None
+    """Norm behind the last decoder layer; None where there is none."""
     head: nn.Linear
     softcap: float | None
+    """Limit c of the logits: x becomes c tanh(x / c); None for none."""
     layer_types: tuple[str, ...] | None
+    """Kind of attention of each decoder layer; None where all are of one."""
 
     @property
     def tied(self) -> bool:

@@ -37,7 +37,6 @@ def pipeline_layers(model: "PreTrainedModel", *, tiled_logits: bool = False) -> 
     attention of the model needs the pipeline; `model.set_attn_implementation("sdpa")` gives it back its own.
 
     Args:
-        model: the model.
         tiled_logits: let the last layer return `TiledLogits`, of which `summed_loss` computes the loss for some
             tokens at a time, so that no row of logits is kept until the backward. A loss function or `output_fn` of
             your own gets [B, N, V] from their `compute()`.
@@ -71,7 +70,6 @@ def gathered_state_dict(engine: PipelineEngine, model: "PreTrainedModel") -> dic
 
     Args:
         engine: engine of this rank; every rank must call this.
-        model: the model that its layers are of.
 
     Returns:
         The weights [...] on rank 0, on the CPU; None on all others.

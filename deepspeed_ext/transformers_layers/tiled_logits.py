@@ -19,17 +19,14 @@ LOGITS_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledLogits:
-    """Output of a head whose logits are computed for some tokens at a time.
-
-    Attributes:
-        hidden: [B, N, C].
-        project: function from hidden states [B, n, C] to logits [B, n, V].
-        vocabulary: logits V of a token.
-    """
+    """Output of a head whose logits are computed for some tokens at a time."""
 
     hidden: Tensor
+    """[B, N, C]."""
     project: Callable[[Tensor], Tensor]
+    """Function from hidden states [B, n, C] to logits [B, n, V]."""
     vocabulary: int
+    """Logits V of a token."""
 
     def compute(self) -> Tensor:
         """Return all logits: [B, N, V]."""

@@ -53,19 +53,15 @@ SHARED_WEIGHT_BYTES = 2
 
 
 class Messages(NamedTuple):
-    """Seconds of the messages of one micro-batch, [boundaries, L], or those of one layer before each boundary.
-
-    Attributes:
-        there: of an activation and its mask.
-        back: of its gradient.
-        holding_there: for which the activation keeps its sender.
-        holding_back: for which the gradient does.
-    """
+    """Seconds of the messages of one micro-batch, [boundaries, L], or those of one layer before each boundary."""
 
     there: Floats
+    """Of an activation and its mask."""
     back: Floats
     holding_there: Floats
+    """For which the activation keeps its sender."""
     holding_back: Floats
+    """For which the gradient does."""
 
 
 class DeepSpeedCosts(CostModel):
@@ -78,9 +74,7 @@ class DeepSpeedCosts(CostModel):
         """Prepare.
 
         Args:
-            given: arguments of `CostModel`.
             published: AMP's profiles by name of the device, as it reads them itself.
-            options: arguments of `CostModel`.
         """
         super().__init__(*given, **options)
         self.published = published
@@ -131,7 +125,6 @@ class DeepSpeedCosts(CostModel):
         """[stages, L] seconds of the forward, and of the backward, of one micro-batch.
 
         Args:
-            strategy: the strategy.
             groups: devices of the stages, of which the slowest counts; None = those of all replicas.
         """
         rows = []
@@ -145,7 +138,6 @@ class DeepSpeedCosts(CostModel):
         """Seconds of messages if a layer is the last before a boundary.
 
         Args:
-            strategy: the strategy.
             groups: links of the stages, of which the slowest count; None = those of all replicas.
         """
         tensor, ranks = strategy.tensor_parallel_size, strategy.pipeline_parallel_size

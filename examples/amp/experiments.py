@@ -52,31 +52,22 @@ SLOW_NETWORK = replace(_REACHED, network_efficiency=0.92, transfer_network_effic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """One of the three.
-
-    Attributes:
-        name: as on the command line.
-        workload: makes the model.
-        cluster: makes the cluster.
-        global_batch_size: sequences of one iteration.
-        profiles: name of AMP's profile, and the node that it was measured on.
-        efficiency: what of the hardware is reached.
-        software: what trained it.
-    """
+    """One of the three."""
 
     name: str
+    """As on the command line."""
     workload: Callable[[], Workload]
     cluster: Callable[[], Cluster]
     global_batch_size: int
+    """Sequences of one iteration."""
     profiles: Mapping[str, Node]
+    """Name of AMP's profile, and the node that it was measured on."""
     efficiency: HardwareEfficiency
+    """What of the hardware is reached."""
     software: Software = AMP_DEEPSPEED
 
     def pricing(self, repository: Path) -> Pricing:
         """Prices of strategies.
-
-        Args:
-            repository: a checkout of AMP's repository.
 
         Raises:
             DataError: if it lacks a profile.

@@ -61,7 +61,6 @@ def amp_partition(
     Args:
         layer_times_s: [L] forward and backward of one micro-batch.
         cut_times_s: [num_stages - 1, L + 1] one activation, by boundary and first layer behind it.
-        num_stages: of the pipeline.
         num_micro_batches: M; with one AMP deals layers evenly, which is what M = 2 comes to.
     """
     return best_partition(layer_times_s, num_stages, max(num_micro_batches, 2), cut_times_s=cut_times_s)

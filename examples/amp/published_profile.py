@@ -27,10 +27,6 @@ LayerSeconds = tuple[Mapping[int, float], ...]
 def read_profile(repository: Path, name: str) -> LayerSeconds:
     """Read a profile for every tensor-parallel size that AMP measured.
 
-    Args:
-        repository: a checkout of AMP's repository.
-        name: a key of `NUM_LAYERS`.
-
     Raises:
         DataError: if a file is missing, cannot be read, or holds anything but one positive time per layer.
     """
@@ -49,10 +45,6 @@ def unthrottled(layers: Sequence[Layer], seconds: LayerSeconds) -> Mapping[str, 
     The last of the 24 equal blocks took a T4 18 % longer than the first: nothing waits in the profile, so that the
     power limit lowers the clock while it runs. In training the clock recovers in bubbles and reductions. Blocks of a
     V100, which stays below its limit, differ by 3 %.
-
-    Args:
-        layers: of the model.
-        seconds: their profile.
     """
     fastest: dict[Layer, Mapping[int, float]] = {}
     keys = [replace(layer, name="") if layer.kind == "block" else layer for layer in layers]

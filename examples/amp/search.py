@@ -16,21 +16,17 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A strategy and what is predicted of it.
-
-    Attributes:
-        strategy: with its stage partition.
-        prediction: None if it does not fit the model or the cluster.
-        reason: why it cannot run; empty = it can.
-        rank: by time, those that can run first.
-        index: line of the file that it is from.
-    """
+    """A strategy and what is predicted of it."""
 
     strategy: Strategy
     prediction: Prediction | None
+    """None if it does not fit the model or the cluster."""
     reason: str = ""
+    """Why it cannot run; empty = it can."""
     rank: int = 0
+    """By time, those that can run first."""
     index: int = 0
+    """Line of the file that it is from."""
 
     def to_json(self) -> dict[str, Any]:
         """Its object in the JSON output."""
@@ -48,8 +44,6 @@ def price(pricing: Pricing, strategy: Strategy, *, given_partition: bool = True)
     """Price one strategy.
 
     Args:
-        pricing: of the experiment.
-        strategy: what to price.
         given_partition: whether its stage partition is to be kept; else the best one is found.
     """
     fixed = _what_is_fixed(strategy)

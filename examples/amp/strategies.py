@@ -26,7 +26,6 @@ def read_strategies(path: Path, global_batch_size: int) -> list[tuple[Strategy, 
 
     Args:
         path: a JSONL file. A line is a strategy, or an object that holds one under `strategy`.
-        global_batch_size: of lines that do not say.
 
     Raises:
         UserError: if it cannot be read, or a line is no strategy; it names the line.

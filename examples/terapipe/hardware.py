@@ -68,11 +68,7 @@ CODE = replace(
 
 @dataclass(frozen=True)
 class LaunchedLayers:
-    """Layers on the roofline, launched as fast as PyTorch 1.7 could; an `OpTimes`.
-
-    Attributes:
-        roofline: what the device needs.
-    """
+    """Layers on the roofline, launched as fast as PyTorch 1.7 could; an `OpTimes`."""
 
     roofline: Roofline
 

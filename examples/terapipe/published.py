@@ -9,48 +9,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Times that the authors measured.
-
-    Attributes:
-        without_s: seconds with whole sequences.
-        with_s: seconds with the token slices that their program found.
-        token_slices: lengths of these token slices; None = not published.
-    """
+    """Times that the authors measured."""
 
     without_s: float
+    """Seconds with whole sequences."""
     with_s: float
+    """Seconds with the token slices that their program found."""
     token_slices: tuple[int, ...] | None = None
+    """Lengths of these token slices; None = not published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A model, and how it is spread over the devices; every node has eight.
-
-    Attributes:
-        name: number of the setting, or of the sweep model and length.
-        model: for tables.
-        num_layers: transformer layers, which are all there is.
-        hidden_size: width of the activations; the MLP is four times as wide.
-        num_heads: of attention.
-        seq_length: tokens of a sequence.
-        global_batch_size: sequences of an iteration.
-        data_parallel_size: pipelines.
-        pipeline_parallel_size: stages of each.
-        tensor_parallel_size: devices of each stage.
-        published: what the authors measured; None = not known here.
-    """
+    """A model, and how it is spread over the devices; every node has eight."""
 
     name: int | str
+    """Number of the setting, or of the sweep model and length."""
     model: str
     num_layers: int
+    """Transformer layers, which are all there is."""
     hidden_size: int
+    """Width of the activations; the MLP is four times as wide."""
     num_heads: int
     seq_length: int = 2048
+    """Tokens of a sequence."""
     global_batch_size: int
+    """Sequences of an iteration."""
     data_parallel_size: int
     pipeline_parallel_size: int
     tensor_parallel_size: int
     published: Published | None = None
+    """What the authors measured; None = not known here."""
 
 
 _GPT3_1B = ("GPT3-1B", 24, 2048, 16)

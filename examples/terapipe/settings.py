@@ -56,7 +56,6 @@ def predicted(setting: Setting, *, curves: bool = False, joint: bool = False) ->
     """Predict one setting; the JSON object of it.
 
     Args:
-        setting: which.
         curves: whether to add token slices of equal length, where the paper has them.
         joint: whether to add what TeraPipe's joint program finds.
     """

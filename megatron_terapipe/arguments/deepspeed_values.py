@@ -29,7 +29,6 @@ class DeepSpeedValues:
         """Read a file, if there is one. What contradicts the rest is found when the run is prepared.
 
         Args:
-            path: the file.
             given: values of fields that something else sets.
 
         Raises:

@@ -80,9 +80,7 @@ def add_flags_of(parser: argparse.ArgumentParser, group: str, *, without: Collec
     """Add the flags of a group to a parser that shows them.
 
     Args:
-        parser: the parser.
         group: one of `groups()`, or "" for the flags that most runs need.
-        without: fields whose flags are left out.
     """
     if group:
         add_trainer_flags(parser, CommandLine(), without=without, only=None if group == ALL else group)

@@ -12,7 +12,6 @@ def notices(line: CommandLine, config: Config) -> Iterator[str]:
 
     Args:
         line: the command line, with what files add to it.
-        config: the configuration that it makes.
     """
     if line.idle:
         yield f"These flags concern operation only and have no effect here: {', '.join(line.idle)}"

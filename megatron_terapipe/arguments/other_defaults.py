@@ -40,12 +40,7 @@ OTHER_DEFAULTS = (
 
 
 def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run.
-
-    Args:
-        given: values of fields that something sets.
-        config: the configuration.
-    """
+    """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
     ours = {each.name: each.default for each in flags()}
     for each in OTHER_DEFAULTS:
         if each.field not in given and each.trains(config):

@@ -52,11 +52,6 @@ class CommandLine:
     def set(self, name: str, value: Any, spelling: str) -> None:
         """Set a field. A flag may be repeated, and the last one counts; two flags that disagree are an error.
 
-        Args:
-            name: name of the field.
-            value: its value.
-            spelling: the flag, as it was typed.
-
         Raises:
             ConfigError: if another flag set the field to another value.
         """
@@ -68,9 +63,6 @@ class CommandLine:
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read words.
-
-    Args:
-        argv: words after the name of the program.
 
     Raises:
         ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
@@ -197,9 +189,6 @@ def add_trainer_flags(
     """Add the flags of the trainer to a parser, and return all that it then knows of them.
 
     Args:
-        parser: the parser.
-        line: what it writes the values into.
-        without: fields whose flags are left out.
         only: section whose flags are added, or `ACCEPTED`; None for all.
     """
     known = []

@@ -62,9 +62,6 @@ class StrategyFinder(Protocol):
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
     """Return what is said of the dimensions of a strategy, by the name of the dimension.
 
-    Args:
-        given: values of fields.
-
     Raises:
         ConfigError: if a value is none that the search tries, or the batch is not given.
     """

@@ -44,7 +44,6 @@ def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
     """Directory of the checkpoint with a tag, or of the newest whole one.
 
     Args:
-        load: directory that runs saved to.
         tag: name of the checkpoint; None for the newest.
 
     Raises:
@@ -63,7 +62,6 @@ def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
     """Directory of the checkpoint with a tag, or of the newest whole one, where there must be one.
 
     Args:
-        load: directory that runs saved to.
         tag: name of the checkpoint; None for the newest.
 
     Raises:
@@ -87,7 +85,6 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
     """Directory and facts of a checkpoint, these held against its manifest; None if there is no checkpoint.
 
     Args:
-        load: directory that runs saved to.
         tag: name of the checkpoint; None for the newest.
         or_previous: take the newest before it whose facts can be read, if its own cannot.
 
@@ -115,10 +112,6 @@ def _facts(directory: Path) -> CheckpointInfo:
 def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:
     """Return the manifest of a checkpoint; None for one of an older version or of another program.
 
-    Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-
     Raises:
         CheckpointError: if it is damaged, or there should be one.
     """
@@ -131,7 +124,6 @@ def previous_tag(load: str | Path, tag: str | None) -> str | None:
     """Tag of the newest checkpoint before another, whole or not; None if there is none.
 
     Args:
-        load: directory that runs saved to.
         tag: of the checkpoint that cannot be used; None for the one that `latest` names, if any.
     """
     before = _asked_iteration(Path(load), tag)
@@ -144,7 +136,6 @@ def passed_over(taken: Path, tag: str | None) -> list[Path]:
     """Directories of the checkpoints after one that was taken, up to the one that was asked for.
 
     Args:
-        taken: directory of the checkpoint that was taken.
         tag: that was asked for; None for the one that `latest` names, if any.
     """
     asked, first = _asked_iteration(taken.parent, tag), _iteration(taken.name)

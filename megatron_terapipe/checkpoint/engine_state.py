@@ -19,7 +19,6 @@ class Destination(Protocol):
         """Set a parameter, in the model's precision and in the optimizer's.
 
         Args:
-            parameter: the parameter.
             weight: [...], in the shape of the parameter.
             own: [elements] that the optimizer works on, in higher precision; None if `weight` is exact.
         """
@@ -28,7 +27,6 @@ class Destination(Protocol):
         """Set the optimizer's state of the elements of a parameter that this rank's optimizer works on.
 
         Args:
-            parameter: the parameter.
             moments: tensors by name, such as `exp_avg`: [elements].
             step: updates done; None where the rule does not count them.
         """

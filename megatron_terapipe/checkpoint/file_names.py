@@ -22,9 +22,7 @@ def state_file(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int)
     """File of a rank's counters and, where the optimizer's state is not partitioned, of that state.
 
     Args:
-        stage: the stage.
         tensor_parallel_rank: the rank among those that share the stage.
-        tensor_parallel_size: number of these ranks.
     """
     return f"{_model_rank(stage, tensor_parallel_rank, tensor_parallel_size)}_model_states.pt"
 
@@ -35,10 +33,7 @@ def optimizer_files(
     """Files of a rank's partitioned optimizer state, one for each replica, without the prefix of bf16.
 
     Args:
-        stage: the stage.
         tensor_parallel_rank: the rank among those that share the stage.
-        tensor_parallel_size: number of these ranks.
-        data_parallel_size: number of replicas.
     """
     rank = _model_rank(stage, tensor_parallel_rank, tensor_parallel_size)
     return [f"zero_pp_rank_{replica}_{rank}_optim_states.pt" for replica in range(data_parallel_size)]

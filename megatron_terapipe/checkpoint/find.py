@@ -27,10 +27,7 @@ def find_checkpoint(
     """The checkpoint that a run continues from, known to fit; None to start afresh.
 
     Args:
-        config: the checkpoint section.
         model: the run's model section, with its vocabulary size known.
-        layout: the run's layout.
-        optimizer: the run's rule of the update.
         looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
             checkpoint says of its run alone.
 
@@ -64,12 +61,6 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     The directory is listed once. What the manifest says of sizes is held against it; where there is none, each file is
     opened and read at its end.
 
-    Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-        model: the model section.
-        weights_only: leave out the files of the optimizer.
-
     Raises:
         CheckpointError: naming the first file that is missing or damaged.
     """
@@ -88,12 +79,6 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
     """Return the names of the files with tensors that a run loads.
-
-    Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-        model: the model section.
-        weights_only: leave out the files of the optimizer.
 
     Raises:
         CheckpointError: naming the first that is missing.

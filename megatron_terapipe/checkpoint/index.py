@@ -31,32 +31,26 @@ class Fragment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Place of a parameter's state; the same for each tensor-parallel rank's part of it.
-
-    Attributes:
-        stage: that saved it, the first of several.
-        fragments: fragments of which it consists, one after the other; none where a rank saved it in one piece.
-    """
+    """Place of a parameter's state; the same for each tensor-parallel rank's part of it."""
 
     stage: int
+    """That saved it, the first of several."""
     fragments: tuple[Fragment, ...] = ()
+    """Fragments of which it consists, one after the other; none where a rank saved it in one piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """Facts of a checkpoint that one rank reads for all.
-
-    Attributes:
-        places: places of the state of each parameter, by name; empty if only weights are loaded.
-        prefix: prefix of the names of the optimizer's files.
-        counters: values other than tensors that DeepSpeed saved of the run.
-        loss_scaler: loss scaler of a run in fp16; None for other runs.
-    """
+    """Facts of a checkpoint that one rank reads for all."""
 
     places: Mapping[str, Place]
+    """Places of the state of each parameter, by name; empty if only weights are loaded."""
     prefix: str = ""
+    """Prefix of the names of the optimizer's files."""
     counters: Mapping[str, int]
+    """Values other than tensors that DeepSpeed saved of the run."""
     loss_scaler: Any | None = None
+    """Loss scaler of a run in fp16; None for other runs."""
 
 
 def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
@@ -65,8 +59,6 @@ def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> S
     The first rank alone touches files.
 
     Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
         weights_only: whether the state of the optimizer stays unread.
 
     Raises:
@@ -86,10 +78,6 @@ def index_text(places: Iterable[tuple[str, Place]]) -> str:
 
 def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     """Return the place of the state of each parameter, read from a file.
-
-    Args:
-        path: of the file.
-        info: facts of the run that saved it.
 
     Raises:
         CheckpointError: if it does not say places, or places that this run cannot have had.

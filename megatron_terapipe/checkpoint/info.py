@@ -40,35 +40,32 @@ _MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """Facts of the run that saved a checkpoint.
-
-    Attributes:
-        iteration: iterations done.
-        consumed_samples: samples trained on.
-        model: the model section, vocabulary size included.
-        layout: sizes of the parallel axes.
-        optimizer: name of the optimizer whose state was saved; None if none was.
-        partitioned: whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16.
-        tokenizer: type, files and sizes of the tokenizer.
-        skipped_iterations: iterations done that did not update the weights, because of an overflow in fp16.
-        skipped_samples: samples of those iterations.
-        family: `model_type` of the Hugging Face model that the run began with; None for one that began with none.
-        has_manifest: whether a manifest belongs to it: older versions wrote none.
-        vocabulary_parts: layers that the output layer was saved as.
-    """
+    """Facts of the run that saved a checkpoint."""
 
     iteration: int
+    """Iterations done."""
     consumed_samples: int
+    """Samples trained on."""
     model: dict[str, Any]
+    """The model section, vocabulary size included."""
     layout: dict[str, int]
+    """Sizes of the parallel axes."""
     optimizer: str | None
+    """Name of the optimizer whose state was saved; None if none was."""
     partitioned: bool
+    """Whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16."""
     tokenizer: dict[str, Any]
+    """Type, files and sizes of the tokenizer."""
     skipped_iterations: int = 0
+    """Iterations done that did not update the weights, because of an overflow in fp16."""
     skipped_samples: int = 0
+    """Samples of those iterations."""
     family: str | None = None
+    """`model_type` of the Hugging Face model that the run began with; None for one that began with none."""
     has_manifest: bool = False
+    """Whether a manifest belongs to it: older versions wrote none."""
     vocabulary_parts: int = 1
+    """Layers that the output layer was saved as."""
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -135,7 +132,6 @@ class CheckpointInfo:
 
         Args:
             layer: index of the layer in a model whose output layer is one.
-            part: number of the part.
         """
         stage, rank = divmod(part, self.tensor_parallel_size)
         return layer + stage, rank
@@ -161,9 +157,6 @@ class CheckpointInfo:
         """Hold a checkpoint against the run that wants to load it. How either lies on ranks does not matter.
 
         Args:
-            model: the run's model section.
-            layout: the run's layout.
-            optimizer: the run's rule of the update.
             weights_only: whether the state of the optimizer stays unread.
             extends_positions: whether rotations may differ.
 

@@ -15,11 +15,7 @@ def load_checkpoint(
     """Load a checkpoint that `find_checkpoint` found, whatever layout either has.
 
     Args:
-        engine: a fresh engine.
-        directory: directory of the checkpoint.
-        info: facts of its run.
         saved: facts that the first rank read for all.
-        config: the checkpoint section.
 
     Raises:
         CheckpointError: if a file cannot be read, or lacks a parameter.

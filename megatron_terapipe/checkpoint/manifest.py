@@ -28,13 +28,10 @@ class FileFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What each file of a checkpoint must be.
-
-    Attributes:
-        files: facts by the name of the file.
-    """
+    """What each file of a checkpoint must be."""
 
     files: Mapping[str, FileFacts]
+    """Facts by the name of the file."""
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -69,7 +66,6 @@ class Manifest:
         """See that files are there and have their sizes, without reading them.
 
         Args:
-            directory: directory of the checkpoint.
             names: files to look at, where others may be missing; all, and that there are no others, if left out.
 
         Raises:
@@ -93,10 +89,6 @@ class Manifest:
     def check_content(self, directory: Path, names: Iterable[str]) -> None:
         """Read files and see that each is what was saved.
 
-        Args:
-            directory: directory of the checkpoint.
-            names: of the files.
-
         Raises:
             CheckpointError: naming the first file that is not.
         """
@@ -110,12 +102,7 @@ class Manifest:
 
 
 def damage(directory: Path, fault: str) -> str:
-    """Return the line about a checkpoint that is not whole.
-
-    Args:
-        directory: directory of the checkpoint.
-        fault: what is wrong, as a predicate.
-    """
+    """Return the line about a checkpoint that is not whole."""
     return (
         f"checkpoint {directory} {fault}: put the file back, or let {directory.parent / 'latest'} name another "
         "checkpoint, as --load-previous-if-damaged does"

@@ -18,20 +18,13 @@ class Weights(Protocol):
     """Weights that lie in files."""
 
     def weight(self, index: int, name: str, part: int = 0) -> Tensor:
-        """Return one weight [...] of a layer, or the part of it that was saved by itself.
-
-        Args:
-            index: number of the layer.
-            name: name of the weight.
-            part: number of the part.
-        """
+        """Return one weight [...] of a layer, or the part of it that was saved by itself."""
 
 
 def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
     """Return the facts of a folder.
 
     Args:
-        folder: the folder.
         model: the run's model section, which says how the vocabulary is padded: the folder's is not.
 
     Raises:
@@ -54,10 +47,6 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
 def weights_of(directory: Path, info: CheckpointInfo) -> Weights:
     """Return the weights of a checkpoint, or of a folder of Hugging Face.
 
-    Args:
-        directory: directory of the checkpoint, or the folder.
-        info: its facts.
-
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
@@ -68,10 +57,6 @@ def weights_of(directory: Path, info: CheckpointInfo) -> Weights:
 
 def folder_weights(folder: Path, info: CheckpointInfo) -> FolderWeights:
     """Return the weights of a folder.
-
-    Args:
-        folder: the folder.
-        info: its facts.
 
     Raises:
         CheckpointError: if a file is missing or damaged.

@@ -29,13 +29,6 @@ def restore(
 ) -> None:
     """Read this rank's part of a checkpoint, on every rank.
 
-    Args:
-        engine: a fresh engine.
-        directory: directory of the checkpoint.
-        info: facts of its run.
-        saved: places of the optimizer state.
-        weights_only: leave the optimizer as it is.
-
     Raises:
         CheckpointError: if a file cannot be read, or lacks a parameter.
     """
@@ -76,19 +69,16 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Mapping from the parts of a tensor that ranks saved to the part of this rank.
-
-    Attributes:
-        num_parts: parts that were saved: one for each tensor-parallel rank, and each part of the vocabulary.
-        rank: number of the part that is wanted.
-        size: parts that ranks hold now.
-        cut: dimension that is cut; None if each rank holds the whole.
-    """
+    """Mapping from the parts of a tensor that ranks saved to the part of this rank."""
 
     num_parts: int
+    """Parts that were saved: one for each tensor-parallel rank, and each part of the vocabulary."""
     rank: int
+    """Number of the part that is wanted."""
     size: int
+    """Parts that ranks hold now."""
     cut: int | None
+    """Dimension that is cut; None if each rank holds the whole."""
 
     def of(self, part: Callable[[int], Tensor]) -> Tensor:
         """This rank's part, of what each rank saved."""

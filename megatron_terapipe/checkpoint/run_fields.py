@@ -24,9 +24,6 @@ _SHOWN = 40
 def check_run(found: Mapping[str, Any]) -> None:
     """Hold every field against its rule.
 
-    Args:
-        found: the fields, all of them.
-
     Raises:
         ValueError: naming the first field that breaks its rule.
     """

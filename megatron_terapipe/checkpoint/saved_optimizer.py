@@ -22,25 +22,20 @@ from megatron_terapipe.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterState:
-    """Optimizer state of a run of elements of a parameter, in the order in which they lie in memory.
-
-    Attributes:
-        weight: [elements] in fp32; None where the optimizer works on the model's own weights.
-        moments: tensors by name, such as `exp_avg`: [elements].
-        step: updates done; None where the rule does not count them.
-    """
+    """Optimizer state of a run of elements of a parameter, in the order in which they lie in memory."""
 
     weight: Tensor | None
+    """[elements] in fp32; None where the optimizer works on the model's own weights."""
     moments: Mapping[str, Tensor]
+    """Tensors by name, such as `exp_avg`: [elements]."""
     step: float | None
+    """Updates done; None where the rule does not count them."""
 
 
 class SavedOptimizer:
     """The state of an optimizer, read where it lies.
 
     Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
         saved: places of each parameter's state.
     """
 
@@ -53,8 +48,6 @@ class SavedOptimizer:
         """State of some elements of a parameter, or of a tensor-parallel rank's part of it.
 
         Args:
-            name: name of the parameter.
-            tensor_parallel_rank: that saved the part.
             elements: elements of the flattened part; at least one.
 
         Raises:

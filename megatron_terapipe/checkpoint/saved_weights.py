@@ -14,12 +14,7 @@ from megatron_terapipe.errors import CheckpointError
 
 
 class SavedWeights:
-    """The weights of one checkpoint, a layer at a time.
-
-    Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-    """
+    """The weights of one checkpoint, a layer at a time."""
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self._directory, self._info = directory, info
@@ -49,11 +44,6 @@ class SavedWeights:
     def weight(self, index: int, name: str, part: int = 0) -> Tensor:
         """Return one weight [...] of a layer, or the part of it that was saved by itself.
 
-        Args:
-            index: number of the layer.
-            name: name of the weight.
-            part: number of the part.
-
         Raises:
             CheckpointError: if the file cannot be read, or lacks it.
         """
@@ -66,7 +56,6 @@ class SavedWeights:
         """Return the whole weights [...] of a layer by name, put together from all parts.
 
         Args:
-            index: number of the layer.
             layer: the layer as one rank alone has it, may be on `meta`; its parameters say how ranks share them.
 
         Raises:
@@ -98,7 +87,6 @@ def reshare(part: Callable[[int], Tensor], num_parts: int, *, rank: int, size: i
 
     Args:
         part: function from a rank to the tensor that it saved.
-        num_parts: ranks that saved it.
         rank: the rank whose part is wanted.
         size: ranks that share it now.
         cut: dimension that they share; None if each holds the whole.

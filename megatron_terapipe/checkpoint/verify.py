@@ -23,10 +23,6 @@ def verify_checkpoint(
     """Read every file that a run loads once, each on one of the ranks; every rank must call it at the same time.
 
     Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-        model: the run's model section.
-        weights_only: leave out the files of the optimizer.
         reads: read the files; if not, only names and sizes are checked.
 
     Returns:
@@ -54,9 +50,6 @@ def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, pr
     """See that a checkpoint's weights are whole, on one process.
 
     Args:
-        directory: directory of the checkpoint.
-        info: facts of its run.
-        model: its model section.
         progress: is told how many of the files are read.
 
     Raises:
@@ -70,12 +63,7 @@ def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, pr
 
 
 def shares(files: Mapping[str, FileFacts], num_ranks: int) -> list[list[str]]:
-    """Names of the files that each rank reads: each file once, about as many bytes on every rank.
-
-    Args:
-        files: the files.
-        num_ranks: ranks that read.
-    """
+    """Names of the files that each rank reads: each file once, about as many bytes on every rank."""
     dealt: list[list[str]] = [[] for _ in range(num_ranks)]
     least = [(0, rank) for rank in range(num_ranks)]
     for name in sorted(files, key=lambda name: (-files[name].size, name)):

@@ -13,32 +13,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `terapipe`.
-
-    Attributes:
-        name: the word that calls it.
-        summary: what it is for, in one line without a full stop.
-        module: what runs it.
-        parts: commands of its own, called by a second word.
-    """
+    """A command of `terapipe`."""
 
     name: str
+    """The word that calls it."""
     summary: str
+    """What it is for, in one line without a full stop."""
     module: str
     parts: tuple["Command", ...] = ()
+    """Commands of its own, called by a second word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Commands that belong together.
-
-    Attributes:
-        title: what they are about.
-        commands: in the order in which people need them.
-    """
+    """Commands that belong together."""
 
     title: str
     commands: tuple[Command, ...]
+    """In the order in which people need them."""
 
 
 SEARCH = Command(

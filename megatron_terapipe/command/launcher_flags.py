@@ -78,7 +78,6 @@ def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
 
     Args:
         flags: of the launcher, by name.
-        variables: of the environment.
 
     Raises:
         UserError: if it is a rank and flags ask for more, or if it stands for tasks of Slurm that nobody started.
@@ -99,7 +98,6 @@ def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
 
     Args:
         flags: of the launcher, by name.
-        words: flags of the trainer.
 
     Raises:
         UserError: if the hostfile cannot be read, or other hosts would read a word otherwise.
@@ -122,7 +120,6 @@ def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> 
 
     Args:
         flags: of the launcher, by name.
-        variables: of this process.
     """
     if "hostfile" not in flags:
         return dict(variables)
@@ -136,7 +133,6 @@ def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[
 
     Args:
         flags: of the launcher, by name.
-        words: flags of the trainer, `--dry-run` among them.
 
     Raises:
         UserError: if the hostfile cannot be read, or the ranks cannot be counted without the launcher.

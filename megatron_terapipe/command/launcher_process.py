@@ -30,9 +30,6 @@ def main() -> int:
 def quietly(launch: Callable[[], object]) -> int:
     """Return the exit code of a launch that returns, 130 where Ctrl-C ends it, once all processes of it have ended.
 
-    Args:
-        launch: starts processes and waits for them.
-
     Raises:
         SystemExit: as the launch does, whose exit code is not 0.
     """

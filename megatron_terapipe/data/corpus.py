@@ -38,7 +38,6 @@ def within(texts: Iterator[str], limit_bytes: float) -> Iterator[str]:
     """Yield whole texts, at least one, while the sum of their sizes stays within the limit.
 
     Args:
-        texts: the texts.
         limit_bytes: limit of their sizes in UTF-8.
     """
     total = 0

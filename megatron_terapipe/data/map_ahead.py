@@ -18,9 +18,6 @@ def map_ahead(
     items may be endless and neither they nor the results pile up in memory.
 
     Args:
-        executor: executor that calls the function.
-        function: called once per item.
-        items: items to work on; taken lazily.
         window: most items submitted and not yet yielded, at least 1.
 
     Raises:

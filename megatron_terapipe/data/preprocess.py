@@ -39,36 +39,30 @@ _tokenizer = functools.cache(build_tokenizer)  # one per process: GPT-2's takes 
 
 @dataclass(frozen=True)
 class EncodedLines:
-    """The documents of some lines.
-
-    Attributes:
-        num_bytes: size of the lines.
-        file_position: see `Lines`.
-        documents: per JSON key the documents' ids, each [length]; a text without ids has none.
-        num_empty: texts without ids.
-    """
+    """The documents of some lines."""
 
     num_bytes: int
+    """Size of the lines."""
     file_position: int
+    """See `Lines`."""
     documents: list[list[NDArray[np.integer[Any]]]]
+    """Per JSON key the documents' ids, each [length]; a text without ids has none."""
     num_empty: int
+    """Texts without ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineEncoder:
-    """Encoder of lines; a description that each process turns into its own tokenizer.
-
-    Attributes:
-        source: the input's name, for messages.
-        json_keys: keys of the texts to encode in each object.
-        append_eod: whether every document ends with the end-of-document id.
-        tokenizer: type and files of the tokenizer.
-    """
+    """Encoder of lines; a description that each process turns into its own tokenizer."""
 
     source: Path
+    """The input's name, for messages."""
     json_keys: tuple[str, ...]
+    """Keys of the texts to encode in each object."""
     append_eod: bool
+    """Whether every document ends with the end-of-document id."""
     tokenizer: TokenizerSettings
+    """Type and files of the tokenizer."""
 
     def built_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of this process.
@@ -127,36 +121,30 @@ class LineEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset that was written.
-
-    Attributes:
-        prefix: path of its files without .bin and .idx, for --data-path.
-        num_documents: documents in it.
-        num_tokens: tokens in it.
-    """
+    """A dataset that was written."""
 
     prefix: str
+    """Path of its files without .bin and .idx, for --data-path."""
     num_documents: int
+    """Documents in it."""
     num_tokens: int
+    """Tokens in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written.
-
-    Attributes:
-        datasets: one for each JSON key.
-        num_empty_texts: texts without tokens, which were left out.
-        tokenizer: type of the tokenizer.
-        num_bytes: bytes of the input's lines.
-        seconds: that it took.
-    """
+    """What was written."""
 
     datasets: tuple[Dataset, ...]
+    """One for each JSON key."""
     num_empty_texts: int
+    """Texts without tokens, which were left out."""
     tokenizer: str
+    """Type of the tokenizer."""
     num_bytes: int
+    """Bytes of the input's lines."""
     seconds: float
+    """That it took."""
 
     def sentence(self) -> str:
         """Return all this in one line, for people."""
@@ -177,8 +165,6 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
     left out. Beside each dataset lies the record of its tokenizer.
 
     Args:
-        encoder: keys to read, and tokenizer.
-        output_prefix: files are named `PREFIX_KEY_document`.
         workers: processes that encode; 1 encodes in this one.
 
     Raises:

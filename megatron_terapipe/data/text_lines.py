@@ -16,17 +16,14 @@ _RUN_BYTES = 1 << 17  # enough work per task that handing it over costs nothing 
 
 @dataclass(frozen=True)
 class Lines:
-    """Consecutive lines of the input.
-
-    Attributes:
-        first: number of the first, from 1.
-        lines: UTF-8, with their line ends.
-        file_position: bytes of the file read so far, as they lie on disk.
-    """
+    """Consecutive lines of the input."""
 
     first: int
+    """Number of the first, from 1."""
     lines: list[bytes]
+    """UTF-8, with their line ends."""
     file_position: int
+    """Bytes of the file read so far, as they lie on disk."""
 
 
 def read_lines(path: Path) -> Iterator[Lines]:

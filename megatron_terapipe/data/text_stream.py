@@ -20,12 +20,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        """Begin after some tokens.
-
-        Args:
-            tokenizer: tokenizer of all of the tokens.
-            before: tokens whose text is written already.
-        """
+        """Begin after some tokens."""
         self._tokenizer = tokenizer
         self._written = list(before)
         self._pending: list[int] = []

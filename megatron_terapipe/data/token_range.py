@@ -28,8 +28,6 @@ def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexC
     """Check that the ids of data files are ids of the tokenizer.
 
     Args:
-        prefixes: prefixes of preprocessed data.
-        tokenizer: the tokenizer of the run.
         cache: keeps the range of each file until the file changes.
 
     Raises:
@@ -50,7 +48,6 @@ def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
     """Return the smallest and the largest token id of a data file, or 0 where none is below or above it.
 
     Args:
-        prefix: prefix of preprocessed data.
         cache: keeps the answer, under the size of the file and the times at which it was written and changed.
     """
     path = data_file(prefix).resolve()

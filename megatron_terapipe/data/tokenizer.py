@@ -100,12 +100,7 @@ class TokenizerSettings:
 
     @classmethod
     def of(cls, data: DataConfig, vocab_size: int | None = None) -> Self:
-        """Return the settings of a run.
-
-        Args:
-            data: the data section.
-            vocab_size: what `--vocab-size` says.
-        """
+        """Return the settings of a run."""
         shared = (each.name for each in fields(cls) if each.name != "vocab_size")
         sized = data.tokenizer_type in (NullTokenizer.name, TikTokenizer.name)
         return cls(**{name: getattr(data, name) for name in shared}, vocab_size=vocab_size if sized else None)

@@ -13,9 +13,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None,
     """Add the flags of a tokenizer to a parser.
 
     Args:
-        parser: parser of a command.
         default: tokenizer where none is named; None for none.
-        explained: help of `--tokenizer-type`.
     """
     group = parser.add_argument_group("tokenizer")
     group.add_argument(

@@ -33,31 +33,26 @@ def record_file(prefix: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerRecord:
-    """What is kept of the tokenizer that wrote a dataset.
-
-    Attributes:
-        tokenizer: its name.
-        vocab_size: its number of ids.
-        eod: id that ends the documents; None if they have no end.
-        num_bytes: size of the data file.
-        first_ids: hash of its first ids; with the size it tells whether the record is of this data.
-        first_text: hash of the text that these ids are; None if they are none.
-    """
+    """What is kept of the tokenizer that wrote a dataset."""
 
     tokenizer: str
+    """Its name."""
     vocab_size: int
+    """Its number of ids."""
     eod: int | None
+    """Id that ends the documents; None if they have no end."""
     num_bytes: int
+    """Size of the data file."""
     first_ids: str
+    """Hash of its first ids; with the size it tells whether the record is of this data."""
     first_text: str | None
+    """Hash of the text that these ids are; None if they are none."""
 
     @classmethod
     def of(cls, prefix: str | Path, tokenizer: Tokenizer, *, ends: bool) -> Self:
         """Return the record of a dataset that was just written.
 
         Args:
-            prefix: path of its files without `.bin` and `.idx`.
-            tokenizer: that wrote it.
             ends: whether every document ends with the end-of-document id.
         """
         ids = _first_ids(prefix)
@@ -105,8 +100,6 @@ class TokenizerRecord:
         `NullTokenizer` knows no text, so nothing is said of that where it wrote the data or is to read it.
 
         Args:
-            prefix: path of its files without `.bin` and `.idx`.
-            tokenizer: of the run.
             reads_ends: whether the run looks for ends of documents.
 
         Raises:
@@ -131,8 +124,6 @@ def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, re
     """Check that data with a record of its tokenizer means the same to the tokenizer of a run.
 
     Args:
-        prefixes: prefixes of preprocessed data.
-        tokenizer: the tokenizer of the run.
         reads_ends: whether the run looks for ends of documents.
 
     Raises:

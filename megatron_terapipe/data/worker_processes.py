@@ -30,7 +30,6 @@ class WorkerProcesses(Generic[Item, Result]):
 
         Args:
             function: sent to each process once.
-            size: number of processes.
         """
         self._function = function
         self._size = size

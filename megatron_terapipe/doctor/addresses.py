@@ -23,7 +23,6 @@ def rank_address(launching: Launching, host: Host) -> str | None:
 
     Args:
         launching: from where the variables come.
-        host: the host.
     """
     if host.facts is None:
         return None
@@ -37,24 +36,14 @@ def rank_address(launching: Launching, host: Host) -> str | None:
 
 
 def named_interfaces(variables: dict[str, str], interfaces: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that the variables of NCCL and gloo name, those of gloo first.
-
-    Args:
-        variables: of a rank.
-        interfaces: of its host.
-    """
+    """Return the interfaces that the variables of NCCL and gloo name, those of gloo first."""
     exact = [name.strip() for name in variables.get(GLOO, "").split(",") if name.strip()]
     found = [each for each in interfaces if each.name in exact]
     return [*found, *(each for each in interfaces if NCCL in variables and is_chosen(variables[NCCL], each.name))]
 
 
 def is_chosen(pattern: str, name: str) -> bool:
-    """Whether NCCL takes an interface: names begin with one of a list, are one of it (=), or are none of it (^).
-
-    Args:
-        pattern: value of NCCL_SOCKET_IFNAME.
-        name: of the interface.
-    """
+    """Whether NCCL takes an interface: names begin with one of a list, are one of it (=), or are none of it (^)."""
     excluded, exact = pattern.startswith("^"), pattern.lstrip("^").startswith("=")
     words = [word for word in pattern.lstrip("^").lstrip("=").split(",") if word]
     hit = name in words if exact else name.startswith(tuple(words))
@@ -66,7 +55,6 @@ def interface_of(facts: HostFacts, address: str) -> str | None:
     """Return the name of the interface that has an address.
 
     Args:
-        facts: of the host.
         address: as the system says it, perhaps an IPv4 one in the clothes of IPv6.
     """
     plain = address.removeprefix("::ffff:").partition("%")[0]

@@ -1,10 +1,10 @@
 """The JSON of an examination, and its schema."""
 
-import re
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from deepspeed_ext.plan.text.field_texts import field_texts
 from megatron_terapipe.doctor.facts import (
     Clock,
     Device,
@@ -53,12 +53,7 @@ class Document(BaseModel):
 
 
 def document(examined: Examined, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """Return an examination as JSON.
-
-    Args:
-        examined: the facts.
-        findings: what is said of them.
-    """
+    """Return an examination as JSON."""
     found = Document(
         errors=count(findings, Level.ERROR),
         warnings=count(findings, Level.WARNING),
@@ -77,23 +72,11 @@ def json_schema() -> dict[str, Any]:
     for kind in _DATACLASSES:
         described = schema["$defs"][kind.__name__]
         described["description"] = (kind.__doc__ or "").partition("\n")[0]
-        for name, text in _attribute_texts(kind).items():
+        for name, text in field_texts(kind).items():
             described["properties"][name]["description"] = text
     return schema
 
 
 def count(findings: tuple[Finding, ...], level: Level) -> int:
-    """Return how many checks came to a level: one for each host that a finding names.
-
-    Args:
-        findings: all of them.
-        level: to count.
-    """
+    """Return how many checks came to a level: one for each host that a finding names."""
     return sum(max(1, len(each.hosts)) for each in findings if each.level is level)
-
-
-def _attribute_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the meaning of each field of a dataclass, as its docstring says it."""
-    listed = (kind.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", listed, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.split()) for name, text in found}

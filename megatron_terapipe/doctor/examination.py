@@ -35,11 +35,8 @@ class Examination:
 
     Args:
         launching: the machine where the doctor runs.
-        hosts: all of them, without facts.
         commands: that start the probe of each.
-        environment: of these commands.
         limit_s: seconds in which a host must answer.
-        say: told what is being done.
     """
 
     def __init__(

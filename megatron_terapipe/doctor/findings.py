@@ -15,23 +15,20 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found where.
-
-    Attributes:
-        level: how bad it is.
-        check: name of what was looked at.
-        hosts: where; empty = it concerns the launch as a whole.
-        found: the value.
-        rule: what it should be; empty if it is.
-        remedy: what mends it; empty if nothing has to be.
-    """
+    """What was found where."""
 
     level: Level
+    """How bad it is."""
     check: str
+    """Name of what was looked at."""
     hosts: tuple[str, ...]
+    """Where; empty = it concerns the launch as a whole."""
     found: str
+    """The value."""
     rule: str = ""
+    """What it should be; empty if it is."""
     remedy: str = ""
+    """What mends it; empty if nothing has to be."""
 
     @property
     def line(self) -> str:
@@ -43,9 +40,7 @@ def ok(check: str, host: str | None, found: str) -> Finding:
     """Return that something is as it should be.
 
     Args:
-        check: name of what was looked at.
         host: where; None = the launch as a whole.
-        found: the value.
     """
     return Finding(level=Level.OK, check=check, hosts=_hosts(host), found=found)
 
@@ -54,11 +49,7 @@ def warning(check: str, host: str | None, found: str, rule: str, remedy: str) ->
     """Return that something makes a run slow or fragile.
 
     Args:
-        check: name of what was looked at.
         host: where; None = the launch as a whole.
-        found: the value.
-        rule: what it should be.
-        remedy: what mends it.
     """
     return Finding(level=Level.WARNING, check=check, hosts=_hosts(host), found=found, rule=rule, remedy=remedy)
 
@@ -67,11 +58,7 @@ def error(check: str, host: str | None, found: str, rule: str, remedy: str) -> F
     """Return that something keeps a run from starting, or from being right.
 
     Args:
-        check: name of what was looked at.
         host: where; None = the launch as a whole.
-        found: the value.
-        rule: what it should be.
-        remedy: what mends it.
     """
     return replace(warning(check, host, found, rule, remedy), level=Level.ERROR)
 
@@ -82,11 +69,7 @@ def same(
     """Yield whether hosts have the same of something, naming the hosts of each value; nothing for one host.
 
     Args:
-        check: name of what was looked at.
-        what: the thing, in words.
         values: of each host; None = it has none.
-        remedy: what mends a difference.
-        level: how bad a difference is.
     """
     if len(values) < 2:
         return
@@ -114,7 +97,6 @@ def some(words: Iterable[str], most: int = 4) -> str:
     """Return words with commas between them, at most some.
 
     Args:
-        words: the words.
         most: how many are listed before the rest is counted.
     """
     words = list(words)
@@ -122,12 +104,7 @@ def some(words: Iterable[str], most: int = 4) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number of things in words, such as `2 ranks`.
-
-    Args:
-        number: how many.
-        word: for one of them.
-    """
+    """Return a number of things in words, such as `2 ranks`."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 

@@ -18,7 +18,6 @@ def variables_of_rank(launching: Launching, of_host: Mapping[str, str]) -> dict[
     """Return the variables of a rank, as far as torch, CUDA and the network read them.
 
     Args:
-        launching: the shell that launches.
         of_host: what a command over ssh finds on the host.
     """
     if launching.hostfile is None or launching.launcher in BY_HAND:

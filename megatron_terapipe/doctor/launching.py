@@ -18,9 +18,7 @@ def launching_here(*, hostfile: str | None, launcher: str, save: str | None, mas
 
     Args:
         hostfile: its path; None if only this machine is looked at.
-        launcher: DeepSpeed's name of it.
         save: the directory for checkpoints; None = the working directory.
-        master_port: where the ranks meet.
     """
     directory = os.getcwd()
     return Launching(

@@ -50,8 +50,6 @@ class Probe:
     """A probe that runs on a host.
 
     Args:
-        name: of the host.
-        process: ssh, or the probe itself.
         limit_s: seconds in which it must answer.
     """
 
@@ -65,9 +63,6 @@ class Probe:
         """Return a probe that was started; whether it answers shows when it is asked.
 
         Args:
-            name: of the host.
-            command: that starts Python there.
-            environment: of the command.
             limit_s: seconds in which it must answer.
 
         Raises:
@@ -93,9 +88,7 @@ class Probe:
         """Return the answer to a question.
 
         Args:
-            question: a name in the agent's table.
             limit_s: seconds in which it must be answered; None = those of this probe.
-            **words: of the question.
 
         Raises:
             ProbeLost: if there is none in time.
@@ -159,10 +152,7 @@ def ssh_command(host: str, *, python: str, python_path: str, options: Sequence[s
     """Return the command of a probe on another host, which DeepSpeed's launcher reaches in the same way.
 
     Args:
-        host: its name.
         python: path of the Python that the launcher starts there; where it is not, any other will do.
-        python_path: PYTHONPATH, as the launcher sets it there.
-        options: of ssh.
     """
     begin = f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(python_path)}; export PYTHONSAFEPATH PYTHONPATH; "
     start = f'p={shlex.quote(python)}; [ -x "$p" ] || p=python3; exec "$p" -c {shlex.quote(BEGIN)}'
@@ -172,23 +162,13 @@ def ssh_command(host: str, *, python: str, python_path: str, options: Sequence[s
 
 
 def ssh_options(port: int | None, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the options of ssh that a launch would use: the port, and those of PDSH_SSH_ARGS_APPEND.
-
-    Args:
-        port: of `--ssh-port`.
-        environment: variables of this shell.
-    """
+    """Return the options of ssh that a launch would use: the port, and those of PDSH_SSH_ARGS_APPEND."""
     given = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
     return [*given, *(["-p", str(port)] if port is not None else [])]
 
 
 def python_path(directory: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return PYTHONPATH as DeepSpeed's launcher sets it on other hosts.
-
-    Args:
-        directory: the working directory.
-        environment: variables of this shell.
-    """
+    """Return PYTHONPATH as DeepSpeed's launcher sets it on other hosts."""
     return os.pathsep.join(filter(None, [directory, environment.get("PYTHONPATH")]))
 
 

@@ -30,7 +30,6 @@ def print_examination(
     """Print the hosts, errors, warnings, and how many checks passed.
 
     Args:
-        examined: the facts.
         findings: what is said of them, worst first.
         verbose: whether to print what passed, too.
         console: where; None = standard output, as wide as the terminal.

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter
 
-from megatron_terapipe.search.report.schema.schema_parts import attribute_texts
+from deepspeed_ext.plan.text.field_texts import field_texts
 
 ABSENT: Any = None
 """Default of a key of a description that may be left out, and is never null."""
@@ -15,10 +15,9 @@ ABSENT: Any = None
 def dataclass_schema(kind: type[Any], *, whole: bool = True) -> dict[str, Any]:
     """Return the JSON Schema of a dataclass that `asdict` writes: its fields are the keys, and there are no others.
 
-    The `Attributes:` of its docstring say what they mean.
+    The texts below its fields are their descriptions.
 
     Args:
-        kind: the dataclass; its fields may have others.
         whole: whether all keys are there, as they are in what is written; else those with a default may be left out.
     """
     schema: dict[str, Any] = TypeAdapter(kind).json_schema()
@@ -27,7 +26,7 @@ def dataclass_schema(kind: type[Any], *, whole: bool = True) -> dict[str, Any]:
         part["description"] = (each.__doc__ or "").partition("\n")[0]
         part["required"] = [one.name for one in fields(each) if whole or one.default is one.default_factory is MISSING]
         part["additionalProperties"] = False
-        for name, text in attribute_texts(each).items():
+        for name, text in field_texts(each).items():
             part["properties"][name]["description"] = text[:1].upper() + text[1:]
     return schema
 

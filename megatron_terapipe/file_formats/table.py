@@ -9,16 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """A kind of file.
-
-    Attributes:
-        summary: what the file is, and which flag reads or writes it.
-        source: where its form is stated, as `module:name`: a class that reads or writes it, or a function that
-            returns the JSON Schema.
-    """
+    """A kind of file."""
 
     summary: str
+    """What the file is, and which flag reads or writes it."""
     source: str
+    """Where its form is stated, as `module:name`: a class that reads or writes it, or a function that returns the JSON
+    Schema."""
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of the file, or of one of its lines."""

@@ -40,8 +40,6 @@ def export_checkpoint(
     """Write a checkpoint as a model of Hugging Face.
 
     Args:
-        directory: directory of one checkpoint.
-        output: directory to write to.
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
             that can express it.
         dtype: type of the weights; None as they were saved.

@@ -25,8 +25,6 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
     """Write a model of Hugging Face as a checkpoint at iteration 0.
 
     Args:
-        directory: holds `config.json` and the weights as safetensors.
-        output: directory of checkpoints to write to.
         dtype: type of the weights; None as they are there.
         progress: is told how much of the model is written.
 

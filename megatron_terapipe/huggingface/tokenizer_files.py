@@ -17,10 +17,6 @@ _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[str]:
     """Copy the files of a tokenizer under the names they have there.
 
-    Args:
-        settings: tokenizer settings of the checkpoint.
-        output: directory to copy to.
-
     Returns:
         Names of the files written; none if the tokenizer has no files, or they are gone.
     """
@@ -62,7 +58,6 @@ def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
     """Copy the files of the tokenizer of a directory.
 
     Args:
-        directory: directory of a model there.
         output: directory to copy to, made if there is something to copy.
 
     Returns:

@@ -29,16 +29,12 @@ def generate(
     A growing text is a cut of its own: the prompt is the first token slice, each new token one more.
 
     Args:
-        model: the model.
         prompt: token ids, at least one.
-        max_new_tokens: most tokens to yield.
-        max_positions: longest sequence the model can see.
         vocab_size: tokens of the tokenizer; the padding of the vocabulary is never drawn.
         eod: id that ends the text; None to go on for ever.
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: draw from the k likeliest tokens; 0 from all.
         top_p: draw from the likeliest tokens whose chances, at this temperature, add up to this.
-        seed: seed of the draws.
 
     Raises:
         ConfigError: if prompt and new tokens are more than `max_positions`, or there is no prompt.

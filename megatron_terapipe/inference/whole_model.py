@@ -48,7 +48,6 @@ class WholeModel(nn.Module):
 
         Args:
             tokens: [B, N].
-            state: keys and values of the tokens before.
             token_slice: number of the token slice.
         """
         return self.output(tokens, state, token_slice).compute()
@@ -58,7 +57,6 @@ class WholeModel(nn.Module):
 
         Args:
             tokens: [B, N].
-            state: keys and values of the tokens before.
             token_slice: number of the token slice.
         """
         hidden: Any = tokens

@@ -32,20 +32,10 @@ class Past(Protocol):
         """Whether positions restart within a row; if not, they count on from `prefix_len`."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of these N tokens: [1, N], or [B, N] where they restart at documents.
-
-        Args:
-            length: N.
-            device: device of the result.
-        """
+        """Return the positions of these N tokens: [1, N], or [B, N] where they restart at documents."""
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return something that all layers need of these tokens; the first layer that asks makes it.
-
-        Args:
-            name: its name.
-            make: function that makes it.
-        """
+        """Return something that all layers need of these tokens; the first layer that asks makes it."""
 
     def attend(
         self,
@@ -66,7 +56,6 @@ class Past(Protocol):
             key: [B, N, key heads, D].
             value: [B, N, key heads, D].
             scale: factor of the scores.
-            dropout: probability with which an attention weight is dropped.
             first_head: number of the first of these heads among the heads of all ranks.
             window: tokens that a token attends to, itself included; None for all before it.
             softcap: limit of the scores; None for none.
@@ -79,7 +68,6 @@ class Past(Protocol):
 
         Args:
             inputs: [B, n, C], for some of these tokens.
-            probability: probability with which an element is dropped.
             site: number of the place in the layer.
             first_token: number of the first of these n tokens in the token slice.
             residual: [B, n, C] to add; None to add nothing.
@@ -93,8 +81,6 @@ class SelfAttention(nn.Module):
     share the groups, and each holds whole ones.
 
     Args:
-        model: the model section.
-        block: shape of the layer.
         ranks: ranks that share the groups.
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
@@ -138,7 +124,6 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden: input of this layer, or of the norm before.
-            past: the tokens before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """
@@ -189,11 +174,6 @@ def _heads_norm(model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) 
 
 
 def rotary_table(model: ModelConfig, block: BlockShape) -> RotaryTable | None:
-    """Return the rotations of a layer's positions; None if they are not rotary.
-
-    Args:
-        model: the model section.
-        block: shape of the layer.
-    """
+    """Return the rotations of a layer's positions; None if they are not rotary."""
     rotation = rotation_of(model, block)
     return None if rotation is None else RotaryTable(rotation, model.seq_length)

@@ -23,8 +23,6 @@ class TransformerBlock(nn.Module):
     In the last form tensor-parallel ranks sum their parts of both at once, unless each has a mask of dropout.
 
     Args:
-        model: the model section.
-        block: shape of the layer.
         ranks: ranks that share its matrices.
         recompute_cheap: compute the outputs of norms and activation again in the backward instead of keeping them.
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
@@ -62,7 +60,6 @@ class TransformerBlock(nn.Module):
 
         Args:
             hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-            past: the tokens before.
         """
         entering, attention_norm = hidden, self.attention_norm
         mlp_norm = self.attention_norm if self.shares_norm else self.mlp_norm

@@ -30,8 +30,6 @@ def residual_dropout(
 
     Args:
         hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-        probability: probability with which an element is dropped.
-        site: place in the layer.
         past: the tokens before, and the random numbers of this micro-batch.
         ranks: ranks that share the tokens.
         residual: [B, n, hidden] to add; None to add nothing.

@@ -52,7 +52,6 @@ class PositionEmbedding(nn.Module):
     """Adds learned positions to the embedded words, where the model has them, and applies dropout.
 
     Args:
-        model: the model section.
         ranks: ranks that share the tokens.
     """
 
@@ -70,7 +69,6 @@ class PositionEmbedding(nn.Module):
 
         Args:
             hidden: [B, n, hidden], the embedded words of the tokens that this rank has between the matrices.
-            past: the tokens before.
         """
         if self.weight is not None:
             num_tokens = hidden.shape[1] * (self.ranks.size if self.ranks.sequence_parallel else 1)
@@ -110,7 +108,6 @@ def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
     """Return the logits of the tokens [B, N, vocabulary], computed with the weight of the word embedding.
 
     Args:
-        embedding: the word embedding.
         hidden: [B, n, hidden], output of the final norm.
     """
     return embedding.head.logits(hidden, embedding.weight, embedding.ranks)

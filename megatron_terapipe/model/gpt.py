@@ -80,11 +80,7 @@ def layers_with_weights(model: ModelConfig) -> range:
 
 
 def vocabulary_parts(layers: Sequence[Any]) -> range:
-    """Return the indices of the layers that share the output layer's vocabulary; none where one layer has it.
-
-    Args:
-        layers: specifications of the layers of a model.
-    """
+    """Return the indices of the layers that share the output layer's vocabulary; none where one layer has it."""
     indices = [
         index
         for index, layer in enumerate(layers)

@@ -45,8 +45,6 @@ def _numbers(starts: Tensor, length: int, key: int, *, aligned: bool) -> Tensor:
 
     Args:
         starts: int64.
-        length: numbers of each.
-        key: key of the numbers.
         aligned: whether all starts are as far from the beginning of a block.
     """
     num_blocks = length // BLOCK + 2  # one more for the rest, one because the start may lie within a block

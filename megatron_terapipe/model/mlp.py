@@ -14,8 +14,6 @@ class MLP(nn.Module):
     """Up, activation, down. With a gate, its matrix and that of what it gates are one parameter [2, ffn, hidden].
 
     Args:
-        model: the model section.
-        block: shape of the layer.
         ranks: ranks that share the hidden layer.
         recompute_activation: compute the output of the activation again in the backward instead of keeping it.
     """

@@ -14,7 +14,6 @@ class LayerNorm(nn.Module):
     """Zero mean and unit variance over the last dimension, scaled and shifted.
 
     Args:
-        model: the model section.
         ranks: ranks that share the tokens.
         head_width: width of one head, where heads are normed each; None for the hidden state.
     """
@@ -37,7 +36,6 @@ class RMSNorm(nn.Module):
     """Unit mean square over the last dimension, scaled (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
-        model: the model section.
         ranks: ranks that share the tokens.
         head_width: width of one head, where heads are normed each; None for the hidden state.
     """
@@ -58,9 +56,7 @@ class AllHeadsRMSNorm(nn.Module):
     """RMSNorm over the channels of all heads together, of which each rank has some (OLMo 2, arXiv 2501.00656).
 
     Args:
-        model: the model section.
         ranks: ranks that share the heads.
-        num_heads: heads of all ranks.
     """
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) -> None:

@@ -50,7 +50,6 @@ def normal_blocks(blocks: Tensor, key: int) -> Tensor:
     """The standard normal numbers of blocks: float32 [..., 4] for int64 [...] of block numbers, at least 0.
 
     Args:
-        blocks: which.
         key: in [0, 2**64).
     """
     zero = torch.zeros_like(blocks)

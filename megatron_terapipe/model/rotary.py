@@ -18,7 +18,6 @@ class RotaryTable:
     only those of a token slice are computed, each time that its layers begin (`Past.once` keeps them for all layers).
 
     Args:
-        rotation: how heads turn.
         length: positions 0 .. length that the table has from the start.
     """
 
@@ -30,8 +29,6 @@ class RotaryTable:
         """Cosines and sines [1, N, 1, R/2] of the positions start .. end: views.
 
         Args:
-            start: first position.
-            end: position after the last.
             like: gives the type, at least fp32, and the device.
         """
         if self._is_large(end, like):
@@ -46,7 +43,6 @@ class RotaryTable:
         """Cosines and sines [B, N, 1, R/2] of positions [B, N], all below `end`.
 
         Args:
-            positions: on the device of `like`.
             end: position after the last that there can be: the host does not look at the tensor.
             like: gives the type, at least fp32, and the device.
         """
@@ -100,7 +96,6 @@ def rotated_heads(
     Args:
         groups: [B, N, G, H/G + 2, D]: of each key head its query heads, then it, then its value head.
         cosine: [1 or B, N, 1, R/2].
-        sine: of the same shape.
         interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
 
     Returns:
@@ -115,7 +110,6 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = 
     Args:
         heads: [B, N, H, D].
         cosine: [1 or B, N, 1, R/2].
-        sine: of the same shape.
         interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
     """
     return _Rotate.apply(heads, cosine, sine, interleaved)

@@ -26,19 +26,16 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
 class VocabularySums(NamedTuple):
-    """Output of a stage with a part of the vocabulary: what the next one needs of a token slice.
-
-    Attributes:
-        hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-        log_sum: [B, N], logarithm of the sum of exponentials of the logits so far.
-        of_target: [B, N], the logit of the target, 0 until the part that has it.
-        labels: [B, N], the targets.
-    """
+    """Output of a stage with a part of the vocabulary: what the next one needs of a token slice."""
 
     hidden: Tensor
+    """[B, n, hidden] of the tokens that this rank has between the matrices."""
     log_sum: Tensor
+    """[B, N], logarithm of the sum of exponentials of the logits so far."""
     of_target: Tensor
+    """[B, N], the logit of the target, 0 until the part that has it."""
     labels: Tensor
+    """[B, N], the targets."""
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token, [B, N], after the last part.
@@ -55,8 +52,6 @@ class VocabularyRows(nn.Module):
     Args:
         model: the model section, with its vocabulary size known.
         ranks: ranks that share the rows of this part.
-        number: number of the part.
-        num_parts: parts of the vocabulary.
     """
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, number: int, num_parts: int) -> None:

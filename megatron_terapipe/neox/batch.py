@@ -27,7 +27,6 @@ def convert_batch(conversion: Conversion, world_size: int | None) -> None:
     """Convert the batch sizes. NeoX computes the global batch size from the others and the number of processes.
 
     Args:
-        conversion: settings, and the flags found so far.
         world_size: number of processes; None if it is not known.
 
     Raises:

@@ -36,7 +36,6 @@ class Conversion:
         """Return a setting, or its default in NeoX, and mark it as converted.
 
         Args:
-            key: its name in NeoX.
             default: its default in NeoX.
         """
         self.taken.add(key)
@@ -47,7 +46,6 @@ class Conversion:
         """Return a setting that is a number. YAML reads 1e-4 as text, because it has no point.
 
         Args:
-            key: its name in NeoX.
             default: its default in NeoX.
 
         Raises:
@@ -59,7 +57,6 @@ class Conversion:
         """Return a setting that is a whole number.
 
         Args:
-            key: its name in NeoX.
             default: its default in NeoX.
 
         Raises:
@@ -96,29 +93,17 @@ class Conversion:
         """Add a flag to the command.
 
         Args:
-            name: the flag.
             *values: its values; none for a switch.
         """
         self.flags.append((name, *map(str, values)))
 
     def refuse(self, setting: str, reason: str, end: str = MODEL) -> None:
-        """Record a setting without which another model would be trained, or in another way.
-
-        Args:
-            setting: its name in NeoX, with its value.
-            reason: what there is instead.
-            end: what follows for the run.
-        """
+        """Record a setting without which another model would be trained, or in another way."""
         # A value of YAML may have several lines; an error has one.
         self.refusals.append(" ".join(f"{setting}: {reason}: {end}".split()))
 
     def remark(self, setting: str, reason: str) -> None:
-        """Record a setting of operation that has no flag.
-
-        Args:
-            setting: its name in NeoX.
-            reason: why it needs none.
-        """
+        """Record a setting of operation that has no flag."""
         self.remarks.append((" ".join(setting.split()), reason))
 
     def check(self) -> None:
@@ -154,10 +139,6 @@ MOST_NUMBER = 1e36
 
 def as_number(key: str, value: Any) -> Any:
     """Return a value that must be a number or None.
-
-    Args:
-        key: name of the setting.
-        value: its value.
 
     Raises:
         ConfigError: if it is neither.

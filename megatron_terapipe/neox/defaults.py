@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """Values of settings that a file leaves out.
-
-    Attributes:
-        dropout: of `hidden_dropout` and `attention_dropout`.
-        weight_decay: of `weight_decay`.
-    """
+    """Values of settings that a file leaves out."""
 
     dropout: float
     weight_decay: float

@@ -32,14 +32,7 @@ def convert_initial_weights(conversion: Conversion) -> None:
 
 
 def standard_deviation(method: str, std: float, *, hidden_size: int, num_layers: int) -> float | None:
-    """Return the standard deviation of a method of NeoX; None if it is not one number for every matrix.
-
-    Args:
-        method: name of the method.
-        std: `init_method_std`.
-        hidden_size: width of the residual stream.
-        num_layers: layers of the model.
-    """
+    """Return the standard deviation of a method of NeoX; None if it is not one number for every matrix."""
     known = {
         "normal": std,
         "scaled_normal": std / sqrt(2 * num_layers),

@@ -9,17 +9,14 @@ from megatron_terapipe.neox.conversion import Conversion, as_number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decay:
-    """A decay as the trainer takes it.
-
-    Attributes:
-        end: iteration at which the learning rate is `min_lr`.
-        warmup_fraction: iterations of the rise, as a share of those.
-        exact: whether the shape is NeoX's to the last digit.
-    """
+    """A decay as the trainer takes it."""
 
     end: int
+    """Iteration at which the learning rate is `min_lr`."""
     warmup_fraction: float
+    """Iterations of the rise, as a share of those."""
     exact: bool = True
+    """Whether the shape is NeoX's to the last digit."""
 
 
 def convert_learning_rate(conversion: Conversion) -> None:
@@ -57,12 +54,6 @@ def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay
 
     NeoX's rate falls from its peak at iteration W on a line to 0 at iteration E. It has come down to the lowest rate at
     W + (E - W)(1 - lowest / highest), where the trainer's line ends.
-
-    Args:
-        last: iteration E.
-        warmup: W / E.
-        highest: the rate at its peak.
-        lowest: the rate that it is cut off at.
     """
     rise = warmup * last
     reached = rise + (last - rise) * (1 - lowest / highest)

@@ -49,7 +49,6 @@ def mlp_width(asked: int | None, hidden_size: int, *, gated: bool, multiple: int
 
     Args:
         asked: width that the files ask for; None = 4 x hidden_size.
-        hidden_size: width of the residual stream.
         gated: whether there is a gate.
         multiple: what the width is rounded up to a multiple of.
     """
@@ -62,7 +61,6 @@ def engine_width(asked: int | None, hidden_size: int, *, gated: bool, multiple: 
 
     Args:
         asked: width that the files ask for; None = 4 x hidden_size.
-        hidden_size: width of the residual stream.
         gated: whether there is a gate.
         multiple: half of what the width is rounded up to a multiple of.
     """
@@ -75,8 +73,6 @@ def older_gated_width(asked: int | None, hidden_size: int, *, gated: bool, multi
 
     Args:
         asked: width that the files ask for; None = two thirds of 4 x hidden_size.
-        hidden_size: width of the residual stream.
-        gated: not asked; this MLP has a gate.
         multiple: what the width is rounded up to a multiple of; None = 256.
     """
     return _rounded(asked or int(2 * 4 * hidden_size / 3), multiple or 256)

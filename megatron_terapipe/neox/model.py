@@ -22,7 +22,6 @@ def convert_model(conversion: Conversion, defaults: Defaults) -> None:
     """Convert what the layers are made of.
 
     Args:
-        conversion: settings, and the flags found so far.
         defaults: values of settings that are left out and whose default has changed.
     """
     _positions(conversion)

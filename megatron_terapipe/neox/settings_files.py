@@ -10,12 +10,7 @@ from megatron_terapipe.errors import ConfigError
 
 
 def paths_of(names: Iterable[str], directory: str | None = None) -> list[str]:
-    """Return the paths of configuration files, which may be named without `.yml`, as NeoX's launcher takes them.
-
-    Args:
-        names: names of the files.
-        directory: what they are relative to.
-    """
+    """Return the paths of configuration files, which may be named without `.yml`, as NeoX's launcher takes them."""
     named = (name if name.endswith((".yml", ".yaml", ".json")) else f"{name}.yml" for name in names)
     return [str(PurePath(directory or "", name)) for name in named]
 

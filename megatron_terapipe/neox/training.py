@@ -23,7 +23,6 @@ def convert_optimizer(conversion: Conversion, defaults: Defaults) -> None:
     """Convert the optimizer, but for its learning rate over time.
 
     Args:
-        conversion: settings, and the flags found so far.
         defaults: values of settings that are left out and whose default has changed.
 
     Raises:
@@ -101,7 +100,6 @@ def convert_zero(conversion: Conversion, precision: str) -> None:
     """Convert the ZeRO stage. All stages compute the same update.
 
     Args:
-        conversion: settings, and the flags found so far.
         precision: `fp32`, `fp16` or `bf16`.
     """
     zero = conversion.section("zero_optimization")

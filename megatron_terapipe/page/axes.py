@@ -6,21 +6,14 @@ from math import ceil, floor, inf, log10
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a chart.
-
-    Attributes:
-        low: value at its start.
-        high: value at its end.
-        start: pixel of the start.
-        end: pixel of the end.
-        logarithmic: whether factors are equally long, not differences.
-    """
+    """One axis of a chart."""
 
     low: float
     high: float
     start: float
     end: float
     logarithmic: bool = False
+    """Whether factors are equally long, not differences."""
 
     def at(self, value: float) -> float:
         """Return the pixel of a value; what is beyond an end stands at that end."""
@@ -43,13 +36,7 @@ class Axis:
 
 
 def round_values(low: float, high: float, most: int) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten in a range.
-
-    Args:
-        low: least of the range.
-        high: most of it; above `low`.
-        most: how many at most.
-    """
+    """Return multiples of 1, 2 or 5 times a power of ten in a range."""
     power = 10.0 ** floor(log10((high - low) / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most)
     return [index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
@@ -67,8 +54,6 @@ def padded(low: float, high: float, *, from_zero: bool = False) -> tuple[float, 
     """Return a range with room above and below.
 
     Args:
-        low: least value.
-        high: most.
         from_zero: whether it begins at 0.
     """
     if low == inf:

@@ -16,19 +16,15 @@ _SHORTEST = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar of a chart.
-
-    Attributes:
-        label: what it is of, as text.
-        parts: amount of each part by its name.
-        figure: what stands behind it.
-        limit: where a line marks what there is room for; None = no line.
-    """
+    """One bar of a chart."""
 
     label: str
+    """What it is of, as text."""
     parts: Mapping[str, float]
+    """Amount of each part by its name."""
     figure: str
     limit: float | None = None
+    """Where a line marks what there is room for; None = no line."""
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -40,12 +36,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
-    """Return the legend of a chart.
-
-    Args:
-        names: parts that come up.
-        palette: colour of each part.
-    """
+    """Return the legend of a chart."""
     entries = "".join(
         f'<span class="entry"><i style="background:{palette[name]}"></i>{escape(name)}</span>' for name in names
     )
@@ -56,8 +47,6 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], written: Mappi
     """Return bars on one scale, below each other.
 
     Args:
-        bars: what to draw.
-        palette: colour of each part.
         written: by bar and part, the amount as it is shown to who points at it.
     """
     longest = max((max(sum(bar.parts.values()), bar.limit or 0.0) for bar in bars), default=0.0) or 1.0

@@ -28,31 +28,21 @@ _LETTER = 6.2
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve.
-
-    Attributes:
-        name: what it is of; empty = the chart says it.
-        points: in rising order of x.
-        number: which colour and dashes it has, the same in all charts.
-        dotted: whether each point is a dot of its own.
-    """
+    """One curve."""
 
     name: str
+    """What it is of; empty = the chart says it."""
     points: Sequence[Point]
+    """In rising order of x."""
     number: int = 0
+    """Which colour and dashes it has, the same in all charts."""
     dotted: bool = False
+    """Whether each point is a dot of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A value over all iterations, such as one that was predicted.
-
-    Attributes:
-        name: what it is.
-        low: least it may be.
-        value: what it is.
-        high: most it may be.
-    """
+    """A value over all iterations, such as one that was predicted."""
 
     name: str
     value: float
@@ -62,31 +52,25 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Curves on one pair of axes.
-
-    Attributes:
-        title: what is shown.
-        unit: of its values; empty = none.
-        curves: what is drawn.
-        levels: drawn across.
-        marks: iterations that are marked with a line.
-        shaded: ranges of iterations that are no part of the figures.
-        logarithmic: whether the values are on a logarithmic axis, if they allow it.
-        from_zero: whether the axis begins at 0.
-        top: value above which values are drawn at the upper end; None = none are.
-        note: what the chart leaves out.
-    """
+    """Curves on one pair of axes."""
 
     title: str
     unit: str = ""
+    """Of its values; empty = none."""
     curves: Sequence[Curve] = ()
     levels: Sequence[Level] = ()
     marks: Sequence[float] = ()
+    """Iterations that are marked with a line."""
     shaded: Sequence[tuple[float, float]] = field(default_factory=tuple)
+    """Ranges of iterations that are no part of the figures."""
     logarithmic: bool = False
+    """Whether the values are on a logarithmic axis, if they allow it."""
     from_zero: bool = False
+    """Whether the axis begins at 0."""
     top: float | None = None
+    """Value above which values are drawn at the upper end; None = none are."""
     note: str = ""
+    """What the chart leaves out."""
 
 
 def colour_of(number: int) -> str:
@@ -121,11 +105,7 @@ def chart_picture(chart: Chart) -> str:
 
 
 class _Drawn:
-    """The elements of a chart.
-
-    Args:
-        chart: what is drawn.
-    """
+    """The elements of a chart."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart

@@ -11,12 +11,7 @@ _HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27
 
 
 def html_document(title: str, body: str) -> str:
-    """Return the document of a report.
-
-    Args:
-        title: of the page, as text.
-        body: its sections, as HTML.
-    """
+    """Return the document of a report."""
     shared, own = files("deepspeed_ext.plan.render") / "page", files("megatron_terapipe.page")
     sheets = (shared / "style.css", own / "report.css")
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
@@ -33,7 +28,6 @@ def section(title: str, content: str, *, kind: str = "") -> str:
 
     Args:
         title: its heading; empty = none.
-        content: as HTML.
         kind: its class in the style sheet, where it has one.
     """
     start = f'<section class="{kind}">' if kind else "<section>"
@@ -41,22 +35,13 @@ def section(title: str, content: str, *, kind: str = "") -> str:
 
 
 def facts(figures: Sequence[tuple[str, str]]) -> str:
-    """Return figures at a glance, each above its name, as HTML.
-
-    Args:
-        figures: what is large, and what stands below it.
-    """
+    """Return figures at a glance, each above its name, as HTML."""
     shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)
     return f'<div class="facts">{shown}</div>'
 
 
 def timelines(panels: Sequence[Panel], title: str) -> str:
-    """Return timelines in a frame of their own, as HTML: their page has scripts, styles and names of its own.
-
-    Args:
-        panels: what to draw, on one axis.
-        title: what they show.
-    """
+    """Return timelines in a frame of their own, as HTML: their page has scripts, styles and names of its own."""
     ranks = sum(panel.timeline.shape.num_ranks for panel in panels)
     height = _HEAD_HEIGHT + _PANEL_HEIGHT * len(panels) + _ROW_HEIGHT * ranks
     page = escape(render_html(panels, title), quote=True)

@@ -14,15 +14,7 @@ MOST_BINS = 300
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Points of a curve that lie next to each other.
-
-    Attributes:
-        x: middle of their places.
-        least: least y.
-        mean: mean y.
-        most: most y.
-        num_points: how many they are.
-    """
+    """Points of a curve that lie next to each other."""
 
     x: float
     least: float
@@ -36,7 +28,6 @@ def thinned(points: Sequence[Point], most: int = MOST_BINS) -> list[Bin]:
 
     Args:
         points: in rising order of x.
-        most: bins at most.
     """
     finite = [(x, y) for x, y in points if isfinite(y)]
     if not finite:

@@ -23,31 +23,20 @@ BATCH = "global_batch_size"
 
 
 class Ranks(NamedTuple):
-    """Numbers of ranks of a run.
-
-    Attributes:
-        all: on all hosts.
-        on_a_host: on each.
-    """
+    """Numbers of ranks of a run."""
 
     all: int
     on_a_host: int
 
 
 class BestStrategy(NamedTuple):
-    """What a search for a run has found.
-
-    Attributes:
-        strategy: the best one.
-        iteration_time_s: its predicted time.
-        considered: strategies that were priced.
-        machine: for which machine, in words.
-    """
+    """What a search for a run has found."""
 
     strategy: Strategy
     iteration_time_s: float
     considered: int
     machine: str
+    """For which machine, in words."""
 
     @property
     def line(self) -> str:
@@ -66,7 +55,6 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
 
     Args:
         config: the configuration, its vocabulary size known; what it says of layout and batch is not read.
-        ranks: numbers of ranks.
         constraints: values that dimensions may have, by name, the global batch size among them.
 
     Raises:
@@ -109,10 +97,6 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
     """Return the cluster of a run, and what it is in words: that of `--cluster`, or hosts as the launcher fills them.
 
     The devices of these are those of the profile, or `DEVICE`.
-
-    Args:
-        config: the configuration.
-        ranks: numbers of ranks.
 
     Raises:
         ConfigError: if a file cannot be read, or the cluster is not that of the ranks.

@@ -26,10 +26,6 @@ DEVICES_OF_A_NODE = 8
 def cost_model_of(config: Config, world_size: int) -> "CostModel":
     """Return the cost model that prices the ops of a run.
 
-    Args:
-        config: the configuration, its vocabulary size known.
-        world_size: number of ranks.
-
     Raises:
         ConfigError: if a file that flags name cannot be read, or the cluster is too small.
     """
@@ -39,10 +35,6 @@ def cost_model_of(config: Config, world_size: int) -> "CostModel":
 
 def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
     """Return the sources of prices that the flags of a run name.
-
-    Args:
-        config: the configuration, its vocabulary size known.
-        cluster: the devices of the run.
 
     Raises:
         ConfigError: if a file that `--op-profile` or `--op-calibration` names cannot be read.
@@ -84,7 +76,6 @@ def named_cluster(path: str | None, world_size: int) -> "Cluster":
 
     Args:
         path: value of the flag; None = it is not given.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: if the file cannot be read, or the cluster is too small.

@@ -38,7 +38,6 @@ def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
     """Return the schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for.
 
     Args:
-        config: the configuration.
         data_parallel_size: ranks that share the batch.
 
     Raises:
@@ -54,8 +53,6 @@ def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: i
     """Return a schedule with its simulated timelines: in seconds where its ops are priced.
 
     Args:
-        schedule: order of the ops.
-        config: the configuration.
         data_parallel_size: ranks that share the batch.
     """
     if isinstance(schedule, FoundSchedule):
@@ -71,7 +68,6 @@ def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | N
     """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does.
 
     Args:
-        config: the configuration.
         data_parallel_size: ranks that share the batch.
 
     Raises:
@@ -101,9 +97,6 @@ def check_schedule(
     """See that a schedule ends for every number of micro-batches that a run has.
 
     Args:
-        schedule: order of the ops.
-        config: the configuration.
-        micro_batches: numbers of micro-batches of a step.
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
         copies: what waits on the host; None for nothing.
 
@@ -137,7 +130,6 @@ def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:
     `--stage-partition auto` the layers of the stages are found first.
 
     Args:
-        config: the configuration, its vocabulary size known.
         data_parallel_size: ranks that share the batch.
 
     Raises:

@@ -17,19 +17,16 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration for a known number of ranks, with its layout and its plan.
-
-    Attributes:
-        config: the configuration, with token slices and stages found.
-        layout: the parallel axes over the ranks.
-        found_token_slices: whether the token slices were found by a search, and not given.
-        found_stages: whether the layers of the stages were found by a search, too.
-    """
+    """A configuration for a known number of ranks, with its layout and its plan."""
 
     config: Config
+    """The configuration, with token slices and stages found."""
     layout: ParallelLayout
+    """The parallel axes over the ranks."""
     found_token_slices: bool = False
+    """Whether the token slices were found by a search, and not given."""
     found_stages: bool = False
+    """Whether the layers of the stages were found by a search, too."""
 
     @property
     def numbers_of_micro_batches(self) -> set[int]:
@@ -44,7 +41,6 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
 
     Args:
         config: the configuration; where token slices are to be found, its vocabulary size is known.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
@@ -73,8 +69,6 @@ def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None
     The order of the ops is checked, too. An `optimised` schedule is not searched: if all else is right, there is one.
 
     Args:
-        strategy: the strategy.
-        model: the model section.
         **more: sections that are not to be the defaults, by their names in `Config`.
 
     Raises:

@@ -20,10 +20,6 @@ def stated_ranks(config: Config) -> int | None:
 def slots_of_hosts(path: str, flag: str) -> list[int]:
     """Return the slots of each host of a hostfile.
 
-    Args:
-        path: path of the file.
-        flag: flag or setting that names it, for errors.
-
     Raises:
         UserError: if it cannot be read.
     """

@@ -27,11 +27,7 @@ run says that they are."""
 
 
 def build_parser(prog: str = PROGRAM) -> CommandParser:
-    """Return the parser of the command.
-
-    Args:
-        prog: its name in help and messages.
-    """
+    """Return the parser of the command."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument(
         "runs",
@@ -62,7 +58,6 @@ def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
 
     Args:
         argv: its words; None = those of this process.
-        prog: its name in help and messages.
     """
     return run_command(lambda: _run(build_parser(prog).parse_args(argv), prog))
 

@@ -20,17 +20,14 @@ SPREAD_OF_NORMAL = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some measurements.
-
-    Attributes:
-        median: the middle one.
-        low: a twentieth of them are below.
-        high: a twentieth of them are above.
-    """
+    """Some measurements."""
 
     median: float
+    """The middle one."""
     low: float
+    """A twentieth of them are below."""
     high: float
+    """A twentieth of them are above."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
@@ -43,43 +40,40 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Figures of a run.
-
-    Attributes:
-        iterations: iterations done, each counted once.
-        planned: the last iteration that was planned; None if the file does not say.
-        tokens: tokens trained on; None if the length of sequences is not known.
-        loss: mean training loss of the last iterations; None if they are no numbers.
-        validation_loss: of the last evaluation; None if there was none.
-        best_validation_loss: the least of all evaluations, and its iteration.
-        iteration_time_s: seconds of an iteration.
-        tokens_per_s: tokens trained on in a second.
-        tflops_per_device: model FLOPs in a second and device, in 10^12.
-        mfu: share of the devices' peak; None where that is unknown.
-        peak_memory_bytes: most that a rank of each stage held; empty if it was not measured.
-        skipped: iterations whose update was skipped.
-        repeated: iterations that were done again after a restart.
-        starts: times that the run was started.
-        in_iterations_s: seconds in iterations, also in those that were done again.
-        wall_s: seconds from the first start to the last event, breaks between pieces included; None if unknown.
-    """
+    """Figures of a run."""
 
     iterations: int
+    """Iterations done, each counted once."""
     planned: int | None
+    """The last iteration that was planned; None if the file does not say."""
     tokens: int | None
+    """Tokens trained on; None if the length of sequences is not known."""
     loss: float | None
+    """Mean training loss of the last iterations; None if they are no numbers."""
     validation_loss: float | None
+    """Of the last evaluation; None if there was none."""
     best_validation_loss: tuple[float, int] | None
+    """The least of all evaluations, and its iteration."""
     iteration_time_s: Spread
+    """Seconds of an iteration."""
     tokens_per_s: Spread
+    """Tokens trained on in a second."""
     tflops_per_device: float
+    """Model FLOPs in a second and device, in 10^12."""
     mfu: float | None
+    """Share of the devices' peak; None where that is unknown."""
     peak_memory_bytes: tuple[int, ...]
+    """Most that a rank of each stage held; empty if it was not measured."""
     skipped: int
+    """Iterations whose update was skipped."""
     repeated: int
+    """Iterations that were done again after a restart."""
     starts: int
+    """Times that the run was started."""
     in_iterations_s: float
+    """Seconds in iterations, also in those that were done again."""
     wall_s: float | None
+    """Seconds from the first start to the last event, breaks between pieces included; None if unknown."""
 
 
 def figures_of(run: TrainingRun) -> Figures:

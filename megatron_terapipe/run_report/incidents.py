@@ -25,21 +25,18 @@ NO_END = "no end was recorded: it was killed, stood still, or goes on"
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that happened at an iteration.
-
-    Attributes:
-        kind: what it is.
-        first: its iteration, or the first of several.
-        last: the last of them.
-        text: what is to be said of it.
-        gravity: by which incidents of its kind are told first.
-    """
+    """Something that happened at an iteration."""
 
     kind: Kind
+    """What it is."""
     first: int
+    """Its iteration, or the first of several."""
     last: int
+    """The last of them."""
     text: str
+    """What is to be said of it."""
     gravity: float = 0.0
+    """By which incidents of its kind are told first."""
 
     @property
     def where(self) -> str:

@@ -22,21 +22,18 @@ ON_CPU = "a CPU counts the whole process with its libraries, a device the tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A figure that was promised, and what came.
-
-    Attributes:
-        name: of the figure.
-        unit: of both: `s`, `bytes`, `tokens/s` or `share`.
-        promised: what was predicted.
-        came: what was measured.
-        why: the cause of the difference, as far as it is known; empty = unknown.
-    """
+    """A figure that was promised, and what came."""
 
     name: str
+    """Of the figure."""
     unit: Literal["s", "bytes", "tokens/s", "share"]
+    """Of both: `s`, `bytes`, `tokens/s` or `share`."""
     promised: float
+    """What was predicted."""
     came: float
+    """What was measured."""
     why: str = ""
+    """The cause of the difference, as far as it is known; empty = unknown."""
 
     @property
     def difference(self) -> float:
@@ -63,8 +60,6 @@ def kept(promise: Promise, figures: Figures, steps: MeasuredSteps | None, start:
     """Return the figures that were promised, each beside what came.
 
     Args:
-        promise: of the search.
-        figures: of the run.
         steps: its measured timeline, if there is one.
         start: how it started, if the file says so.
     """

@@ -30,15 +30,12 @@ PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
 
 @dataclass(frozen=True, slots=True)
 class MetricsLines:
-    """Contents of a metrics file.
-
-    Attributes:
-        lines: in their order.
-        faults: what of the file was left out, a line each.
-    """
+    """Contents of a metrics file."""
 
     lines: tuple[Line, ...]
+    """In their order."""
     faults: tuple[str, ...]
+    """What of the file was left out, a line each."""
 
 
 def read_metrics_lines(path: Path) -> MetricsLines:

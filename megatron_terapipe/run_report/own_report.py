@@ -57,7 +57,6 @@ class OwnReport:
         """Note how the run ends before its time, and write the report.
 
         Args:
-            reason: why it ends, in words.
             failed: whether something is wrong; such a reason takes the place of one that the run noted itself, which
                 may have seen no more than a lost connection.
         """

@@ -76,23 +76,20 @@ class Answer(Read):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """Prediction for a run.
-
-    Attributes:
-        path: answer of the search that has it.
-        rank: place of the strategy in the ranking.
-        strategy: the strategy that was priced.
-        predicted: its price.
-        cluster: name of the cluster, and its devices.
-        differences: in what the run differs from what was priced, a line each.
-    """
+    """Prediction for a run."""
 
     path: Path
+    """Answer of the search that has it."""
     rank: int
+    """Place of the strategy in the ranking."""
     strategy: Strategy
+    """The strategy that was priced."""
     predicted: Predicted
+    """Its price."""
     cluster: str
+    """Name of the cluster, and its devices."""
     differences: tuple[str, ...]
+    """In what the run differs from what was priced, a line each."""
 
 
 def answer_beside(start: RunStart | None) -> Path | None:

@@ -15,42 +15,36 @@ from megatron_terapipe.run_report.steps import MeasuredSteps, directory_of
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """All that is known of one run.
-
-    Attributes:
-        run: the run.
-        figures: at a glance.
-        incidents: in the order of iterations.
-        steps: its measured timeline; None if there is none.
-        promise: what the search predicted of it; None if there is no answer.
-        kept: what came beside that.
-        missing: what is not known, and how to record it next time, a line each.
-    """
+    """All that is known of one run."""
 
     run: TrainingRun
+    """The run."""
     figures: Figures
+    """At a glance."""
     incidents: Sequence[Incident]
+    """In the order of iterations."""
     steps: MeasuredSteps | None
+    """Its measured timeline; None if there is none."""
     promise: Promise | None
+    """What the search predicted of it; None if there is no answer."""
     kept: Sequence[Kept]
+    """What came beside that."""
     missing: Sequence[str]
+    """What is not known, and how to record it next time, a line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Files of a report.
-
-    Attributes:
-        runs: metrics files, or directories with one.
-        join: whether they are pieces of one run.
-        search: answer of the search, or its directory; None = where the run says.
-        timeline: measured timeline; None = where the run says.
-    """
+    """Files of a report."""
 
     runs: Sequence[str]
+    """Metrics files, or directories with one."""
     join: bool = False
+    """Whether they are pieces of one run."""
     search: str | None = None
+    """Answer of the search, or its directory; None = where the run says."""
     timeline: str | None = None
+    """Measured timeline; None = where the run says."""
 
 
 def read_report(sources: Sources) -> list[RunReport]:

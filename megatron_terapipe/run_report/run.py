@@ -19,23 +19,20 @@ second is the first that finds them."""
 
 @dataclass
 class Piece:
-    """A run from one start to its end.
-
-    Attributes:
-        start: how it started; None if the file does not say.
-        iterations: in their order.
-        evaluations: in their order.
-        saves: checkpoints for which it waited.
-        notes: lines of its log.
-        end: how it ended; None if it was killed, goes on, or the file does not say.
-    """
+    """A run from one start to its end."""
 
     start: RunStart | None = None
+    """How it started; None if the file does not say."""
     iterations: list[IterationMetrics] = field(default_factory=list)
+    """In their order."""
     evaluations: list[EvaluationMetrics] = field(default_factory=list)
+    """In their order."""
     saves: list[Saved] = field(default_factory=list)
+    """Checkpoints for which it waited."""
     notes: list[Note] = field(default_factory=list)
+    """Lines of its log."""
     end: RunEnd | None = None
+    """How it ended; None if it was killed, goes on, or the file does not say."""
 
     @property
     def first(self) -> int:
@@ -62,19 +59,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run.
-
-    Attributes:
-        name: for legends.
-        path: its metrics file.
-        pieces: in the order in which they ran.
-        faults: what of its files was left out, a line each.
-    """
+    """A run."""
 
     name: str
+    """For legends."""
     path: Path
+    """Its metrics file."""
     pieces: tuple[Piece, ...]
+    """In the order in which they ran."""
     faults: tuple[str, ...] = ()
+    """What of its files was left out, a line each."""
 
     @property
     def start(self) -> RunStart | None:
@@ -131,7 +125,6 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
     """Read runs.
 
     Args:
-        paths: metrics files, or directories with one.
         join: whether they are pieces of one run, in their order.
 
     Raises:

@@ -11,7 +11,6 @@ class ColumnParallelLinear(nn.Module):
     """`inputs @ weight.T + bias`, of which each rank computes some of the outputs.
 
     Args:
-        in_features: width of the input.
         out_features: width of the whole output; two numbers for several outputs of one width, of each of which the
             rank computes its part.
         ranks: ranks that share it.
@@ -56,8 +55,6 @@ class RowParallelLinear(nn.Module):
     """`inputs @ weight.T + bias`, of which each rank multiplies some of the inputs; the sum goes to all.
 
     Args:
-        in_features: width of the whole input.
-        out_features: width of the output.
         ranks: ranks that share it.
         initialize: fills the weight; the bias starts at 0.
         bias: whether there is one.

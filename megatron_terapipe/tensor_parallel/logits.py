@@ -27,11 +27,7 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
 class LiveLogits:
-    """The logits of one output layer that are alive, held to a limit.
-
-    Args:
-        limit: largest number of them.
-    """
+    """The logits of one output layer that are alive, held to a limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -41,7 +37,6 @@ class LiveLogits:
         """Split tokens into as few tiles of one size as the limit allows.
 
         Args:
-            num_tokens: tokens of the token slice.
             vocabulary: entries of the vocabulary on this rank.
         """
         count = -(-num_tokens // max(self.limit // vocabulary, 1))
@@ -86,26 +81,23 @@ class KeptTile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
-    """The output of a model's last layer: what logits are computed from.
-
-    Attributes:
-        hidden: [B, n, hidden] of the tokens this rank has between the matrices.
-        weight: of this rank's part of the vocabulary, [V / size, hidden].
-        ranks: the ranks that share the vocabulary.
-        live: those of the layer that are alive.
-        words: entries of the vocabulary of all ranks; rows of the weight behind them are padding, which no token can
-            be. None = all rows.
-        softcap: c, where the logit of a product x is c tanh(x / c).
-        first_part: parts of the vocabulary before those of these ranks, where pipeline stages share it, too.
-    """
+    """The output of a model's last layer: what logits are computed from."""
 
     hidden: Tensor
+    """[B, n, hidden] of the tokens this rank has between the matrices."""
     weight: Tensor
+    """Of this rank's part of the vocabulary, [V / size, hidden]."""
     ranks: TensorParallelRanks
+    """The ranks that share the vocabulary."""
     live: LiveLogits
+    """Those of the layer that are alive."""
     words: int | None = None
+    """Entries of the vocabulary of all ranks; rows of the weight behind them are padding, which no token can be. None =
+    all rows."""
     softcap: float | None = None
+    """C, where the logit of a product x is c tanh(x / c)."""
     first_part: int = 0
+    """Parts of the vocabulary before those of these ranks, where pipeline stages share it, too."""
 
     def compute(self) -> Tensor:
         """This rank's logits of all tokens, [B, N, V / size]; those of padding are minus infinity."""
@@ -152,17 +144,14 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How logits follow from the products of a tile, in place.
-
-    Attributes:
-        words: columns that are words; those behind them are padding.
-        softcap: limit of the logits; None for none.
-        first_row: row of the whole weight that the first column is of.
-    """
+    """How logits follow from the products of a tile, in place."""
 
     words: int
+    """Columns that are words; those behind them are padding."""
     softcap: float | None
+    """Limit of the logits; None for none."""
     first_row: int = 0
+    """Row of the whole weight that the first column is of."""
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits [tokens, V / size] of products, which they take the place of."""
@@ -274,7 +263,6 @@ def _of_products(
     """Gradients of hidden state and weight.
 
     Args:
-        ctx: of a forward that called `_tiled`.
         hidden: [B, n, hidden].
         weight: [rows, hidden] of this rank.
         own: [tokens, 1], row of the target.

@@ -77,7 +77,6 @@ def linear(
         bias: bias of the weight's shape without its last dimension.
         ranks: that hold the other rows of the weight and need the gradient of the same inputs; None for none.
         before: function applied to the inputs first; it is recomputed in the backward.
-        parameters_before: its parameters.
 
     Returns:
         [..., out], of all tokens.

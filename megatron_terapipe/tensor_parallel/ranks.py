@@ -13,17 +13,14 @@ Pending = Callable[[], Tensor]
 
 
 class WeightPart(NamedTuple):
-    """The part of a weight that a rank holds.
-
-    Attributes:
-        shape: shape of the whole weight.
-        cut: dimension that ranks share.
-        start: first index of the part in that dimension.
-    """
+    """The part of a weight that a rank holds."""
 
     shape: tuple[int, ...]
+    """Shape of the whole weight."""
     cut: int = 0
+    """Dimension that ranks share."""
     start: int = 0
+    """First index of the part in that dimension."""
 
 
 Initializer = Callable[[Tensor, WeightPart], object]
@@ -39,18 +36,15 @@ class TensorParallelRanks:
     """Ranks that share each layer's matrices; by default one rank alone.
 
     Tokens are in dimension 1 of every tensor here.
-
-    Attributes:
-        rank: this one's place among them.
-        size: number of these ranks.
-        group: their process group; None for one alone.
-        sequence_parallel: between the matrices, each has its part of the tokens.
     """
 
     rank: int = 0
+    """This one's place among them."""
     size: int = 1
     group: dist.ProcessGroup | None = None
+    """Their process group; None for one alone."""
     sequence_parallel: bool = False
+    """Between the matrices, each has its part of the tokens."""
 
     def parameter(
         self, *shape: int, cut: int, initialize: Initializer | None, device: torch.device | None = None
@@ -78,7 +72,6 @@ class TensorParallelRanks:
         """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads.
 
         Args:
-            weight: its first value.
             of_heads: whether it is applied to heads.
         """
         parameter = nn.Parameter(weight)

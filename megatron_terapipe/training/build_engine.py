@@ -65,7 +65,6 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     """Join the other ranks, each on its own device or cores; leave when done.
 
     Args:
-        run: the run.
         rank_watch: sees that another rank or a launcher is gone, if there is one.
 
     Yields:
@@ -123,7 +122,6 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
     """Give whoever is to say why ranks end the time to do so.
 
     Args:
-        run: the run.
         rank_watch: sees that another rank or a launcher is gone, if there is one.
 
     Raises:
@@ -177,7 +175,6 @@ def own_device(local_rank: int, num_visible: int) -> int:
 
     Args:
         local_rank: number of the rank on its host.
-        num_visible: devices that it sees.
 
     Raises:
         ConfigError: if it sees several, and too few.
@@ -214,7 +211,6 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
     """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one.
 
     Args:
-        run: the prepared run.
         watch: the watch over this rank; None to let the engine have its own.
     """
     with nullcontext() if watch is None else watch.ledger.phase("building the engine"):

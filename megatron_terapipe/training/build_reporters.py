@@ -16,11 +16,7 @@ from megatron_terapipe.training.start.run_start import run_start
 
 
 class MetricsFile(Reporter):
-    """Appends metrics and events to a file, one JSON object a line.
-
-    Args:
-        path: the file, made with its directories.
-    """
+    """Appends metrics and events to a file, one JSON object a line."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -57,7 +53,6 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
     Loss and time are the same on every rank, so one speaks for all.
 
     Args:
-        run: the run.
         refresh_report: writes the report of what was trained so far.
     """
     if run.launch.rank != 0:

@@ -14,7 +14,6 @@ def settle_on_cores(local_rank: int, local_size: int) -> None:
 
     Args:
         local_rank: number of this rank on its host.
-        local_size: ranks on this host.
     """
     torch.set_flush_denormal(True)
     cores = sorted(os.sched_getaffinity(0))

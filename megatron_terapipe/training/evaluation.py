@@ -16,8 +16,6 @@ class Evaluation:
     """Evaluates with the token slices that training uses.
 
     Args:
-        run: the prepared run.
-        engine: its engine.
         reporter: is told of every evaluation.
     """
 
@@ -28,7 +26,6 @@ class Evaluation:
         """Report the mean loss over the same samples every time, so that evaluations compare.
 
         Args:
-            progress: progress of the training so far.
             part: part of the data; if there is none, nothing happens.
         """
         datasets = self._run.datasets

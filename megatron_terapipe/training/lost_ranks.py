@@ -22,8 +22,6 @@ def watch_over(
     """Return the watch of this rank. Call it before torch is imported.
 
     Args:
-        launch: its place among all.
-        config: of the run.
         ending: told why the run ends, and whether something is wrong, before this process leaves at once; by the first
             rank, or one that speaks for it.
     """
@@ -33,11 +31,7 @@ def watch_over(
 
 
 def remedy(save: str | None) -> str:
-    """Return what a user can do once a run has died.
-
-    Args:
-        save: directory of its checkpoints.
-    """
+    """Return what a user can do once a run has died."""
     try:
         found = None if save is None else latest_checkpoint(save)
     except CheckpointError:
@@ -48,22 +42,12 @@ def remedy(save: str | None) -> str:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether an error may come of a rank that is gone: gloo and NCCL raise RuntimeErrors, and torch kinds of them.
-
-    Args:
-        error: that a rank met.
-    """
+    """Whether an error may come of a rank that is gone: gloo and NCCL raise RuntimeErrors, and torch kinds of them."""
     return isinstance(error, RuntimeError)
 
 
 def keep_traceback(error: BaseException, directory: Path, rank: int) -> None:
-    """Write the traceback of an error beside the ledgers, where it is read by those who look for more than one line.
-
-    Args:
-        error: that the rank met.
-        directory: of the ledgers.
-        rank: that met it.
-    """
+    """Write the traceback of an error beside the ledgers, where it is read by those who look for more than one line."""
     directory.mkdir(parents=True, exist_ok=True)
     text = "".join(traceback.format_exception(error))
     (directory / f"traceback_rank{rank}.txt").write_text(text, encoding="utf-8")

@@ -21,11 +21,6 @@ from megatron_terapipe.training.start.run import Run
 class Saves:
     """Saves the checkpoints of a run, at once or in the background; every rank must call each method.
 
-    Args:
-        run: the prepared run.
-        engine: its engine.
-        reporter: is told what happened.
-
     Raises:
         SaveError: if the disk has no room for one checkpoint.
     """
@@ -42,7 +37,6 @@ class Saves:
         """Save a checkpoint, unless there is one of this iteration.
 
         Args:
-            progress: at which it is saved.
             last: whether no more will follow: then its failure ends the run in any case.
 
         Raises:

@@ -28,7 +28,6 @@ class Trainer:
     """Trains, evaluates, saves and reports, as the run's configuration says.
 
     Args:
-        run: the prepared run.
         engine: its engine, at the checkpoint the run goes on from.
         refresh_report: writes the report of what was trained so far.
     """
@@ -135,8 +134,6 @@ def attention_notes(config: Config, device: torch.device, *, flash_attention_3: 
     """Lines for the log: a kernel that was activated, and settings that keep a device from its speed.
 
     Args:
-        config: of the run.
-        device: that computes.
         flash_attention_3: whether it is activated.
     """
     if device.type == "cpu":

@@ -18,12 +18,7 @@ SAME_BLOCKS = f"type:{Block.__name__}"
 
 
 def deepspeed_pipeline(job: Job, *, module_class: type[PipelineModule]) -> Engine:
-    """Return DeepSpeed's engine for a class of modules: `PipelineEngine`, or `DualPipeVEngine`.
-
-    Args:
-        job: what to train.
-        module_class: `PipelineModule` or `DualPipeVModule`.
-    """
+    """Return DeepSpeed's engine for a class of modules: `PipelineEngine`, or `DualPipeVEngine`."""
     with _quiet():
         module = module_class(
             plain_layers(job.model),

@@ -12,19 +12,14 @@ from megatron_terapipe.config import ModelConfig
 
 @dataclass(frozen=True)
 class Job:
-    """What all engines do in a step.
-
-    Attributes:
-        model: the model section.
-        num_micro_batches: micro-batches of a step, each with data of its own.
-        micro_batch_size: sequences of a micro-batch.
-        cores: those of this machine that the ranks share.
-    """
+    """What all engines do in a step."""
 
     model: ModelConfig
     num_micro_batches: int
+    """Micro-batches of a step, each with data of its own."""
     micro_batch_size: int
     cores: frozenset[int]
+    """Those of this machine that the ranks share."""
 
     def samples(self) -> Tensor:
         """Token ids of the step, the same in each step and on each rank: [sequences, N + 1]."""
@@ -45,19 +40,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine on this rank.
-
-    Attributes:
-        weights: those of this rank, by the number of their layer and their name in it.
-        optimizer: steps once in each step of the engine, and then has gradients that are means over the micro-batches.
-        step: trains on the job's micro-batches, and returns their mean loss; None on a rank that knows none.
-        holder: whatever must live as long.
-    """
+    """An engine on this rank."""
 
     weights: Mapping[str, nn.Parameter]
+    """Those of this rank, by the number of their layer and their name in it."""
     optimizer: torch.optim.Optimizer
+    """Steps once in each step of the engine, and then has gradients that are means over the micro-batches."""
     step: Callable[[], float | None]
+    """Trains on the job's micro-batches, and returns their mean loss; None on a rank that knows none."""
     holder: Any = None
+    """Whatever must live as long."""
 
 
 def sgd(weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

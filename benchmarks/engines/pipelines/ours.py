@@ -19,10 +19,7 @@ def ours(job: Job, *, schedule: str, num_token_slices: int, num_model_chunks: in
     """Return our engine.
 
     Args:
-        job: what to train.
         schedule: its name; `optimised` is found for op times that are measured first.
-        num_token_slices: token slices of a sequence.
-        num_model_chunks: stages of each rank.
         uniform: cut into equal lengths instead of equal work.
     """
     cut = (

@@ -15,7 +15,6 @@ def plain(job: Job, *, threads: int) -> Engine:
     """Return plain torch on the first rank, while the others do nothing.
 
     Args:
-        job: what to train.
         threads: threads that share each operation.
     """
     if dist.get_rank():

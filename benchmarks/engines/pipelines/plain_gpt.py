@@ -99,12 +99,7 @@ def plain_layers(model: ModelConfig) -> list[nn.Module]:
 
 
 def stage_bounds(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Return the first layer of each stage, and the end: equally many blocks, embeddings first, norm and logits last.
-
-    Args:
-        num_blocks: transformer layers.
-        num_stages: stages.
-    """
+    """Return the first layer of each stage, and the end: equal numbers of blocks; embeddings first, logits last."""
     inner = (2 + stage * num_blocks // num_stages for stage in range(1, num_stages))
     return (0, *inner, num_blocks + 4)
 

@@ -15,8 +15,6 @@ def torch_pipeline(job: Job, *, schedule_class: type[Any], v_shaped: bool = Fals
     """Return a schedule of torch with its stages: one on each rank, or two where the schedule has several.
 
     Args:
-        job: what to train.
-        schedule_class: the schedule.
         v_shaped: stages go there and back, so that the first rank has the first and the last one.
     """
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -16,10 +16,7 @@ def write_drawings(
     """Write each drawing that has a file.
 
     Args:
-        options: of the command line.
         panels: name and timeline of each, the first being the one that a trace holds.
-        memory: how it is counted.
-        title: of the drawing.
     """
     svg: Path | None = options.svg
     timeline = panels[0][1]

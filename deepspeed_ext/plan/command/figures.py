@@ -21,8 +21,6 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
     """Return the figures in lines of name and value.
 
     Args:
-        timeline: what was simulated.
-        request: what was asked for.
         memory: bytes of a token, where sizes are known.
     """
     bubble_ratio = f"{timeline.bubble_ratio:.2%}"
@@ -70,8 +68,6 @@ def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, A
     """Return the figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again.
 
     Args:
-        timeline: what was simulated.
-        request: what was asked for.
         memory: bytes of a token, where sizes are known.
     """
     bounds = {} if request.lower_bound is None else {"lower_bound": request.lower_bound}
@@ -97,7 +93,6 @@ def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
     """Return peaks and curves of bytes by rank, where sizes are known.
 
     Args:
-        timeline: what was simulated.
         memory: bytes of a token, where sizes are known.
     """
     if memory.token_bytes is None:
@@ -119,7 +114,6 @@ def activation(timeline: Timeline, lengths: Sequence[float]) -> list[float]:
     """Return the peak activation of each rank, in activations of one micro-batch on one rank.
 
     Args:
-        timeline: simulated or measured.
         lengths: tokens of each token slice; None for equal ones.
     """
     return list(peak_activation(timeline, lengths or None))

@@ -15,8 +15,6 @@ def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory
     """Return what may wait on the host; None for nothing.
 
     Args:
-        options: of the command.
-        request: what is simulated.
         memory: bytes of a token.
 
     Raises:

@@ -42,37 +42,28 @@ _MOST_OPS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A pipeline to simulate, as the options ask for it.
-
-    Attributes:
-        schedule: its name, or that of its file.
-        shape: extent of the pipeline.
-        lengths: tokens of the token slices, or their shares of a sequence.
-        costs: times of ops.
-        orders: op order of every pipeline rank.
-        lower_bound: no schedule has a smaller makespan; None if nobody has looked for a bound.
-        partition: layers of the stages, if they were looked for; else stages are alike.
-    """
+    """A pipeline to simulate, as the options ask for it."""
 
     schedule: str
+    """Its name, or that of its file."""
     shape: PipelineShape
     lengths: tuple[float, ...]
+    """Tokens of the token slices, or their shares of a sequence."""
     costs: OpCosts
     orders: Sequence[Sequence[Op]]
+    """Op order of every pipeline rank."""
     lower_bound: float | None = None
+    """No schedule has a smaller makespan; None if nobody has looked for a bound."""
     partition: StagePartition | None = None
+    """Layers of the stages, if they were looked for; else stages are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A part of a progress line.
-
-    Attributes:
-        line: the line.
-        first, last: shares of all work that are done before and after the part.
-    """
+    """A part of a progress line."""
 
     line: ProgressLine
+    """The line. first, last: shares of all work that are done before and after the part."""
     first: float
     last: float
 

@@ -25,15 +25,12 @@ _WHOLE = ("logits", "freed_by_input_gradient", "logits_limit", "stage_input")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How memory is counted.
-
-    Attributes:
-        lengths: tokens of the token slices, or their shares of a sequence; empty for equal ones.
-        token_bytes: what a token keeps; None to count activations.
-    """
+    """How memory is counted."""
 
     lengths: Sequence[float]
+    """Tokens of the token slices, or their shares of a sequence; empty for equal ones."""
     token_bytes: TokenBytes | None = None
+    """What a token keeps; None to count activations."""
 
     @property
     def unit(self) -> str:
@@ -57,8 +54,6 @@ def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequen
     """Return how to count memory, by the options.
 
     Args:
-        options: of the command.
-        shape: extent of the pipeline.
         lengths: tokens of each token slice.
 
     Raises:
@@ -81,10 +76,6 @@ def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
 
     The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for all
     stages but the first.
-
-    Args:
-        text: JSON.
-        shape: extent of the pipeline.
 
     Raises:
         PlanError: if the text is something else.

@@ -44,12 +44,7 @@ def alike(steps: list[StepRecord]) -> list[StepRecord]:
 
 
 def name_of(path: Path, steps: list[StepRecord]) -> str:
-    """Return the name that drawings give the steps.
-
-    Args:
-        path: of the file that they were read from.
-        steps: of one run.
-    """
+    """Return the name that drawings give the steps."""
     iterations = [step.iteration for step in steps if step.iteration is not None]
     if not iterations:
         return path.stem

@@ -11,9 +11,6 @@ def longest_in_window(window: int) -> int:
     """Queries of a tile at most, in a sliding window of W tokens.
 
     A tile of n queries computes W - 1 + n scores for each of them, where W would do.
-
-    Args:
-        window: tokens that a token attends to, itself included.
     """
     return max(window // 2, SHORTEST_IN_WINDOW)
 
@@ -24,11 +21,7 @@ def tile_length(
     """Queries of a tile, but for the last.
 
     Args:
-        num_queries: queries of a token slice.
-        num_keys: keys up to its end.
-        heads: heads of all rows of the micro-batch.
         window: tokens that a token attends to, itself included; None for all before it.
-        scores_at_once: most scores of a tile.
     """
     longest, reached = num_queries, num_keys
     if window is not None:

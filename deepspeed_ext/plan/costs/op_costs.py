@@ -19,23 +19,20 @@ LEAST_SHARE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class OpCosts:
-    """Times of the ops of one micro-batch, and of one transfer between neighbouring stages, in any one unit.
-
-    Attributes:
-        forward: time of a forward per stage and token slice.
-        backward: time of a backward per stage and token slice, but for the part in `weight_gradient`.
-        weight_gradient: time of weight gradients per stage and token slice; None where `backward` has them in it.
-        transfer: time from the end of an op until its neighbour may start on the result, as one number: a latency,
-            under which any number of messages can be on their way. Or in full: latency, bandwidth and bytes.
-        reductions: per stage, times to sum its gradients over data-parallel ranks, in pieces: the last layer's, or
-            that of the last few, first. None where there is but one replica.
-    """
+    """Times of the ops of one micro-batch, and of one transfer between neighbouring stages, in any one unit."""
 
     forward: Table
+    """Time of a forward per stage and token slice."""
     backward: Table
+    """Time of a backward per stage and token slice, but for the part in `weight_gradient`."""
     weight_gradient: Table | None = None
+    """Time of weight gradients per stage and token slice; None where `backward` has them in it."""
     transfer: float | TransferCosts = 0.0
+    """Time from the end of an op until its neighbour may start on the result, as one number: a latency, under which any
+    number of messages can be on their way. Or in full: latency, bandwidth and bytes."""
     reductions: Table | None = None
+    """Per stage, times to sum its gradients over data-parallel ranks, in pieces: the last layer's, or that of the last
+    few, first. None where there is but one replica."""
 
     @classmethod
     def uniform(
@@ -50,11 +47,8 @@ class OpCosts:
         """Return costs in which every op of a kind takes the same time.
 
         Args:
-            shape: extent of the pipeline.
-            forward: time of a forward.
             backward: time of a backward, or of its input gradient.
             weight_gradient: time of a weight gradient; None where backwards are whole.
-            transfer: as in the attribute.
         """
 
         def table(time: float) -> Table:
@@ -122,7 +116,6 @@ class OpCosts:
 
         Args:
             boundary: number of the stage before it.
-            token_slice: whose result it is.
         """
         if isinstance(self.transfer, TransferCosts):
             return self.transfer.sending_time(boundary, token_slice)
@@ -135,10 +128,6 @@ class OpCosts:
         `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
         `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
         With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
-
-        Args:
-            text: JSON.
-            shape: extent of the pipeline.
 
         Raises:
             PlanError: if a table is missing, of another shape than `shape`, or holds anything but times >= 0.

@@ -21,25 +21,18 @@ _FIELDS = ("latency", "bandwidth", "bytes")
 
 @dataclass(frozen=True, slots=True)
 class TransferCosts:
-    """Times of transfers between stages that are on different pipeline ranks, in the unit of the op costs.
-
-    Attributes:
-        latency: per boundary, time from the moment a message has left until it is there. It keeps no channel busy.
-        bandwidth: per boundary, bytes per time.
-        message_bytes: per token slice, bytes of the activation of one micro-batch.
-    """
+    """Times of transfers between stages that are on different pipeline ranks, in the unit of the op costs."""
 
     latency: tuple[float, ...]
+    """Per boundary, time from the moment a message has left until it is there. It keeps no channel busy."""
     bandwidth: tuple[float, ...]
+    """Per boundary, bytes per time."""
     message_bytes: tuple[float, ...]
+    """Per token slice, bytes of the activation of one micro-batch."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], shape: PipelineShape) -> "TransferCosts":
         """Read `{"latency": x, "bandwidth": y, "bytes": [per token slice]}`; `x` and `y` may be lists by boundary.
-
-        Args:
-            fields: as read from JSON.
-            shape: extent of the pipeline.
 
         Raises:
             PlanError: if a field is missing, unknown, of another length, or not a finite number; a bandwidth of 0.
@@ -66,7 +59,6 @@ class TransferCosts:
 
         Args:
             boundary: number of the stage before it.
-            token_slice: whose result it is.
         """
         return self.message_bytes[token_slice] / self.bandwidth[boundary]
 

@@ -28,17 +28,14 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An op that took longer, or began later, than the simulation expects.
-
-    Attributes:
-        op: the op.
-        duration: time it took beyond its cost; less than 0 if it was faster.
-        late: time that it began after its rank was free and its inputs were computed.
-    """
+    """An op that took longer, or began later, than the simulation expects."""
 
     op: Op
+    """The op."""
     duration: float
+    """Time it took beyond its cost; less than 0 if it was faster."""
     late: float
+    """Time that it began after its rank was free and its inputs were computed."""
 
     @property
     def size(self) -> float:
@@ -48,13 +45,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps that ran one program, and the simulation of it with the op costs they had.
-
-    Attributes:
-        steps: timelines of the steps, of one shape and in one order.
-    """
+    """Steps that ran one program, and the simulation of it with the op costs they had."""
 
     steps: tuple[Timeline, ...]
+    """Timelines of the steps, of one shape and in one order."""
 
     def __post_init__(self) -> None:
         """Check that the steps are of one kind.
@@ -195,10 +189,6 @@ def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]
 
     Where a stage ran some backwards whole and others in two parts, those in parts say what each part costs; where it
     ran none in parts for some token slice, the whole is divided as those of all others are.
-
-    Args:
-        steps: timelines of one run.
-        average: of the times of one op.
 
     Raises:
         PlanError: if some op of a stage and token slice never ran.

@@ -18,36 +18,30 @@ from deepspeed_ext.plan.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The time in front of an op on its rank.
-
-    Attributes:
-        dependency: time in which an input was still being computed on another rank.
-        beyond: the rest, until the op began: its input was on the way, or the host had other things to do.
-        waited: whether an input was computed after the op before had ended.
-        reason: the op of another rank that computed it, if so.
-    """
+    """The time in front of an op on its rank."""
 
     dependency: float
+    """Time in which an input was still being computed on another rank."""
     beyond: float
+    """The rest, until the op began: its input was on the way, or the host had other things to do."""
     waited: bool
+    """Whether an input was computed after the op before had ended."""
     reason: Op | None
+    """The op of another rank that computed it, if so."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """On what a rank spent the time of a step; the parts add up to the makespan.
-
-    Attributes:
-        busy: in ops.
-        dependency: waiting for ops of other ranks, at the start and the end of the step too.
-        transfer: waiting for results that other ranks had computed.
-        host_overhead: between ops, with all inputs there.
-    """
+    """On what a rank spent the time of a step; the parts add up to the makespan."""
 
     busy: float
+    """In ops."""
     dependency: float
+    """Waiting for ops of other ranks, at the start and the end of the step too."""
     transfer: float
+    """Waiting for results that other ranks had computed."""
     host_overhead: float
+    """Between ops, with all inputs there."""
 
 
 def gaps(timeline: Timeline) -> list[list[Gap]]:
@@ -74,7 +68,6 @@ def rank_times(timeline: Timeline, of_ranks: Sequence[Sequence[Gap]]) -> list[Ra
     """Return the times of each rank, its gaps added up.
 
     Args:
-        timeline: that was measured.
         of_ranks: gaps per rank, as `gaps` returns them.
     """
     return [

@@ -11,19 +11,16 @@ from deepspeed_ext.plan.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step.
-
-    Attributes:
-        timeline: when its ops ran.
-        schedule: name of the schedule; None if unknown.
-        iteration: the step's number in its run; None if it was simulated.
-        token_slices: tokens of each token slice; empty if unknown.
-    """
+    """One step."""
 
     timeline: Timeline
+    """When its ops ran."""
     schedule: str | None = None
+    """Name of the schedule; None if unknown."""
     iteration: int | None = None
+    """The step's number in its run; None if it was simulated."""
     token_slices: tuple[float, ...] = ()
+    """Tokens of each token slice; empty if unknown."""
 
     def to_json(self) -> str:
         """Write the step as JSON: `from_json` reads it back, and `Timeline.from_json` reads its timeline."""

@@ -27,10 +27,8 @@ def anneal(
     """Better orders, or the same.
 
     Args:
-        problem: what the orders are for.
         orders: that keep its memory limit and do not deadlock.
         num_moves: moves to try; each costs one replay.
-        seed: equal seeds give equal results.
 
     Returns:
         Makespan and orders.

@@ -42,8 +42,6 @@ def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready:
     Args:
         reads: [4 N, S, K] as in `DataFlow`.
         place: kind and stage of the op, as one number.
-        token_slice: of the op.
-        unit: of the op.
         ready: [(4 N + 1) x units] when each result is there.
     """
     time = 0.0
@@ -61,10 +59,6 @@ def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: i
     Args:
         tables: of the problem; `free` is brought up to date.
         result: 0 an activation, 1 the gradient of one.
-        stage: that made it.
-        token_slice: of the op.
-        unit: of the op.
-        end: of the op.
         ready: [(4 N + 1) x units] when each result is there, as in `DataFlow`; written.
     """
     num_stages = len(tables.rank_of)

@@ -22,7 +22,6 @@ def list_schedule(problem: SchedulingProblem, priorities: Numbers, patience: flo
     """Make orders.
 
     Args:
-        problem: what to schedule.
         priorities: [3, N, units] of each op; the smallest goes first.
         patience: for how long a rank may stay idle to wait for an op of smaller priority.
 

@@ -119,25 +119,20 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SchedulingProblem:
-    """A pipeline to find op orders for.
-
-    Attributes:
-        shape: extent of the pipeline.
-        costs: what ops and transfers take.
-        lengths: shares of the token slices in the sequence.
-        memory_limit: activations of one micro-batch that a rank may hold; infinite if there is none.
-        is_split: whether backwards may be in two parts: the costs tell weight gradients apart.
-        tables: the same as arrays.
-        flow: what ops read and keep alive, as arrays.
-    """
+    """A pipeline to find op orders for."""
 
     shape: PipelineShape
     costs: OpCosts
+    """What ops and transfers take."""
     lengths: tuple[float, ...]
+    """Shares of the token slices in the sequence."""
     memory_limit: float
+    """Activations of one micro-batch that a rank may hold; infinite if there is none."""
     is_split: bool
+    """Whether backwards may be in two parts: the costs tell weight gradients apart."""
     tables: Tables
     flow: DataFlow
+    """What ops read and keep alive, as arrays."""
 
     @classmethod
     def of(
@@ -150,8 +145,6 @@ class SchedulingProblem:
         """Make the arrays.
 
         Args:
-            shape: extent of the pipeline.
-            costs: of ops and transfers.
             memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
             lengths: tokens, or shares, of the token slices; None for equal ones.
 

@@ -15,15 +15,12 @@ from deepspeed_ext.plan.optimise.problem import ROUNDING, DataFlow, Numbers, Sch
 
 @dataclass(frozen=True, eq=False)
 class NumberedOrders:
-    """Op orders of all ranks as numbers.
-
-    Attributes:
-        rows: [P, longest] ops of each rank; what is beyond `lengths` means nothing.
-        lengths: [P] ops of each rank: fewer where backwards are whole.
-    """
+    """Op orders of all ranks as numbers."""
 
     rows: Numbers
+    """[P, longest] ops of each rank; what is beyond `lengths` means nothing."""
     lengths: Numbers
+    """[P] ops of each rank: fewer where backwards are whole."""
 
     @classmethod
     def of(cls, orders: Sequence[Numbers]) -> "NumberedOrders":
@@ -40,12 +37,7 @@ class NumberedOrders:
 
 
 def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
-    """Return the makespan of orders; infinite if they deadlock.
-
-    Args:
-        problem: shape and costs.
-        orders: of all ranks.
-    """
+    """Return the makespan of orders; infinite if they deadlock."""
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
     ready = np.zeros((4 * problem.shape.num_stages + 1) * problem.num_units)
     makespan = replay_rows(problem.tables, problem.flow, orders.rows, orders.lengths, starts, ends, ready)
@@ -53,12 +45,7 @@ def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
 
 
 def peaks(problem: SchedulingProblem, orders: NumberedOrders) -> Numbers:
-    """Return the most that each rank holds, in activations of one micro-batch: [P].
-
-    Args:
-        problem: shape and token slices.
-        orders: of all ranks.
-    """
+    """Return the most that each rank holds, in activations of one micro-batch: [P]."""
     return np.array(
         [
             peak_of_row(problem.tables, problem.flow.live_change, row, length)
@@ -68,12 +55,7 @@ def peaks(problem: SchedulingProblem, orders: NumberedOrders) -> Numbers:
 
 
 def keeps_limit(problem: SchedulingProblem, orders: NumberedOrders) -> bool:
-    """Return whether no rank holds more than the problem allows.
-
-    Args:
-        problem: with its memory limit.
-        orders: of all ranks.
-    """
+    """Return whether no rank holds more than the problem allows."""
     return bool(peaks(problem, orders).max() <= problem.memory_limit + ROUNDING)
 
 
@@ -82,10 +64,8 @@ def peak_of_row(tables: Tables, live_change: Numbers, row: Numbers, length: int)
     """Return the most that one rank holds, in activations of one micro-batch.
 
     Args:
-        tables: of the problem.
         live_change: [4] as in `DataFlow`.
         row: [longest] ops of the rank.
-        length: how many.
     """
     num_stages, num_token_slices = tables.times.shape[1:]
     per_kind = num_stages * tables.num_micro_batches * num_token_slices
@@ -104,8 +84,6 @@ def replay_rows(
     """Simulate orders.
 
     Args:
-        tables: of the problem.
-        flow: of the problem.
         rows: [P, longest] ops of each rank.
         lengths: [P] how many.
         starts: [P, longest] becomes the start of each op.

@@ -46,25 +46,20 @@ two parts."""
 
 @dataclass(frozen=True)
 class OptimisedSchedule:
-    """Op orders, and how good they are.
-
-    Attributes:
-        shape: that they are for.
-        orders: ops of each rank.
-        makespan: with the costs they were optimised for.
-        bubble_ratio: idle time over ranks x makespan.
-        lower_bound: makespan that no order can beat under the memory limit; see `bound`.
-        peak_activation: per rank the most it holds, in activations of one micro-batch.
-        start: what the search went out from: the name of a fixed schedule, or `search`.
-    """
+    """Op orders, and how good they are."""
 
     shape: PipelineShape
     orders: tuple[tuple[Op, ...], ...]
     makespan: float
+    """With the costs they were optimised for."""
     bubble_ratio: float
+    """Idle time over ranks x makespan."""
     lower_bound: float
+    """Makespan that no order can beat under the memory limit; see `bound`."""
     peak_activation: tuple[float, ...]
+    """Per rank the most it holds, in activations of one micro-batch."""
     start: str
+    """What the search went out from: the name of a fixed schedule, or `search`."""
 
     @property
     def schedule(self) -> Schedule:
@@ -99,7 +94,6 @@ def optimise(
         lengths: of the token slices, for the memory; None for equal ones.
         effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
             better.
-        seed: of the search.
         progress: is told how much of the search is done.
 
     Raises:
@@ -212,10 +206,6 @@ def search_rules(
     """Good rules for a problem, best first.
 
     Args:
-        problem: what to schedule.
-        num_rules: list schedules to make.
-        seed: of the draws.
-        known: rules to begin with.
         progress: is told how much of the search is done.
     """
     random = np.random.default_rng(seed)
@@ -245,10 +235,6 @@ def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders
     Neighbours are tried by the block: those of a rank at once, then either half of a block that would cost time. So
     the number of replays is small where there is much time or none. Costs that do not tell weight gradients apart have
     no other backwards than whole ones.
-
-    Args:
-        problem: what the orders are for.
-        orders: with backwards in two parts.
     """
     per_kind = problem.shape.num_stages * problem.num_units
     rows = orders.to_list()

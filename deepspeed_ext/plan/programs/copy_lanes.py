@@ -40,17 +40,14 @@ class TimedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostCopyPlan:
-    """The copies of all ranks.
-
-    Attributes:
-        ranks: per rank its copies, by the place of their fetch.
-        to_host: bytes per time from a device to its host.
-        from_host: bytes per time back.
-    """
+    """The copies of all ranks."""
 
     ranks: tuple[tuple[HostCopy, ...], ...]
+    """Per rank its copies, by the place of their fetch."""
     to_host: float = inf
+    """Bytes per time from a device to its host."""
     from_host: float = inf
+    """Bytes per time back."""
 
     @classmethod
     def of(cls, spans: TimedOpsOfRank, shape: PipelineShape, settings: HostCopySettings) -> "HostCopyPlan":
@@ -58,20 +55,13 @@ class HostCopyPlan:
 
         Args:
             spans: ops of any rank on a timeline without copies.
-            shape: extent of the pipeline.
-            settings: what may be copied, and how fast.
         """
         ranks = (plan_host_copies(spans(rank), shape, settings) for rank in range(shape.num_ranks))
         return cls(tuple(map(tuple, ranks)), settings.to_host, settings.from_host)
 
 
 class CopyLanes:
-    """The lanes of one rank while its ops are simulated, first to last.
-
-    Args:
-        copies: of the rank.
-        plan: how fast they are.
-    """
+    """The lanes of one rank while its ops are simulated, first to last."""
 
     def __init__(self, copies: Sequence[HostCopy], plan: HostCopyPlan) -> None:
         self._places = copies_by_place(copies)
@@ -87,7 +77,6 @@ class CopyLanes:
 
         Args:
             place: that the rank has come to.
-            time: end of the op before it.
 
         Returns:
             When the rank goes on: later if a copy to the host has not ended by the time at which it must.

@@ -46,15 +46,12 @@ class Waited(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyWaits:
-    """Waits of a timeline that are due to host copies.
-
-    Attributes:
-        of_copies: what each copy waited for.
-        of_ops: the copies that an op waited for.
-    """
+    """Waits of a timeline that are due to host copies."""
 
     of_copies: Mapping[CopyRun, Waited]
+    """What each copy waited for."""
     of_ops: Mapping[Op, Sequence[CopyRun]]
+    """The copies that an op waited for."""
 
 
 def copy_waits(timeline: Timeline) -> CopyWaits:
@@ -86,13 +83,7 @@ class _Rank:
     def add(
         self, copies: Sequence[TimedCopy], of_copies: dict[CopyRun, Waited], of_ops: dict[Op, list[CopyRun]]
     ) -> None:
-        """Add the waits of the rank.
-
-        Args:
-            copies: its copies.
-            of_copies: takes what they waited for.
-            of_ops: takes what ops waited for.
-        """
+        """Add the waits of the rank."""
         known = [copy for copy in copies if copy[1:4] in self._forwards]
         before: CopyRun | None = None
         offloads: dict[TimedCopy, CopyRun] = {}

@@ -65,21 +65,18 @@ class Device:
 
     The default waits as often as any device may, so programs that end on it end on CPUs too, and on CUDA devices whose
     streams have a hardware queue each.
-
-    Attributes:
-        hardware_queues: queues that the streams of a rank share; None for one each.
-        warms_up: every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the
-            first message of a connection makes it.
-        host_waits: the host waits for each op and completion: it computes itself, or copies block it.
-        drains: ranks that may drain.
-        copies: copies to the host and back have a stream each.
     """
 
     hardware_queues: int | None = None
+    """Queues that the streams of a rank share; None for one each."""
     warms_up: bool = True
+    """Every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the first
+    message of a connection makes it."""
     host_waits: bool = True
+    """The host waits for each op and completion: it computes itself, or copies block it."""
     drains: Drains = Drains.ONE_RANK
     copies: bool = False
+    """Copies to the host and back have a stream each."""
 
     def has_queues_for(self, shape: PipelineShape) -> bool:
         """Whether every stream of a rank has a hardware queue of its own."""
@@ -103,8 +100,6 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape, device: De
     """See that programs end.
 
     Args:
-        programs: one for each rank.
-        shape: extent of the pipeline.
         device: what runs each of them; None for the default of `Device`.
 
     Raises:
@@ -135,13 +130,7 @@ class _Rank:
 
 
 class Events:
-    """All that happens when ranks run their programs: what each event needs, and which instruction it belongs to.
-
-    Args:
-        programs: one for each rank.
-        shape: extent of the pipeline.
-        device: what runs them.
-    """
+    """All that happens when ranks run their programs: what each event needs, and which instruction it belongs to."""
 
     def __init__(self, programs: Sequence[Program], shape: PipelineShape, device: Device) -> None:
         self._programs, self._shape, self._device = programs, shape, device
@@ -310,9 +299,6 @@ class Events:
     def check_drains(self, levels: Sequence[Sequence[int]]) -> None:
         """See that one rank may wait at any instruction until its device has run empty.
 
-        Args:
-            levels: as `levels` gives them.
-
         Raises:
             ScheduleDeadlock: if a message would then wait for what the rank enqueues later.
         """
@@ -339,11 +325,7 @@ class Events:
         return latest
 
     def makespan(self, costs: Any) -> float:
-        """Time until the last event, in the unit of the costs.
-
-        Args:
-            costs: `OpCosts` of ops and transfers.
-        """
+        """Time until the last event, in the unit of the costs."""
         duration = defaultdict[int, float](float)
         for program in self._programs:
             for position, instruction in enumerate(program.instructions):

@@ -43,33 +43,31 @@ TimedOpsOfRank = Callable[[int], Sequence[Timed]]
 class HostCopySettings:
     """What may wait on the host, and how fast it is copied.
 
-    Attributes:
-        lengths: tokens of each token slice.
-        input_bytes: per stage, bytes of its input for one token of a micro-batch; 0 for what is never copied, such as
-            the tokens that the first stage reads.
-        key_value_bytes: per stage, bytes of the keys and values of all its layers for one token of a micro-batch.
-        to_host: bytes per time from the device to the host, in the unit of the timeline that copies are planned on.
-        from_host: bytes per time back.
-        least_pause: time below which a pause is not used, however short the copies are.
-        host_bytes: most bytes of the host that a rank uses at a time.
-        windows: per stage, its widest sliding window in tokens; None where a layer attends to all tokens before.
-            Empty where no stage has one.
-        ahead: ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from those
-            of the timeline.
-
     Raises:
         PlanError: if a value cannot be.
     """
 
     lengths: tuple[int, ...]
+    """Tokens of each token slice."""
     input_bytes: tuple[float, ...]
+    """Per stage, bytes of its input for one token of a micro-batch; 0 for what is never copied, such as the tokens that
+    the first stage reads."""
     key_value_bytes: tuple[float, ...]
+    """Per stage, bytes of the keys and values of all its layers for one token of a micro-batch."""
     to_host: float = inf
+    """Bytes per time from the device to the host, in the unit of the timeline that copies are planned on."""
     from_host: float = inf
+    """Bytes per time back."""
     least_pause: float = 0.0
+    """Time below which a pause is not used, however short the copies are."""
     host_bytes: float = inf
+    """Most bytes of the host that a rank uses at a time."""
     windows: tuple[int | None, ...] = ()
+    """Per stage, its widest sliding window in tokens; None where a layer attends to all tokens before. Empty where no
+    stage has one."""
     ahead: int = 1
+    """Ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from those of the
+    timeline."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -105,24 +103,12 @@ class HostCopySettings:
         return replace(self, lengths=lengths, windows=windows)
 
     def size(self, content: Content, stage: int, token_slice: int) -> float:
-        """Return the bytes of a copy.
-
-        Args:
-            content: what is copied.
-            stage: on which it is.
-            token_slice: whose it is.
-        """
+        """Return the bytes of a copy."""
         table = self.input_bytes if content is Content.INPUT else self.key_value_bytes
         return self.lengths[token_slice] * table[stage]
 
     def last_reader(self, content: Content, stage: int, token_slice: int) -> int:
-        """Return the last token slice that reads something: of keys and values, the last that has them in reach.
-
-        Args:
-            content: what is read.
-            stage: on which it is.
-            token_slice: whose it is.
-        """
+        """Return the last token slice that reads something: of keys and values, the last that has them in reach."""
         if content is Content.INPUT:
             return token_slice
         window = self.windows[stage] if self.windows else None
@@ -177,8 +163,6 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
 
     Args:
         spans: the rank's ops on a timeline without copies.
-        shape: extent of the pipeline.
-        settings: what may be copied, and how fast.
 
     Raises:
         PlanError: if the settings are for another number of stages.
@@ -271,11 +255,7 @@ class CopiesOfPlace(NamedTuple):
 
 
 def copies_by_place(copies: Iterable[HostCopy]) -> dict[int, CopiesOfPlace]:
-    """Return what is offloaded, fetched and dropped at each place of a rank; nothing at places that are missing.
-
-    Args:
-        copies: as `plan_host_copies` gives them.
-    """
+    """Return what is offloaded, fetched and dropped at each place of a rank; nothing at places that are missing."""
     places: dict[int, CopiesOfPlace] = defaultdict(lambda: CopiesOfPlace([], [], []))
     for copy in copies:
         places[copy.offload].offloaded.append(copy)

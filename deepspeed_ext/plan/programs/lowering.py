@@ -83,8 +83,6 @@ def lower(
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
 
     Args:
-        schedule: order of the ops.
-        shape: of the pipeline.
         loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
             stage, which read tokens and labels.
         costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
@@ -133,8 +131,6 @@ def check_lowering(
     can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
 
     Args:
-        schedule: order of the ops.
-        shape: of the pipeline.
         device: on which they must end; None for the default of `Device`.
         host_copies: what waits on the host; None for nothing.
 
@@ -164,12 +160,7 @@ def _check(
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
-    """Return a rank and those it exchanges messages with.
-
-    Args:
-        rank: the pipeline rank.
-        shape: extent of the pipeline.
-    """
+    """Return a rank and those it exchanges messages with."""
     return {rank, *(member for channel in channels(shape) if rank in channel[:2] for member in channel[:2])}
 
 
@@ -185,11 +176,7 @@ def lower_rank(
     """Lower the ops of one rank.
 
     Args:
-        rank: the pipeline rank.
-        messages: those of its `partners`, on one simulated timeline.
-        shape: of the pipeline.
         loads: whether the rank takes micro-batches from the data iterator.
-        under_ops: messages may travel while ranks compute.
         host_copies: what waits on the host while nothing reads it; None for nothing.
     """
     sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))

@@ -32,10 +32,6 @@ from deepspeed_ext.plan.programs.program import (
 def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
     """Hold what one end of a channel sends against what the other end receives: the same messages in the same order.
 
-    Args:
-        programs: one for each rank.
-        shape: extent of the pipeline.
-
     Raises:
         ScheduleDeadlock: if they differ.
     """
@@ -67,8 +63,6 @@ def check_host_copies(programs: Sequence[Program], shape: PipelineShape, setting
     """See that each op finds what it reads on its device, and that each copy is of something that is there.
 
     Args:
-        programs: one for each rank.
-        shape: extent of the pipeline.
         settings: that the copies follow; they say which token slices read which.
 
     Raises:
@@ -80,11 +74,7 @@ def check_host_copies(programs: Sequence[Program], shape: PipelineShape, setting
 
 
 class _Data:
-    """Where the data of one rank are while its program runs.
-
-    Args:
-        settings: they say which token slices read which.
-    """
+    """Where the data of one rank are while its program runs."""
 
     def __init__(self, settings: HostCopySettings) -> None:
         self._settings = settings

@@ -32,10 +32,6 @@ def slow_planning(shape: PipelineShape) -> str | None:
 def check_num_ops(shape: PipelineShape, most: int = MOST_OPS) -> None:
     """See that a step has no more ops than can be planned. Nothing of it has to be planned to know.
 
-    Args:
-        shape: extent of the pipeline.
-        most: ops on all ranks.
-
     Raises:
         PlanError: if it has more.
     """

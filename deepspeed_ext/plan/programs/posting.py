@@ -56,11 +56,6 @@ class Posting(NamedTuple):
 class RankMessages:
     """The messages that one rank gives and reads.
 
-    Args:
-        rank: the pipeline rank.
-        spans: its ops.
-        shape: extent of the pipeline.
-
     Attributes:
         spans: its ops.
         given: per channel, the messages in the order of their ops, each with the place of its op.
@@ -90,7 +85,6 @@ def postings(
         channel: from one rank to another.
         source: messages of the rank that sends.
         target: messages of the rank that receives.
-        under_ops: messages may travel while their ranks compute.
     """
     # Without their backwards, as in an evaluation, some results have no reader.
     messages = [(message, place) for message, place in source.given[channel] if message in target.readers]

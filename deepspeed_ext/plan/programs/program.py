@@ -139,17 +139,12 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Instructions of one pipeline rank.
-
-    Attributes:
-        rank: the pipeline rank.
-        instructions: in order.
-        num_buffers: buffers the instructions name, counted from 0.
-    """
+    """Instructions of one pipeline rank."""
 
     rank: int
     instructions: tuple[Instruction, ...]
     num_buffers: int
+    """Buffers the instructions name, counted from 0."""
 
     def ops(self) -> Iterator[Op]:
         """The ops in the program, without the transfers: equal to the schedule it was lowered from."""
@@ -171,12 +166,7 @@ class Channel(NamedTuple):
 
 
 def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
-    """Return the channel that brings an op a result of another stage; None if it reads none.
-
-    Args:
-        op: that reads.
-        shape: extent of the pipeline.
-    """
+    """Return the channel that brings an op a result of another stage; None if it reads none."""
     needed = received(op, shape)
     return None if needed is None else Channel(shape.rank_of(needed.stage), shape.rank_of(op.stage), needed.kind)
 
@@ -220,12 +210,7 @@ def warm_up_order(shape: PipelineShape) -> list[Channel]:
 
 
 def message_of(receive: Instruction, shape: PipelineShape) -> Op:
-    """Return the result that a receive is for.
-
-    Args:
-        receive: the instruction.
-        shape: extent of the pipeline.
-    """
+    """Return the result that a receive is for."""
     needed = received(receive.op, shape)
     assert needed is not None, "a receive serves an op that reads of another stage"
     return needed

@@ -38,9 +38,6 @@ class Reduction(NamedTuple):
 def completing_ops(order: Iterable[Op]) -> dict[int, Op]:
     """The ops of a rank that complete the gradients of its stages: of each stage, its last gradient of weights.
 
-    Args:
-        order: ops of the rank.
-
     Returns:
         The op by stage, in the order in which they run; none for orders of evaluation.
     """
@@ -76,7 +73,6 @@ def reductions_beside(
 
     Args:
         spans: per rank, its ops with start and end.
-        shape: extent of the pipeline.
         costs: per stage, the time of each of its pieces on the link; None for no reductions.
     """
     completed: dict[int, tuple[float, float]] = {}

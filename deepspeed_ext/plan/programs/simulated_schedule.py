@@ -22,7 +22,6 @@ class SimulatedSchedule:
     """A schedule that keeps its simulated timelines. It is a schedule itself.
 
     Args:
-        schedule: order of the ops.
         costs: of the ops of a shape, the same on all ranks; None for `lowering_costs`.
         complete: every token slice must go forward and backward.
     """
@@ -48,9 +47,6 @@ class SimulatedSchedule:
 
     def spans(self, shape: PipelineShape) -> SpansOfRank:
         """Return the simulated spans of any rank, by its number.
-
-        Args:
-            shape: extent of the pipeline.
 
         Raises:
             PlanError: if an op is missing, or where it does not belong, or there are too many.

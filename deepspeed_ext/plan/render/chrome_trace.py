@@ -28,7 +28,6 @@ def render_chrome_trace(
     Trace times are microseconds from the first op. A timeline without a unit counts each unit as one microsecond.
 
     Args:
-        timeline: what to write.
         memory: per rank, times of the timeline and what is held from each of them on; may be left out.
         host_memory: the same of what waits on the host.
     """

@@ -42,12 +42,7 @@ class DrawnCopy(NamedTuple):
 
 
 def copies_of(timeline: Timeline, rank: int) -> tuple[list[DrawnCopy], list[DrawnCopy]]:
-    """Return the copies of a rank to the host, and those back, each in the order in which they run.
-
-    Args:
-        timeline: to draw.
-        rank: the pipeline rank.
-    """
+    """Return the copies of a rank to the host, and those back, each in the order in which they run."""
     own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
     there = [DrawnCopy(copy, copy.offload_start, copy.offload_end) for copy in own]
     back = [DrawnCopy(copy, copy.fetch_start, copy.fetch_end) for copy in own]

@@ -32,21 +32,15 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One timeline of a page.
-
-    Attributes:
-        title: what it shows.
-        timeline: what to draw.
-        memory: per rank, what it holds over the time of the timeline; may be left out.
-        memory_unit: what that counts.
-        host_memory: per rank, what waits on its host; may be left out.
-    """
+    """One timeline of a page."""
 
     title: str
     timeline: Timeline
     memory: Sequence[StepFunction] = ()
+    """Per rank, what it holds over the time of the timeline; may be left out."""
     memory_unit: str = "activations, in micro-batches on one rank"
     host_memory: Sequence[StepFunction] = ()
+    """Per rank, what waits on its host; may be left out."""
 
 
 def render_html(panels: Sequence[Panel], title: str) -> str:
@@ -54,7 +48,6 @@ def render_html(panels: Sequence[Panel], title: str) -> str:
 
     Args:
         panels: what to draw, in one unit of time.
-        title: of the page.
 
     Returns:
         An HTML document.

@@ -4,22 +4,12 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 
 def rank_name(shape: PipelineShape, rank: int) -> str:
-    """Return the name of a row.
-
-    Args:
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-    """
+    """Return the name of a row."""
     return f"rank {rank}" if shape.num_model_chunks > 1 else f"stage {rank}"
 
 
 def op_label(op: Op, shape: PipelineShape) -> str:
-    """Name of an op within its row, as short as it can be: `F0.1`, `2F0.1` on one of several stages, `F0` uncut.
-
-    Args:
-        op: to name.
-        shape: extent of the pipeline.
-    """
+    """Name of an op within its row, as short as it can be: `F0.1`, `2F0.1` on one of several stages, `F0` uncut."""
     stage = f"{op.stage}" if shape.num_model_chunks > 1 else ""
     token_slice = f".{op.token_slice}" if shape.num_token_slices > 1 else ""
     return f"{stage}{op.kind.value}{op.micro_batch}{token_slice}"
@@ -40,18 +30,12 @@ def with_unit(time: float, unit: str, *, digits: int = 4) -> str:
     Args:
         time: in the unit.
         unit: `s`, or empty for times without one.
-        digits: to show, at most.
     """
     return f"{time:.{digits}g}{unit and ' ' + unit}"
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number of things: `1 stage`, `2 stages`.
-
-    Args:
-        number: how many.
-        noun: in the singular.
-    """
+    """Return a number of things: `1 stage`, `2 stages`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

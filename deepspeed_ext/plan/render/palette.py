@@ -13,13 +13,7 @@ _LIGHTEST, _DARKEST, _ALONE = 0.90, 0.66, 0.77  # all light enough for dark labe
 
 
 def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
-    """Return the fill of an op, as `#rrggbb`.
-
-    Args:
-        micro_batch: chooses the hue.
-        token_slice: chooses the lightness.
-        num_token_slices: of a micro-batch.
-    """
+    """Return the fill of an op, as `#rrggbb`."""
     lightness = _ALONE
     if num_token_slices > 1:
         lightness = _LIGHTEST - (_LIGHTEST - _DARKEST) * token_slice / (num_token_slices - 1)
@@ -34,7 +28,6 @@ def oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
     Args:
         lightness: from 0 to 1.
         chroma: from 0.
-        hue: in degrees.
     """
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
     # The matrices of Ottosson's Oklab: to cone responses, then to linear sRGB.

@@ -34,7 +34,6 @@ def render_svg(timeline: Timeline, title: str) -> str:
     """Draw one timeline, with its bubble ratio and its peak of live token slices.
 
     Args:
-        timeline: what to draw.
         title: what it shows, for example the name of the schedule.
 
     Returns:

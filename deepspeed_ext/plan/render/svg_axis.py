@@ -28,25 +28,13 @@ class Scale(NamedTuple):
 
 
 def grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Return lines at round times.
-
-    Args:
-        scale: from times to pixels.
-        top: y of their upper end.
-        bottom: y of their lower end.
-    """
+    """Return lines at round times."""
     for time in round_times(scale.makespan):
         yield f'<path d="M{scale.x(time):.5g},{top - 6:.5g} V{bottom + 6:.5g}" {GRID}/>'
 
 
 def axis(scale: Scale, unit: str, bottom: float) -> Iterator[str]:
-    """Return the numbers of the grid lines.
-
-    Args:
-        scale: from times to pixels.
-        unit: of the times.
-        bottom: y of the grid's lower end.
-    """
+    """Return the numbers of the grid lines."""
     for time in round_times(scale.makespan):
         yield text(scale.x(time), bottom + 21, f"{time:g}", f'{SOFT} font-size="11" text-anchor="middle"')
     name = f"time ({unit})" if unit else "time"

@@ -37,15 +37,7 @@ _PATTERNS = (
 
 
 def document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
-    """Return an SVG document on a card of its own.
-
-    Args:
-        body: elements.
-        width: in pixels.
-        height: in pixels.
-        title: for screen readers.
-        description: for screen readers.
-    """
+    """Return an SVG document on a card of its own."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label={quoteattr(description)}>'
@@ -58,27 +50,12 @@ def document(body: Sequence[str], width: float, height: float, title: str, descr
 
 
 def rect(x: float, y: float, width: float, height: float, attributes: str) -> str:
-    """Return a rectangle.
-
-    Args:
-        x: left edge.
-        y: upper edge.
-        width: in pixels.
-        height: in pixels.
-        attributes: of the element.
-    """
+    """Return a rectangle."""
     return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {attributes}/>'
 
 
 def text(x: float, y: float, content: str, attributes: str) -> str:
-    """Return a text.
-
-    Args:
-        x: where it is anchored.
-        y: its base line.
-        content: the characters.
-        attributes: of the element.
-    """
+    """Return a text."""
     return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(content)}</text>'
 
 

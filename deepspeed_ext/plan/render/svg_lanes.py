@@ -30,9 +30,6 @@ def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[s
     """Return the bars in the lanes of a rank.
 
     Args:
-        timeline: to draw.
-        rank: the pipeline rank.
-        scale: from times to pixels.
         top: y of the first lane.
     """
 
@@ -53,12 +50,5 @@ def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[s
 
 
 def bar(x: float, y: float, width: float, fill: str) -> str:
-    """Return a mark of a lane.
-
-    Args:
-        x: left edge.
-        y: upper edge.
-        width: in pixels.
-        fill: its attributes.
-    """
+    """Return a mark of a lane."""
     return rect(x, y, width, _LANE - 2, f'rx="1.5" {fill}')

@@ -32,15 +32,11 @@ _LETTER = 6.6
 
 
 class Legend(NamedTuple):
-    """A legend that is laid out.
-
-    Attributes:
-        body: its elements.
-        height: of its lines but the first.
-    """
+    """A legend that is laid out."""
 
     body: list[str]
     height: float
+    """Of its lines but the first."""
 
 
 class _Entry(NamedTuple):
@@ -63,9 +59,6 @@ def legend(
     """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs.
 
     Args:
-        shape: extent of the pipeline.
-        kinds: of ops that the picture shows.
-        width: in pixels.
         y: base line of the first line.
         reduces: whether the picture shows reductions.
         copies: whether it shows copies to the host and back.
@@ -141,13 +134,7 @@ def _striped(fill: str, last: int, x: float, y: float) -> Iterator[str]:
 
 
 def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterator[str]:
-    """Return figures for the upper right corner, each over its name.
-
-    Args:
-        figures: by name.
-        width: of the picture in pixels.
-        y: base line.
-    """
+    """Return figures for the upper right corner, each over its name."""
     x: float = width - MARGIN
     for name, value in reversed(figures):
         yield text(x, y - 4, value, f'{INK} font-size="18" font-weight="600" text-anchor="end"')

@@ -52,12 +52,7 @@ def row_height(num_ranks: int) -> float:
 
 
 def rows_height(timeline: Timeline, height: float) -> float:
-    """Return the height of all rows of a timeline together, in pixels.
-
-    Args:
-        timeline: to draw.
-        height: of one row.
-    """
+    """Return the height of all rows of a timeline together, in pixels."""
     return timeline.shape.num_ranks * _pitch(timeline, height) - _GAP
 
 
@@ -70,10 +65,7 @@ def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterato
     """Return a track per rank, as long as the timeline, with the rank's ops on it.
 
     Args:
-        timeline: to draw.
-        scale: from times to pixels.
         top: y of the first row.
-        height: of one row.
     """
     for rank, spans in enumerate(timeline.spans):
         y = top + rank * _pitch(timeline, height)
@@ -92,10 +84,7 @@ def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterat
     """Return the column of live token slices at the peak of each rank.
 
     Args:
-        timeline: to draw.
-        scale: from times to pixels.
         top: y of the first row.
-        height: of one row.
     """
     size = min(13.0, height * 0.62)
     for rank, peak in enumerate(timeline.peak_live_token_slices):
@@ -104,16 +93,7 @@ def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterat
 
 
 def swatch(kind: OpKind, x: float, y: float, width: float, height: float, fill: str) -> Iterator[str]:
-    """Return an op of a kind, without its label.
-
-    Args:
-        kind: of the op.
-        x: left edge.
-        y: upper edge.
-        width: in pixels.
-        height: in pixels.
-        fill: colour.
-    """
+    """Return an op of a kind, without its label."""
     if kind is OpKind.WEIGHT_GRADIENT:
         y, height = y + height * (1 - _LOW), height * _LOW
     corner = f'rx="{min(3.0, width / 4):.3g}"'
@@ -123,16 +103,7 @@ def swatch(kind: OpKind, x: float, y: float, width: float, height: float, fill: 
 
 
 def stripe(model_chunk: int, num_model_chunks: int, x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Return the mark of a model chunk on the upper edge of an op.
-
-    Args:
-        model_chunk: number of it.
-        num_model_chunks: of a rank.
-        x: left edge.
-        y: upper edge.
-        width: in pixels.
-        height: in pixels.
-    """
+    """Return the mark of a model chunk on the upper edge of an op."""
     if model_chunk:
         thickness = _stripe_height(model_chunk, num_model_chunks, height)
         yield rect(x, y, width, thickness, 'fill="#1f2328" fill-opacity="0.62"')

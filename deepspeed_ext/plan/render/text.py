@@ -24,8 +24,6 @@ def render_text(timeline: Timeline, width: int = 120, max_bands: int = _MAX_BAND
     """Draw a timeline as text.
 
     Args:
-        timeline: what to draw.
-        width: characters that a line may have.
         max_bands: lines of the score. A timeline that needs more is drawn at a smaller scale, with the letters of its
             ops alone.
 

@@ -35,19 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedOrders:
-    """When each op of compiled orders ran.
-
-    Attributes:
-        compiled: the orders.
-        starts: [N] start of each op, rank after rank.
-        ends: [N] end of each op.
-        host_copies: copies to the host and back, by rank and start.
-    """
+    """When each op of compiled orders ran."""
 
     compiled: "CompiledOrders"
     starts: "Numbers"
+    """[N] start of each op, rank after rank."""
     ends: "Numbers"
+    """[N] end of each op."""
     host_copies: tuple[TimedCopy, ...] = ()
+    """Copies to the host and back, by rank and start."""
 
     @property
     def makespan(self) -> float:
@@ -72,30 +68,20 @@ class SimulatedOrders:
         return Timeline(self.compiled.shape, spans, host_copies=self.host_copies)
 
     def with_host_copies(self, costs: OpCosts, settings: HostCopySettings) -> "SimulatedOrders":
-        """Simulate the orders again, with the host copies that are planned on these times.
-
-        Args:
-            costs: that these times are of.
-            settings: what may be copied, and how fast.
-        """
+        """Simulate the orders again, with the host copies that are planned on these times."""
         return self.compiled.simulate(costs, HostCopyPlan.of(self.spans, self.compiled.shape, settings))
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledOrders:
-    """Op orders of all ranks as arrays, one after the other; N ops. Make them with `of`.
-
-    Attributes:
-        shape: extent of the pipeline.
-        bounds: [R + 1] where the ops of each rank begin and end.
-        columns: the ops.
-        wiring: what they wait for, give and send.
-    """
+    """Op orders of all ranks as arrays, one after the other; N ops. Make them with `of`."""
 
     shape: PipelineShape
     bounds: "Numbers"
+    """[R + 1] where the ops of each rank begin and end."""
     columns: OpColumns
     wiring: Wiring
+    """What they wait for, give and send."""
 
     @classmethod
     def of(cls, orders: Iterable[Sequence[Op]], shape: PipelineShape) -> "CompiledOrders":
@@ -103,7 +89,6 @@ class CompiledOrders:
 
         Args:
             orders: op order of each rank. Only one is needed at a time, so they may be generated on the way.
-            shape: extent of the pipeline.
 
         Raises:
             PlanError: as `simulate.check_orders` does.
@@ -119,12 +104,7 @@ class CompiledOrders:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, shape: PipelineShape) -> "CompiledOrders":
-        """Generate the orders of a schedule and compile them.
-
-        Args:
-            schedule: order of the ops.
-            shape: extent of the pipeline.
-        """
+        """Generate the orders of a schedule and compile them."""
         return cls.of((list(schedule(shape, rank)) for rank in range(shape.num_ranks)), shape)
 
     def order(self, rank: int) -> list[Op]:
@@ -158,7 +138,6 @@ class CompiledOrders:
         """When each op runs: the same as `simulate.simulate`, to the last bit.
 
         Args:
-            costs: times of the ops.
             host_copies: what goes to the host and back; None for nothing.
 
         Raises:

@@ -14,19 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyEvents:
-    """Arrays by the names that `loop.simulate_ops` has for them. Copies are numbered rank by rank.
-
-    Attributes:
-        posts: [N + 1] where those events begin that have a place behind op n.
-        posted: [events] number of a copy, times 3, plus what happens to it.
-        copying: [2 * C] times of copies to the host, then from it.
-        back: [N] the copy that op n waits for.
-    """
+    """Arrays by the names that `loop.simulate_ops` has for them. Copies are numbered rank by rank."""
 
     posts: "Numbers"
+    """[N + 1] where those events begin that have a place behind op n."""
     posted: "Numbers"
+    """[events] number of a copy, times 3, plus what happens to it."""
     copying: "Numbers"
+    """[2 * C] times of copies to the host, then from it."""
     back: "Numbers"
+    """[N] the copy that op n waits for."""
 
     @classmethod
     def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":
@@ -69,7 +66,6 @@ class CopyEvents:
         """Yield the copies that have run, by rank and start.
 
         Args:
-            plan: that the arrays are of.
             copied: [3 * C] as the loop leaves it.
         """
         if plan is None:

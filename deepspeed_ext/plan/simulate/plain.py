@@ -29,8 +29,6 @@ def simulate(
 
     Args:
         orders: op order of each pipeline rank, as `schedules.rank_orders` gives them.
-        shape: extent of the pipeline.
-        costs: times of the ops.
         host_copies: what goes to the host and back; a rank waits for what it reads. None for nothing.
 
     Raises:
@@ -90,9 +88,6 @@ def simulate_with_host_copies(
 
     Args:
         orders: op order of each pipeline rank.
-        shape: extent of the pipeline.
-        costs: times of the ops.
-        settings: what may be copied, and how fast.
 
     Raises:
         ScheduleDeadlock, PlanError: as `simulate` does.
@@ -142,7 +137,6 @@ def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
 
     Args:
         orders: op order of each pipeline rank.
-        shape: extent of the pipeline.
 
     Raises:
         PlanError: if a rank has no order, or an op stands outside the shape, on another rank's order, or twice.
@@ -154,13 +148,7 @@ def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
 
 
 def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
-    """Hold the order of one rank against the shape; see `check_orders`.
-
-    Args:
-        order: ops of the rank.
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-    """
+    """Hold the order of one rank against the shape; see `check_orders`."""
     stages = set(shape.stages_of(rank))
     seen: set[Op] = set()
     for op in order:
@@ -182,7 +170,6 @@ def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None
 
     Args:
         orders: op order of each pipeline rank.
-        shape: extent of the pipeline.
 
     Raises:
         PlanError: if a token slice has no forward on some stage, or no backward, or not both parts of it.

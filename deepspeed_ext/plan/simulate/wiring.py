@@ -25,14 +25,7 @@ CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpColumns:
-    """Ops in columns, rank after rank; [N] each.
-
-    Attributes:
-        kind: codes of the kinds.
-        stage: virtual stage.
-        micro_batch: of the op.
-        token_slice: of the op.
-    """
+    """Ops in columns, rank after rank; [N] each."""
 
     kind: "Numbers"
     stage: "Numbers"
@@ -60,7 +53,6 @@ class OpColumns:
         """Return the ops at positions first .. last.
 
         Args:
-            first: position.
             last: position behind the last of them.
         """
         columns = (self.stage, self.micro_batch, self.token_slice)
@@ -74,29 +66,26 @@ class OpColumns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Wiring:
-    """Arrays by the names that `loop.simulate_ops` has for them, and where to find the times that it wants.
-
-    Attributes:
-        needs: [K * N] what each op waits for.
-        gives: [N] its result.
-        arrives: [N] its result where it is sent to.
-        targets: [N] the rank it is sent to.
-        channels: [N] the channel it takes.
-        op_costs: [N] where the op's time is in a table by kind, stage and token slice.
-        message_costs: [N] where those of its message are in tables by boundary and token slice.
-        num_results: results of all ops, each counted where it is made and where it arrives.
-        num_channels: channels, with one for what stays.
-    """
+    """Arrays by the names that `loop.simulate_ops` has for them, and where to find the times that it wants."""
 
     needs: "Numbers"
+    """[K * N] what each op waits for."""
     gives: "Numbers"
+    """[N] its result."""
     arrives: "Numbers"
+    """[N] its result where it is sent to."""
     targets: "Numbers"
+    """[N] the rank it is sent to."""
     channels: "Numbers"
+    """[N] the channel it takes."""
     op_costs: "Numbers"
+    """[N] where the op's time is in a table by kind, stage and token slice."""
     message_costs: "Numbers"
+    """[N] where those of its message are in tables by boundary and token slice."""
     num_results: int
+    """Results of all ops, each counted where it is made and where it arrives."""
     num_channels: int
+    """Channels, with one for what stays."""
 
 
 def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
@@ -104,8 +93,6 @@ def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
 
     Args:
         bounds: [R + 1] where the ops of each rank begin and end.
-        columns: the ops.
-        shape: extent of the pipeline.
     """
     import numpy as np
 
@@ -131,7 +118,6 @@ def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
 
     Args:
         columns: the ops, [N] each.
-        shape: extent of the pipeline.
     """
     import numpy as np
 

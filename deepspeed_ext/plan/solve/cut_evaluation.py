@@ -32,13 +32,10 @@ LIST_SCHEDULE_PER_REPLAY = 5
 
 
 class CutEvaluation(Protocol):
-    """Judges cuts.
-
-    Attributes:
-        num_ops: ops that were simulated so far.
-    """
+    """Judges cuts."""
 
     num_ops: int
+    """Ops that were simulated so far."""
 
     def __call__(self, cut: TokenSlices) -> float:
         """Makespan with a cut; more than any if the memory limit is not kept."""
@@ -175,10 +172,7 @@ def evaluation_of(
 
     Args:
         schedule: that will run; None for the one that `optimise` makes.
-        shape: extent of the pipeline.
-        token_slice_costs: times of token slices.
         memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
-        transfer: as `OpCosts.transfer`.
 
     Raises:
         PlanError: if the schedule deadlocks, or has no such shape.

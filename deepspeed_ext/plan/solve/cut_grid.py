@@ -62,7 +62,6 @@ class CutGrid:
         """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow.
 
         Args:
-            num_token_slices: how many.
             attention: share of attention in the cost of the sequence.
 
         Raises:

@@ -40,15 +40,6 @@ class DocumentCuts:
     Lengths are multiples of a quantum: the average length over `quanta`, rounded down to the granularity, and at least
     that. Tokens beyond the last multiple go to the last token slice.
 
-    Attributes:
-        seq_length: tokens of a sequence.
-        num_token_slices: token slices of a sequence.
-        linear_cost: cost of a token whatever its position, in any unit.
-        attention_costs: cost per token and position that it attends to, in the same unit, of all layers with one
-            window (None: without), by the window.
-        granularity: lengths are multiples of this, as ranks that share tokens need it.
-        quanta: quanta of a token slice of average length.
-
     Example:
         >>> cuts = DocumentCuts(seq_length=64, num_token_slices=4, linear_cost=8, attention_costs={None: 1})
         >>> str(cuts.cut([(0,)])), str(cuts.cut([range(0, 64, 4)])), str(cuts.cut([(0, 40)]))
@@ -59,11 +50,18 @@ class DocumentCuts:
     """
 
     seq_length: int
+    """Tokens of a sequence."""
     num_token_slices: int
+    """Token slices of a sequence."""
     linear_cost: float
+    """Cost of a token whatever its position, in any unit."""
     attention_costs: Mapping[int | None, float]
+    """Cost per token and position that it attends to, in the same unit, of all layers with one window (None: without),
+    by the window."""
     granularity: int = 1
+    """Lengths are multiples of this, as ranks that share tokens need it."""
     quanta: int = QUANTA
+    """Quanta of a token slice of average length."""
 
     def __post_init__(self) -> None:
         """Check sizes and costs."""
@@ -132,7 +130,6 @@ class DocumentCuts:
         Args:
             cost: cost of all tokens before each place, [places].
             summed: the sum so far, [places], of the cost of a token slice and the sum before it.
-            limit: no token slice costs more.
         """
         count = len(cost)
         least, choices = np.full(count, inf), []

@@ -31,17 +31,12 @@ MOST_SOURCES = 4
 
 @dataclass(frozen=True)
 class SolvedStages:
-    """Stages, token slices, and what they were judged by.
-
-    Attributes:
-        partition: layers of each stage.
-        cut: the token slices.
-        makespan: with the schedule; see `SolvedTokenSlices`.
-    """
+    """Stages, token slices, and what they were judged by."""
 
     partition: StagePartition
     cut: TokenSlices
     makespan: float
+    """With the schedule; see `SolvedTokenSlices`."""
 
 
 def solve_stages(
@@ -61,13 +56,9 @@ def solve_stages(
     """Find layers per stage and token slices with a short step.
 
     Args:
-        shape: of the pipeline.
         num_layers: of the model, at least one for each stage.
-        seq_length: tokens of the sequence.
-        costs_of_layers: what stages of so many layers cost.
         schedule: that will run; None for one that `optimise` makes.
         memory_limit: as for `solve_token_slices`; activations count as if stages were even.
-        granularity: token slices are multiples of this.
         min_length: tokens that each token slice has at least.
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about three seconds of one core.

@@ -41,34 +41,27 @@ _Ends = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TerapipeCut:
-    """A batch in micro-batches and token slices.
-
-    Attributes:
-        micro_batches: sequences of each micro-batch and its cut, the largest micro-batch first.
-        makespan: by the formula above.
-        lower_bound: makespan that nothing can beat.
-    """
+    """A batch in micro-batches and token slices."""
 
     micro_batches: tuple[tuple[int, TokenSlices], ...]
+    """Sequences of each micro-batch and its cut, the largest micro-batch first."""
     makespan: float
     lower_bound: float
+    """Makespan that nothing can beat."""
 
 
 @dataclass(frozen=True, eq=False)
 class TerapipeProblem:
-    """A batch to be cut, its times tabulated. Make it with `of`.
-
-    Attributes:
-        tables: times of token slices, by size of micro-batches.
-        grid: where token slices may begin and end.
-        batch_size: sequences that one pipeline trains on in a step.
-        num_waits: how often the longest ops count: P - 1.
-    """
+    """A batch to be cut, its times tabulated. Make it with `of`."""
 
     tables: Mapping[int, "_Tables"]
+    """Times of token slices, by size of micro-batches."""
     grid: CutGrid
+    """Where token slices may begin and end."""
     batch_size: int
+    """Sequences that one pipeline trains on in a step."""
     num_waits: int
+    """How often the longest ops count: P - 1."""
 
     @classmethod
     def of(
@@ -81,7 +74,6 @@ class TerapipeProblem:
             grid: where token slices may begin and end.
             batch_size: sequences that one pipeline trains on in a step; with micro-batches of size 1 alone, their
                 number.
-            num_stages: stages that `costs` knows.
             num_waits: P - 1, however many of the stages `costs` tells apart.
 
         Raises:
@@ -148,7 +140,6 @@ class TerapipeProblem:
         """Return the makespan by the formula above for a batch of equal micro-batches.
 
         Args:
-            size: sequences of each micro-batch.
             cut: token slices of each, cut at points of the grid.
         """
         bounds = np.searchsorted(self.grid.points, [0, *np.cumsum(cut.lengths)])
@@ -200,17 +191,14 @@ class _Filling(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Tables:
-    """Times of the token slices between points, of one size of micro-batches.
-
-    Attributes:
-        times: [points, points] of all ops of the busiest stage, which add up.
-        forward: [points, points] of the forward of other stages; infinite where there is no token slice.
-        backward: [points, points] of their backward.
-    """
+    """Times of the token slices between points, of one size of micro-batches."""
 
     times: Numbers
+    """[points, points] of all ops of the busiest stage, which add up."""
     forward: Numbers
+    """[points, points] of the forward of other stages; infinite where there is no token slice."""
     backward: Numbers
+    """[points, points] of their backward."""
 
     @classmethod
     def of(cls, costs: TokenSliceCosts, grid: CutGrid, num_stages: int) -> "_Tables":
@@ -295,8 +283,6 @@ def _shortest_sum(
         times: [points, points] time of the token slice from a point to a later one.
         forward: [points, points] what the first limit is for; infinite = no such token slice.
         backward: [points, points] the same for the second.
-        most_forward: first limit.
-        most_backward: second limit.
         any_number: whether any number of token slices is allowed, or as many as there are rows.
         begins: [rows, points] becomes the point where the token slice that ends at each point begins; one row for any
             number of them.

@@ -32,7 +32,6 @@ class TokenSliceCosts(Protocol):
         """Times of F, BI and BW of token slices [start, end).
 
         Args:
-            stages: which.
             starts: first tokens, an array of any shape.
             ends: tokens behind the last, an array of the same shape.
 
@@ -44,13 +43,10 @@ class TokenSliceCosts(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PolynomialCosts:
-    """Costs in three terms.
-
-    Attributes:
-        coefficients: [3 kinds, N stages, 3 terms] fixed, linear, quadratic; lengths in tokens.
-    """
+    """Costs in three terms."""
 
     coefficients: Numbers
+    """[3 kinds, N stages, 3 terms] fixed, linear, quadratic; lengths in tokens."""
 
     def __call__(self, stages: Sequence[int], starts: Numbers, ends: Numbers) -> Numbers:
         """See `TokenSliceCosts`."""
@@ -72,10 +68,6 @@ class PolynomialCosts:
         """Costs of stages of equal layers, by the share of attention as in `attention_costs`.
 
         Args:
-            layers: on each stage.
-            seq_length: tokens of the whole sequence.
-            attention_share: of a layer's forward of the whole sequence.
-            layer_time: forward of the whole sequence through one layer.
             fixed: what each op costs besides, on each stage.
             head_time: F, BI and BW, each, of the language-model head, which is on the last stage.
             embedding_time: F and BW, each, of the embedding, which is on the first stage and needs no BI.
@@ -97,9 +89,6 @@ def op_costs(
     """Costs of the ops of a pipeline that runs a cut.
 
     Args:
-        shape: with as many token slices as the cut.
-        cut: the token slices.
-        token_slice_costs: what they cost.
         transfer: as `OpCosts.transfer`; the bytes of a micro-batch are dealt out to the token slices by length.
     """
     starts, ends = bounds_of(cut)

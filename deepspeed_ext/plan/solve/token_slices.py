@@ -30,16 +30,12 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class SolvedTokenSlices:
-    """A cut and what it was judged by.
-
-    Attributes:
-        cut: the token slices.
-        makespan: with the schedule; of an optimised one, what it has at most once it is optimised for this cut with
-            about the same effort.
-    """
+    """A cut and what it was judged by."""
 
     cut: TokenSlices
     makespan: float
+    """With the schedule; of an optimised one, what it has at most once it is optimised for this cut with about the same
+    effort."""
 
 
 def solve_token_slices(
@@ -61,7 +57,6 @@ def solve_token_slices(
 
     Args:
         shape: of the pipeline, with the number of token slices wanted.
-        seq_length: tokens of the sequence.
         token_slice_costs: times of token slices on each stage.
         schedule: that will run; None for one that `optimise` makes for this cut.
         memory_limit: activations of one micro-batch on one rank that a rank may hold; None for no limit.
@@ -97,8 +92,6 @@ def search_cuts(
 
     Args:
         grid: where token slices may begin and end.
-        num_token_slices: how many.
-        evaluation: makespan of a cut.
         effort: time to take, in about a second of one core.
         rounds: times that the evaluation is adapted to the cut.
         progress: is told how much of the search is done, at most.
@@ -159,8 +152,6 @@ def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, mem
     """See that a schedule keeps the memory limit with a cut.
 
     Args:
-        schedule: order of the ops.
-        shape: extent of the pipeline.
         cut: lengths of the token slices.
         memory_limit: activations of one micro-batch that a rank may hold.
 

@@ -48,12 +48,7 @@ def run_command(action: Callable[[], int]) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelled one resembles most; None if it resembles none.
-
-    Args:
-        name: as it was typed.
-        known: all names that there are.
-    """
+    """Return the known name that a misspelled one resembles most; None if it resembles none."""
     # Imported where something is misspelled.
     from difflib import get_close_matches
 

@@ -18,7 +18,6 @@ def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: s
 
     Args:
         group: flags of a command, or a group of them.
-        content: what is written, for the help: `the answer`.
         default: file that is written without the flag; None = none is.
     """
     beside = "" if default is None else f" (default: {default})"
@@ -34,10 +33,6 @@ def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: s
 
 def write_json(path: str, text: str) -> None:
     """Write what the flag asks for, in a folder that is made where there is none, or onto standard output.
-
-    Args:
-        path: value of the flag.
-        text: JSON.
 
     Raises:
         UserError: if it cannot be written.

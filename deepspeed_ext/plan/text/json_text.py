@@ -24,8 +24,6 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
     """Parse JSON text.
 
     Args:
-        text: the text.
-        described: its place, for the error.
         infinite: whether numbers may be infinite, as Python writes and reads them.
         unbounded: whether whole numbers may have any size, as Hugging Face writes 10^30 where there is no limit.
 
@@ -46,8 +44,6 @@ def check_values(
     """Check that a document holds finite numbers and text that can be written, and is not nested too deeply.
 
     Args:
-        document: what a parser made of a text.
-        described: its place, for the error.
         num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can stand for much
             more than it holds.
         infinite: whether numbers may be infinite.

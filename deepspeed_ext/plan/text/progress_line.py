@@ -47,7 +47,6 @@ class ProgressLine:
         """Return what takes the progress of a part of the work.
 
         Args:
-            doing: what the part does, for people.
             first: share of all work that is done before it.
             last: share of all work that is done after it.
         """

@@ -9,7 +9,6 @@ def read_text(path: Path | str, flag: str = "") -> str:
     """Return the text of a file, without the byte order mark that spreadsheets write.
 
     Args:
-        path: the file.
         flag: flag that names it, for the error; "" = none does.
 
     Raises:
@@ -30,8 +29,6 @@ def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool
     """Write a text file in UTF-8.
 
     Args:
-        path: the file.
-        text: what to write.
         flag: flag that names it, for the error; "" = none does.
         make_folder: make the folder of the file where there is none.
 

@@ -31,7 +31,6 @@ def kernel_for(
         query: the queries, of which device, dtype and head size count.
         window: keys that a query sees, itself included; None for all up to its own.
         softcap: limit of the scores, which no fused kernel of torch's knows; None for none.
-        capability: compute capability of a CUDA device.
     """
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)
@@ -56,7 +55,6 @@ def kernel_of_runs_for(
     Args:
         query: [B, N, H, D], for its device, dtype and head size.
         window: keys that a query sees, itself included; None for all of its run up to its own.
-        capability: gives the compute capability of a device.
     """
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
         return CudaFlashOfRuns(window)

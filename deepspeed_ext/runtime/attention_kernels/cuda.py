@@ -41,8 +41,6 @@ def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> b
 
     Args:
         dtype: type of queries, keys and values.
-        head_size: elements of a head.
-        capability: compute capability of the device.
     """
     # On these, the backward of these sizes wants more shared memory than there is.
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
@@ -56,8 +54,6 @@ def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capab
 
     Args:
         dtype: type of queries, keys and values.
-        head_size: elements of a head.
-        capability: compute capability of the device.
     """
     oldest = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
     # Rows of 16 bytes are what tensor cores load at once.
@@ -126,19 +122,16 @@ def _keys_before(window: int | None) -> int | None:
 
 
 class Runs(NamedTuple):
-    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other.
-
-    Attributes:
-        queries: int32 [runs + 1], the first 0, the last the number of queries.
-        keys: the same of keys. Of each run the last keys are those of its queries.
-        longest_queries: queries of the longest run.
-        longest_keys: keys of the longest run.
-    """
+    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other."""
 
     queries: Tensor
+    """Int32 [runs + 1], the first 0, the last the number of queries."""
     keys: Tensor
+    """The same of keys. Of each run the last keys are those of its queries."""
     longest_queries: int
+    """Queries of the longest run."""
     longest_keys: int
+    """Keys of the longest run."""
 
 
 class CudaFlashOfRuns:
@@ -160,7 +153,6 @@ class CudaFlashOfRuns:
             query: [N, H, D].
             key: [E, G, D].
             value: [E, G, D].
-            runs: bounds of the runs.
             scale: factor of the scores.
         """
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
@@ -188,7 +180,6 @@ class CudaFlashOfRuns:
             value: [E, G, D].
             output: [N, H, D].
             log_sum_exp: [H, N].
-            runs: bounds of the runs.
             scale: factor of the scores.
         """
         return _aten._flash_attention_backward(

@@ -17,9 +17,6 @@ PACKAGE = "flash_attn_interface"
 def activate_flash_attention_3(device: torch.device) -> bool:
     """Let flash attention of this process be FlashAttention-3, where device, torch and its package allow.
 
-    Args:
-        device: that the process computes on.
-
     Returns:
         Whether it is.
     """

@@ -31,17 +31,14 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a token slice's attention, in tensors that nobody else holds.
-
-    Attributes:
-        query: [B, N, H, D].
-        own: gradients of the token slice's own keys and values, each [B, N, G, D]; not yet complete.
-        prefix: gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0.
-    """
+    """Gradients of a token slice's attention, in tensors that nobody else holds."""
 
     query: Tensor
+    """[B, N, H, D]."""
     own: tuple[Tensor, Tensor]
+    """Gradients of the token slice's own keys and values, each [B, N, G, D]; not yet complete."""
     prefix: tuple[Tensor, Tensor]
+    """Gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0."""
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
@@ -79,33 +76,26 @@ class AttentionKernel(Protocol):
             query: [B, N, H, D].
             key: [B, E, G, D].
             value: [B, E, G, D].
-            attended: output and log-sum-exp of the forward.
             scale: factor of the scores.
         """
 
 
 class QueryTile(NamedTuple):
-    """Queries that a kernel computes at once, and the keys that they reach; all of them counted from the first given.
-
-    Attributes:
-        first: first query.
-        end: query behind the last one.
-        first_key: first key that one of them sees.
-        end_key: key behind the last that one of them sees.
-    """
+    """Queries that a kernel computes at once, and the keys they reach, all counted from the first one given."""
 
     first: int
     end: int
+    """Query behind the last one."""
     first_key: int
+    """First key that one of them sees."""
     end_key: int
+    """Key behind the last that one of them sees."""
 
 
 def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: int) -> Iterator[QueryTile]:
     """Tiles of the queries, first to last, each with no more keys than it reaches.
 
     Args:
-        num_queries: N.
-        num_keys: E.
         window: keys that a query sees, itself included; None for all up to its own.
         at_once: queries of a tile, but for the last.
     """

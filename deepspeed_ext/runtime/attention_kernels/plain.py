@@ -14,29 +14,18 @@ from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, head
 
 @dataclass(frozen=True, slots=True)
 class AttentionDropout:
-    """Dropout on the probabilities of attention.
-
-    Attributes:
-        probability: probability of zero, above 0.
-        place: place of the queries.
-        first_head: number of the first query head, where a rank holds some of them.
-        first_key: position of the first key.
-    """
+    """Dropout on the probabilities of attention."""
 
     probability: float
+    """Probability of zero, above 0."""
     place: DropoutPlace
     first_head: int = 0
+    """Number of the first query head, where a rank holds some of them."""
     first_key: int = 0
+    """Position of the first key."""
 
     def numbers(self, length: int, num_heads: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability.
-
-        Args:
-            length: N.
-            num_heads: H.
-            num_keys: E.
-            device: device of the numbers.
-        """
+        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability."""
         rows = head_rows(self.place.rows(length, device), self.first_head, num_heads)
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
 
@@ -247,11 +236,8 @@ def _backward(
         window: keys that a query sees; None for all up to its own.
         softcap: limit of the scaled scores; None for none.
         log_sum_exp: [B, G, R, N].
-        of_weights: gradients of the dropped weights.
         row: sums over each row of weights times their gradients.
         head_rows: random numbers of the queries by head; None for no dropout.
-        columns: random numbers of the keys.
-        probability: that a weight is dropped.
     """
     capped = _capped(scores * scale, softcap)
     weights = (_masked(capped, window) - log_sum_exp.unsqueeze(-1)).exp()

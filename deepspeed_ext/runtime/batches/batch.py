@@ -21,18 +21,15 @@ __all__ = ["SplitBatch", "TokenSliceBatch", "split_along_sequence"]
 
 @dataclass(frozen=True, slots=True)
 class TokenSliceBatch:
-    """Data of one token slice of a micro-batch.
-
-    Attributes:
-        inputs: tensor or tuple of tensors for the first layer, or a dict of tensors that layers take by name.
-        labels: second argument of the loss function, or a dict of tensors that it takes by name.
-        loss_weight: this token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a
-            number, which need not be sent to a device.
-    """
+    """Data of one token slice of a micro-batch."""
 
     inputs: Any
+    """Tensor or tuple of tensors for the first layer, or a dict of tensors that layers take by name."""
     labels: Any
+    """Second argument of the loss function, or a dict of tensors that it takes by name."""
     loss_weight: float | Tensor
+    """This token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a number, which
+    need not be sent to a device."""
 
 
 SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
@@ -115,9 +112,7 @@ def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> A
     """Some tokens of a tensor [B, N, ...], or of a tuple or dict of tensors; what has no sequence stays as it is.
 
     Args:
-        tensors: tensors of any shape.
         seq_length: tokens N of a tensor that has a sequence.
-        start: first token.
         end: token behind the last one.
     """
 
@@ -128,12 +123,7 @@ def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> A
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
-    """Move a tensor, or a tuple or dict of tensors, to a device. The host does not wait for the copies.
-
-    Args:
-        tensors: tensors of any shape.
-        device: the device.
-    """
+    """Move a tensor, or a tuple or dict of tensors, to a device. The host does not wait for the copies."""
     return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
 
 
@@ -156,8 +146,6 @@ def parts_on_device(
 
     Args:
         parts: data of each token slice.
-        device: device of the stages.
-        seq_length: tokens of the whole sequence.
         inputs: whether inputs are read here.
         labels: whether labels and weights of the loss are read here.
     """

@@ -56,7 +56,6 @@ class BatchLoss:
         """Read and weigh the micro-batches of a batch, where tokens are counted.
 
         Args:
-            num_micro_batches: micro-batches of the batch.
             next_batch: gives the next micro-batch; raises StopIteration if there is none.
             count: counts the tokens of a micro-batch; None if micro-batches weigh the same.
         """
@@ -97,7 +96,6 @@ class BatchLoss:
 
         Args:
             loss: share of the micro-batch's loss: [].
-            micro_batch: number of the micro-batch.
         """
         if self._weights is not None:
             return loss * self._weights[micro_batch].to(loss.dtype)

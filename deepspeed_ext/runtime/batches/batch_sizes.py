@@ -26,10 +26,6 @@ _TRAIN, _MICRO, _COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "
 def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[str, Any]:
     """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does.
 
-    Args:
-        settings: the user's configuration.
-        layout: layout of the ranks.
-
     Raises:
         UserError: if the sizes contradict each other.
     """
@@ -71,9 +67,6 @@ class BatchSizesEngine(PipelineEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size, by another number of micro-batches.
 
-        Args:
-            train_batch_size: sequences of a step.
-
         Raises:
             ValueError: if it is no multiple of the micro-batch size times the data-parallel size.
         """
@@ -81,11 +74,7 @@ class BatchSizesEngine(PipelineEngine):
         self._count_sequences()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size, and with it the global batch size.
-
-        Args:
-            micro_batch_size: sequences of a micro-batch.
-        """
+        """Change the micro-batch size, and with it the global batch size."""
         super().set_train_micro_batch_size(micro_batch_size)
         self._count_sequences()
 
@@ -95,10 +84,8 @@ class BatchSizesEngine(PipelineEngine):
         """Return a loader of a dataset, by which all ranks of a replica read the same samples.
 
         Args:
-            dataset: the samples.
             batch_size: samples of a micro-batch; None for those of training.
             route: what they are for, by DeepSpeed's names.
-            **keywords: others of DeepSpeed's.
         """
         shared = self.module.sequence_ranks.size > 1 and not isinstance(dataset, IterableDataset)
         if shared and keywords.get("data_sampler") is None:

@@ -35,7 +35,6 @@ class Cuts:
         """Cut a micro-batch, before anything else is done with it.
 
         Args:
-            micro_batch: number of the micro-batch.
             documents: its documents; None where they are not told apart.
 
         Raises:

@@ -57,21 +57,11 @@ class DataEntries:
         return next((each.owner for each in asking if each.required or each.taken(declared)), None)
 
     def given(self, layer: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries that a layer takes, by the names of its arguments.
-
-        Args:
-            layer: number of the layer.
-            entries: all entries, by name.
-        """
+        """Entries that a layer takes, by the names of its arguments."""
         return {name: entries[name] for name in self._layers[layer].taken(entries)}
 
     def given_to_stage(self, stage: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries that any layer of a stage takes; no other needs to be moved to its device.
-
-        Args:
-            stage: number of the stage.
-            entries: all entries, by name.
-        """
+        """Entries that any layer of a stage takes; no other needs to be moved to its device."""
         taken = {name for number in self._stages[stage] for name in self._layers[number].taken(entries)}
         if stage == 0:
             taken.add(self.first)
@@ -87,7 +77,6 @@ class DataEntries:
         Args:
             inputs: data of a micro-batch; entries if it is a dict.
             labels: labels of a micro-batch; entries if it is a dict.
-            cutting_stages: stages whose ranks have the data.
 
         Raises:
             UserError: if a layer or the loss function needs an entry that is not there, or cannot be given one.

@@ -16,33 +16,27 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Arguments of a forward beside its first, which is the output of the layer before, and the past.
-
-    Attributes:
-        owner: owner of the forward, as errors name it.
-        first: name of the first argument; None if it has none.
-        required: arguments that must be given.
-        optional: arguments with a default.
-        takes_past: has an argument named `past`.
-        takes_all: has `**keywords`.
-        takes_unnamed: has `*arguments`, or arguments that cannot be given by name.
-    """
+    """Arguments of a forward beside its first, which is the output of the layer before, and the past."""
 
     owner: str
+    """Owner of the forward, as errors name it."""
     first: str | None
+    """Name of the first argument; None if it has none."""
     required: tuple[str, ...] = ()
+    """Arguments that must be given."""
     optional: tuple[str, ...] = ()
+    """Arguments with a default."""
     takes_past: bool = False
+    """Has an argument named `past`."""
     takes_all: bool = False
     takes_unnamed: bool = False
+    """Has `*arguments`, or arguments that cannot be given by name."""
 
     @classmethod
     def of(cls, owner: str, function: Callable[..., Any], *, bound: int = 0) -> "ForwardArguments":
         """Read a function's arguments.
 
         Args:
-            owner: owner of the forward, as errors name it.
-            function: the forward.
             bound: arguments before the first that somebody else gives, such as `self`.
         """
         try:

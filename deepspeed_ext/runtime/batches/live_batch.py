@@ -20,24 +20,21 @@ from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 @dataclass(slots=True)
 class Buffer:
-    """Tensors of one live token slice of a stage.
-
-    Attributes:
-        inputs: inputs from the previous stage, until their gradients are taken; empty on the first stage.
-        random_state: what a stage that is computed again drew its random numbers from, if it keeps that.
-        bear_gradients: of a stage that is computed again, for each output whether its gradient comes back.
-        outputs: outputs for the next stage, until they are sent or passed on.
-        roots: starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the
-            graph, so that the tensors themselves can go once they are sent.
-        deferred_wgrads: products of weights that the backward deferred, first to last.
-    """
+    """Tensors of one live token slice of a stage."""
 
     inputs: tuple[Tensor, ...] = ()
+    """Inputs from the previous stage, until their gradients are taken; empty on the first stage."""
     outputs: tuple[Tensor, ...] = ()
+    """Outputs for the next stage, until they are sent or passed on."""
     roots: tuple[Tensor | GradientEdge, ...] = ()
+    """Starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the graph,
+    so that the tensors themselves can go once they are sent."""
     random_state: RandomState | None = None
+    """What a stage that is computed again drew its random numbers from, if it keeps that."""
     bear_gradients: tuple[bool, ...] = ()
+    """Of a stage that is computed again, for each output whether its gradient comes back."""
     deferred_wgrads: list[Product] = field(default_factory=list)
+    """Products of weights that the backward deferred, first to last."""
 
     def take_gradients(self) -> tuple[Tensor, ...]:
         """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""
@@ -77,7 +74,6 @@ class LiveBatch:
         """Add a token slice's share to the loss of its micro-batch.
 
         Args:
-            micro_batch: number of the micro-batch.
             loss: the share, a scalar.
         """
         earlier = self.losses.get(micro_batch)

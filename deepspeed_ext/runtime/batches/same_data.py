@@ -17,11 +17,7 @@ from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
 
 class SameData:
-    """Compares the first micro-batch of training, and the first of evaluation, among ranks that share sequences.
-
-    Args:
-        ranks: the ranks.
-    """
+    """Compares the first micro-batch of training, and the first of evaluation, among ranks that share sequences."""
 
     def __init__(self, ranks: SequenceParallelRanks) -> None:
         self._ranks = ranks

@@ -35,13 +35,7 @@ class Executor:
     """The stages of one pipeline rank, at work on one batch after the other.
 
     Args:
-        module: their layers.
-        ops: what their ops compute.
-        links: connections to other ranks.
-        device: device of the tensors.
-        next_batch: gives the next micro-batch.
         around: surrounds the computing of each op.
-        ledger: is told of waits.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         host_copies: how what waits on the host is copied; None where nothing does.
     """
@@ -73,7 +67,6 @@ class Executor:
         """Forget the previous batch, and expect another.
 
         Args:
-            plan: facts about the batch.
             puts_weight_gradients_off: whether the schedule defers weight gradients.
         """
         self.plan, self.live = plan, LiveBatch()

@@ -40,8 +40,6 @@ class ProgramSchedule(PipeSchedule):
     """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow.
 
     Args:
-        program: the program.
-        shape: shape of the pipeline.
         training: whether backwards follow the forwards.
         updates: whether reductions and the optimizer step follow them; None if they do in training.
     """

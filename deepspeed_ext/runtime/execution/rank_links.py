@@ -34,10 +34,6 @@ class RankLinks:
 
     Args:
         topology: coordinates of all ranks. Every rank must make its links at the same time, with its groups.
-        rank: this rank.
-        shape: shape of the pipeline.
-        device: device of the tensors.
-        timeout: longest time that a transfer may take.
         activation_rule: shapes of the activation of some tokens, when the model can say.
         dynamic_shape: announce the shapes of every message.
     """
@@ -99,8 +95,6 @@ class RankLinks:
         """Start a batch of a phase, such as `train` or `eval`: each phase has its own shapes.
 
         Args:
-            phase: the phase.
-            shape: sizes of the pipeline.
             parts: this rank's part of each token slice of a micro-batch, which is known before messages are posted.
         """
         self._phase, self._shape, self._parts = phase, shape, parts
@@ -128,7 +122,6 @@ class RankLinks:
         """Post a message to the rank of an op.
 
         Args:
-            reader: op that reads the message.
             tensors: tensors [...] of any shape.
         """
         channel = self._channel(reader)

@@ -21,9 +21,7 @@ class RankPrograms:
 
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
-        rank: the pipeline rank.
         shape: shape of the pipeline, for any number of micro-batches and token slices.
-        loading_ranks: ranks that read the data.
         settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
             then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
             its host.
@@ -54,7 +52,6 @@ class RankPrograms:
         """Return the shape of the pipeline for a number of micro-batches.
 
         Args:
-            num_micro_batches: the number.
             num_token_slices: token slices of a micro-batch; None for those of training.
         """
         num_token_slices = num_token_slices or self._shape.num_token_slices
@@ -64,7 +61,6 @@ class RankPrograms:
         """Return the program of a training step: the ops in the order of the schedule, then the optimizer step.
 
         Args:
-            num_micro_batches: micro-batches of a batch.
             num_token_slices: token slices of a micro-batch; None for those of the module.
         """
         return self._program(self.shape(num_micro_batches, num_token_slices), training=True)
@@ -73,7 +69,6 @@ class RankPrograms:
         """Return the program of an evaluation, which has forwards only.
 
         Args:
-            num_micro_batches: micro-batches of a batch.
             num_token_slices: token slices of a micro-batch; None for those of training.
         """
         return self._program(self.shape(num_micro_batches, num_token_slices), training=False)

@@ -32,9 +32,6 @@ class StageOps:
     """The stages of one pipeline rank, as its ops compute them.
 
     Args:
-        module: their layers.
-        device: device of the tensors.
-        loss: knows the weights of micro-batches.
         loss_scale: scales the loss of a token slice before backward.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
@@ -66,12 +63,7 @@ class StageOps:
         """Where backwards leave the products that are deferred."""
 
     def begin(self, plan: BatchPlan, live: LiveBatch) -> None:
-        """Expect a batch.
-
-        Args:
-            plan: facts about it.
-            live: its state.
-        """
+        """Expect a batch."""
         self._plan, self._live = plan, live
 
     def finish(self) -> None:
@@ -79,12 +71,7 @@ class StageOps:
         self._live = LiveBatch()
 
     def given(self, op: Op, held: Buffer) -> tuple[Any, Mapping[str, Any]]:
-        """What goes into a stage, and the entries that its layers take by name, on their device.
-
-        Args:
-            op: the op.
-            held: tensors of its token slice.
-        """
+        """What goes into a stage, and the entries that its layers take by name, on their device."""
         if op.stage == 0:
             inputs = self._live.parts[op.micro_batch][op.token_slice].inputs
             return (self._entries(op), {}) if isinstance(inputs, Mapping) else (inputs, {})
@@ -94,8 +81,6 @@ class StageOps:
         """Hold a stage in token slices against the whole, once, on a token slice that has tokens enough.
 
         Args:
-            op: the forward that is about to run.
-            inputs: what goes into the stage.
             entries: entries that its layers take by name.
 
         Raises:
@@ -114,9 +99,7 @@ class StageOps:
         """Compute a stage.
 
         Args:
-            op: the forward.
             held: tensors of its token slice: gets the outputs for the stage after, and what its backward starts from.
-            inputs: what goes into the stage.
             entries: entries that its layers take by name.
         """
         if self._computes_again:
@@ -128,8 +111,6 @@ class StageOps:
         """Compute the gradients of a stage's inputs and weights.
 
         Args:
-            op: the backward, or the input gradient.
-            held: tensors of its token slice.
             gradients: gradients [...] of the stage's outputs that need one; none on the last stage.
         """
         if self._computes_again:

@@ -17,8 +17,6 @@ def global_grad_norm(
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
 
     Args:
-        parameters: parameters of this rank.
-        group: all ranks of one replica of the model.
         tensor_parallel_rank: this rank's place on the tensor axis.
 
     Returns:
@@ -51,7 +49,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     Args:
         parameters: parameters whose gradients [...] are scaled in place.
         norm: norm of all gradients of the model: [].
-        max_norm: the limit.
     """
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
@@ -66,7 +63,6 @@ def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None
     norm; with others it does, and takes away the gradients, without which no optimizer of torch updates a weight.
 
     Args:
-        optimizer: one of torch's.
         norm: norm of all gradients of the model: [].
     """
     is_bad = ~torch.isfinite(norm)

@@ -44,14 +44,10 @@ def gradient_reductions(engine: Any) -> "GradientReductions | None":
 
 
 class Bucket(NamedTuple):
-    """Parameters that are reduced together.
-
-    Attributes:
-        layer: the first of their layers, by its place among this rank's: they are complete once it is.
-        parameters: in order.
-    """
+    """Parameters that are reduced together."""
 
     layer: int
+    """The first of their layers, by its place among this rank's: they are complete once it is."""
     parameters: list[nn.Parameter]
 
 
@@ -69,9 +65,7 @@ class GradientReductions:
 
     Args:
         layers: by stage, its layers from first to last: each with its place among this rank's and its parameters.
-        gradients: places of the gradients.
         apart: parameters whose gradients are summed over other ranks first: they are reduced last.
-        bucket_bytes: see `REDUCTION_BUCKET_BYTES`.
     """
 
     def __init__(
@@ -105,7 +99,6 @@ class GradientReductions:
         """Return the function that the forward of an op calls for each layer; None if its backward completes no stage.
 
         Args:
-            op: the forward.
             defer: takes a function to call with the weight gradients of this backward, and returns whether they are
                 deferred.
         """

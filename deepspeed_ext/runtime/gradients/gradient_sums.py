@@ -41,7 +41,6 @@ def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
     norms of queries and keys, which a rank applies to its part of the heads, with sequence parallelism or without.
 
     Args:
-        module: layers of this rank.
         grid: process groups of this rank.
     """
     weights = _applied_to_a_part(module, grid)
@@ -50,12 +49,7 @@ def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
 
 
 def summed_before_replicas(module: Any, grid: Any) -> set[nn.Parameter]:
-    """Weights whose gradients the two functions above complete, before anybody may sum them over replicas.
-
-    Args:
-        module: a `TokenSlicePipelineModule`.
-        grid: its ranks.
-    """
+    """Weights whose gradients the two functions above complete, before anybody may sum them over replicas."""
     groups = module.get_tied_weights_and_groups()
     return {weight for weight, group in groups if dist.get_world_size(group) > 1} | {*_applied_to_a_part(module, grid)}
 
@@ -74,7 +68,6 @@ def sum_in_buckets(
 
     Args:
         tensors: tensors of the same shapes and dtypes, in the same order, on every rank.
-        group: the ranks.
         bucket_bytes: largest size of a message that copies tensors together; larger tensors are not copied.
     """
     for bucket in buckets(tensors, bucket_bytes):

@@ -25,18 +25,12 @@ _NAME = "all_gather_dp_groups"
 
 
 class _Piece(NamedTuple):
-    """A part of every partition of a flat group, on its way.
-
-    Attributes:
-        work: the collective.
-        flat: the group.
-        partition: numbers of each partition.
-        start, stop: of each partition, the numbers that are gathered.
-    """
+    """A part of every partition of a flat group, on its way."""
 
     work: dist.Work
     flat: Tensor
     partition: int
+    """Numbers of each partition. start, stop: of each partition, the numbers that are gathered."""
     start: int
     stop: int
 
@@ -55,9 +49,7 @@ class ParameterGathers:
     """The gathers of one rank.
 
     Args:
-        optimizer: optimizer of DeepSpeed, one that deals partitions.
         layers: parameters of each layer, by its place among this rank's.
-        others: parameters that no layer holds.
     """
 
     def __init__(
@@ -84,12 +76,7 @@ class ParameterGathers:
         return bool(self._pieces)
 
     def entering(self, layer: int, _: Any) -> None:
-        """Wait for the weights of a layer that is about to run.
-
-        Args:
-            layer: number of the layer.
-            _: inputs of the layer, which are not read.
-        """
+        """Wait for the weights of a layer that is about to run."""
         if self._pieces:
             self._wait([*self._layers[layer], *self._others])
 

@@ -19,29 +19,26 @@ from deepspeed_ext.runtime.gradients.gradient_sums import accumulated_gradient
 
 
 class Part(NamedTuple):
-    """A flat part of a gradient.
-
-    Attributes:
-        values: [n], a view of where the gradient adds up.
-        owner: rank in the data-parallel group that alone needs the sum; None if every one does.
-    """
+    """A flat part of a gradient."""
 
     values: Tensor
+    """[n], a view of where the gradient adds up."""
     owner: int | None = None
+    """Rank in the data-parallel group that alone needs the sum; None if every one does."""
 
 
 class ReplicaGradients(Protocol):
     """Gradients of one way to run an optimizer.
 
     Attributes:
-        group: the replicas of this rank.
-        in_flat_buffers: whether they lie one behind the other in few buffers, in one order on all replicas. Those of
-            a buffer share its version counter.
         communication_type: dtype in which they are sent.
     """
 
     group: dist.ProcessGroup
+    """The replicas of this rank."""
     in_flat_buffers: bool
+    """Whether they lie one behind the other in few buffers, in one order on all replicas. Those of a buffer share its
+    version counter."""
 
     @property
     def communication_type(self) -> torch.dtype:

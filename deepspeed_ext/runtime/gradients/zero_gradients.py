@@ -15,11 +15,7 @@ from deepspeed_ext.runtime.ledger.observers import UPDATE
 
 
 class ZeroGradients:
-    """Counts the zeros of each step, before clipping. An `Observer`.
-
-    Args:
-        engine: the engine.
-    """
+    """Counts the zeros of each step, before clipping. An `Observer`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._found = engine, torch.zeros(())

@@ -13,21 +13,16 @@ __all__ = ["LaunchEnvironment"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnvironment:
-    """Place of this process among all that were launched.
-
-    Attributes:
-        rank: among all processes.
-        world_size: number of processes.
-        local_rank: among those of this host.
-        local_size: number of processes on this host.
-        meeting: where they meet, as far as the launcher knows it.
-    """
+    """Place of this process among all that were launched."""
 
     rank: int
     world_size: int
     local_rank: int
+    """Among those of this host."""
     local_size: int
+    """Number of processes on this host."""
     meeting: Meeting = field(default_factory=Meeting)
+    """Where they meet, as far as the launcher knows it."""
 
     @classmethod
     def read(
@@ -39,7 +34,6 @@ class LaunchEnvironment:
         """Read the variables of whichever launcher set them; without a launcher, this process is alone.
 
         Args:
-            environment: variables.
             local_rank: value of `--local_rank`, for launchers that pass it as a flag.
 
         Raises:

@@ -26,37 +26,27 @@ Variables = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where the ranks meet.
-
-    Attributes:
-        address: host of the first rank; None if nobody says it.
-        port: a port there; None if nobody says it.
-    """
+    """Where the ranks meet."""
 
     address: str | None = None
+    """Host of the first rank; None if nobody says it."""
     port: int | None = None
+    """A port there; None if nobody says it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
-    """The variables of a launcher.
-
-    Attributes:
-        name: for people.
-        rank: among all processes.
-        size: number of processes.
-        local_rank: among those of this host.
-        local_size: number of processes on this host, as the variables tell it; None if they do not.
-        sign: a variable that only its processes have.
-        meeting: where the ranks meet.
-    """
+    """The variables of a launcher."""
 
     name: str
     rank: str
     size: str
     local_rank: str
+    """Among those of this host."""
     local_size: Callable[[Variables], int | None]
+    """Number of processes on this host, as the variables tell it; None if they do not."""
     sign: str
+    """A variable that only its processes have."""
     meeting: Callable[[Variables], Meeting]
 
 
@@ -81,10 +71,6 @@ def launcher_of(variables: Variables) -> Launcher | None:
 
 def number(variables: Variables, name: str) -> int | None:
     """Return the number in a variable; None if it is not set.
-
-    Args:
-        variables: all of them.
-        name: of this one.
 
     Raises:
         UserError: if it is no number.

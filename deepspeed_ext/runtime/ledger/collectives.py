@@ -24,7 +24,6 @@ class Collectives:
 
         Args:
             group: the group; the same words on all of its ranks.
-            words: such as `tensor-parallel ranks`.
         """
         if group is not None:
             self._words.setdefault(group.group_name, words)

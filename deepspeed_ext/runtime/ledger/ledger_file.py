@@ -11,44 +11,38 @@ from deepspeed_ext.runtime.ledger.position import Position
 
 @dataclass(frozen=True, slots=True)
 class CurrentInstruction:
-    """The instruction at which a rank is.
-
-    Attributes:
-        instruction: its kind, such as `backward` or `receive gradient`.
-        op: the op that it belongs to: `0B0.2`.
-        stage: stage of that op.
-        micro_batch: micro-batch of that op.
-        token_slice: token slice of that op.
-        peer: global rank for which it waits; null while it waits for none.
-    """
+    """The instruction at which a rank is."""
 
     instruction: str
+    """Its kind, such as `backward` or `receive gradient`."""
     op: str
+    """The op that it belongs to: `0B0.2`."""
     stage: int
+    """Stage of that op."""
     micro_batch: int
+    """Micro-batch of that op."""
     token_slice: int
+    """Token slice of that op."""
     peer: int | None
+    """Global rank for which it waits; null while it waits for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerFile:
-    """The ledger of a rank, as its file has it. Its fields are the keys.
-
-    Attributes:
-        behind: text that names the rank for which all others wait.
-        position: where this rank is.
-        waiting: the instruction at which it is; null outside of programs.
-        stack: where its main thread is in the code, the innermost call last: `FILE:LINE FUNCTION`.
-        done: instructions of its program that are done, in order.
-        to_do: the instructions that are left; the first one is that of `waiting`.
-    """
+    """The ledger of a rank, as its file has it. Its fields are the keys."""
 
     behind: str
+    """Text that names the rank for which all others wait."""
     position: Position
+    """Where this rank is."""
     waiting: CurrentInstruction | None
+    """The instruction at which it is; null outside of programs."""
     stack: tuple[str, ...]
+    """Where its main thread is in the code, the innermost call last: `FILE:LINE FUNCTION`."""
     done: tuple[str, ...]
+    """Instructions of its program that are done, in order."""
     to_do: tuple[str, ...]
+    """The instructions that are left; the first one is that of `waiting`."""
 
     @classmethod
     def of(cls, behind: str, position: Position, program: Sequence[Instruction], stack: Sequence[str]) -> "LedgerFile":
@@ -56,8 +50,6 @@ class LedgerFile:
 
         Args:
             behind: text that names the rank behind.
-            position: where the rank is.
-            program: its instructions.
             stack: where its main thread is in the code.
         """
         at = program[position.done] if position.done < len(program) else None

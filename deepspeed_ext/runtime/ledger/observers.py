@@ -32,11 +32,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers as one.
-
-    Args:
-        members: those that are there from the start.
-    """
+    """Several observers as one."""
 
     def __init__(self, members: Iterable[Observer] = ()) -> None:
         self._members = list(members)
@@ -72,11 +68,7 @@ class Observers:
 
 
 class BackwardTimer:
-    """Runs DeepSpeed's timer of backwards, of its setting `wall_clock_breakdown`. Its hooks time the forwards.
-
-    Args:
-        engine: whose timers they are.
-    """
+    """Runs DeepSpeed's timer of backwards, of its setting `wall_clock_breakdown`. Its hooks time the forwards."""
 
     def __init__(self, engine: Any) -> None:
         self._timer = engine.timers(BACKWARD_MICRO_TIMER)

@@ -50,7 +50,6 @@ class OpLedger:
     """The ledger of one rank. The thread that runs the program writes, another may read at any time.
 
     Args:
-        rank: global rank.
         mark: see `Mark`; None where the host computes by itself.
     """
 
@@ -63,21 +62,12 @@ class OpLedger:
         self._lock = Lock()
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
-        """Start on a batch.
-
-        Args:
-            batch: name of the batch.
-            program: instructions of this rank.
-        """
+        """Start on a batch."""
         self._say(_State(batch, program, 0, None, number=self._said.number + 1), self._mark)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around something that all ranks of the run do, other than a program.
-
-        Args:
-            name: of the phase, for a reader: `saving`.
-        """
+        """Around something that all ranks of the run do, other than a program."""
         before = self._said
         self._say(before._replace(phase=name, number=before.number + 1), self._mark)
         yield
@@ -100,7 +90,6 @@ class OpLedger:
         """Around a wait for another rank.
 
         Args:
-            rank: the rank.
             over: says whether the accelerator has what it waits for; None to mark the place.
         """
         self._say(self._said._replace(waits_for=rank), None)

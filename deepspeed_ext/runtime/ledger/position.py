@@ -7,33 +7,30 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Position of a rank in its run.
-
-    Attributes:
-        rank: global rank.
-        batch: number of the optimizer step, or what else the rank is at.
-        done: instructions done.
-        total: instructions of the program; 0 between batches.
-        doing: the instruction it is at, as `Instruction` is written, or the phase; empty between batches.
-        waits_for: global rank whose message it waits for, or that has yet to take one; None while it waits for none.
-        seconds: since this position last changed.
-        phase: number of batches and phases begun so far: all ranks of a run begin the same ones. 0 outside of them.
-        collectives: collectives that it has started in each group of ranks, by name of the group.
-        code: place in the code at which its main thread is.
-        in_collective: whether the main thread is inside of a collective.
-    """
+    """Position of a rank in its run."""
 
     rank: int
+    """Global rank."""
     batch: str
+    """Number of the optimizer step, or what else the rank is at."""
     done: int
+    """Instructions done."""
     total: int
+    """Instructions of the program; 0 between batches."""
     doing: str
+    """The instruction it is at, as `Instruction` is written, or the phase; empty between batches."""
     waits_for: int | None = None
+    """Global rank whose message it waits for, or that has yet to take one; None while it waits for none."""
     seconds: float = 0.0
+    """Since this position last changed."""
     phase: int = 0
+    """Number of batches and phases begun so far: all ranks of a run begin the same ones. 0 outside of them."""
     collectives: Mapping[str, int] = field(default_factory=dict)
+    """Collectives that it has started in each group of ranks, by name of the group."""
     code: str = ""
+    """Place in the code at which its main thread is."""
     in_collective: bool = False
+    """Whether the main thread is inside of a collective."""
 
     def __str__(self) -> str:
         """Line for a reader."""
@@ -48,11 +45,7 @@ class Position:
         return asdict(self)
 
     def same_place(self, other: "Position") -> bool:
-        """Whether the rank has not moved between two looks at it.
-
-        Args:
-            other: the position at the other look.
-        """
+        """Whether the rank has not moved between two looks at it."""
         return (self.batch, self.done, self.doing, self.waits_for, self.phase, self.collectives) == (
             other.batch, other.done, other.doing, other.waits_for, other.phase, other.collectives
         )  # fmt: skip

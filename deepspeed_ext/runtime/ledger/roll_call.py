@@ -18,12 +18,7 @@ from deepspeed_ext.runtime.ledger.position import Position
 
 
 class RollCall:
-    """The questions of a run, as one rank hears them. Every rank answers every question, so all count them alike.
-
-    Args:
-        store: of all ranks.
-        rank: this rank.
-    """
+    """The questions of a run, as one rank hears them. Every rank answers every question, so all count them alike."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._number = store, rank, 0
@@ -74,11 +69,7 @@ class RollCall:
         return settled, by == self._rank
 
     def count_heard(self, more: int = 0) -> int:
-        """Number of ranks that have heard the conclusion.
-
-        Args:
-            more: ranks to add.
-        """
+        """Number of ranks that have heard the conclusion."""
         return int(self._store.add(self._key("heard"), more))
 
     def next(self) -> None:

@@ -29,7 +29,6 @@ def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hos
     Args:
         positions: positions of all ranks, by global rank; None for one that gave no sign of life.
         limit_s: longest time in seconds for which a rank may wait.
-        hosts: of the ranks that are named as behind.
     """
     living = {rank: position for rank, position in positions.items() if position is not None}
     standing = sorted(rank for rank, position in living.items() if position.seconds >= limit_s)
@@ -62,7 +61,6 @@ def explain_alone(position: Position, silent_s: float, hosts: Mapping[int, str] 
     """Say in one line what a rank knows that can ask nobody.
 
     Args:
-        position: position of the rank.
         silent_s: seconds since the store was last heard of.
         hosts: those that are known, by rank.
     """

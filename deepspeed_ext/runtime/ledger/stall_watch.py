@@ -74,15 +74,10 @@ class StallWatch:
     """The threads that look after one rank.
 
     Args:
-        ledger: ledger of this rank.
-        rank: this rank.
         world_size: number of ranks. A rank that is alone has nobody to wait for, and is not watched.
         store: of all ranks, over a connection that nobody else uses.
         timeout: longest time that a rank may wait for another.
-        directory: directory of the ledgers.
         remedy: returns the end of the line: what the user can do.
-        say: prints a line.
-        end: ends this process.
         ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
     """
 
@@ -269,10 +264,8 @@ def watch_this_rank(
 
     Args:
         timeout: longest time that a rank may wait for another.
-        directory: directory of the ledgers.
         name: of the watch, the same on all ranks, and of no other watch.
         remedy: returns the end of the line: what the user can do.
-        end: ends this process.
         ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
     """
     rank = dist.get_rank()

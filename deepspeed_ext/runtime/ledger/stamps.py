@@ -29,12 +29,7 @@ class Stamps:
             get_accelerator().synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one stamp to another.
-
-        Args:
-            start: the earlier.
-            end: the later.
-        """
+        """Seconds from one stamp to another."""
         if self._synchronous:
             return float(end - start)
         return float(start.elapsed_time(end)) / 1000.0  # events tell milliseconds

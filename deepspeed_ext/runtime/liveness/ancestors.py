@@ -40,17 +40,12 @@ _OPTIONS_WITH_A_VALUE = frozenset({"-W", "-X", "-Q", "--check-hash-based-pycs"})
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A process above this one.
-
-    Attributes:
-        pid: its number.
-        words: its command line.
-        born: time at which it started, as `birth_of` gives it: with the number, no other process has it.
-    """
+    """A process above this one."""
 
     pid: int
     words: tuple[str, ...]
     born: float
+    """Time at which it started, as `birth_of` gives it: with the number, no other process has it."""
 
     @property
     def program(self) -> str:
@@ -86,9 +81,6 @@ def ancestors() -> list[Ancestor]:
 
 def birth_of(process: psutil.Process) -> float:
     """Return the time at which a process started: on Linux in ticks of a clock that nobody sets, else in seconds.
-
-    Args:
-        process: the process.
 
     Raises:
         psutil.NoSuchProcess: if it is gone.
@@ -129,28 +121,15 @@ def _connection(above: Sequence[Ancestor], launcher: int) -> int:
 
 
 def host_launcher(launch: Sequence[Ancestor]) -> Ancestor | None:
-    """Return the process that started all ranks of this host; None if nobody did.
-
-    Args:
-        launch: the launch of one of them.
-    """
+    """Return the process that started all ranks of this host; None if nobody did."""
     return next((each for each in launch if each.program in _LAUNCHERS), None)
 
 
 def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether DeepSpeed's launcher started this process, and ended before the process could look for it.
-
-    Args:
-        launch: the launch that was found.
-        environment: variables; DeepSpeed's launcher alone sets `CROSS_RANK`.
-    """
+    """Whether DeepSpeed's launcher started this process, and ended before the process could look for it."""
     return "CROSS_RANK" in environment and not launch
 
 
 def own_launch(above: Callable[[], Sequence[Ancestor]] = ancestors) -> tuple[Ancestor, ...]:
-    """Return the processes of the launch of this rank.
-
-    Args:
-        above: returns the processes above it.
-    """
+    """Return the processes of the launch of this rank."""
     return launch_of(above(), outlives_its_terminal=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)

@@ -35,15 +35,12 @@ _PARTING_S = _CONNECT_S + 1.0
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Somebody who is gone, so that the run ends.
-
-    Attributes:
-        what: who, and how: the beginning of the line for the user.
-        said: whether the user has been told, so that nobody else need say it.
-    """
+    """Somebody who is gone, so that the run ends."""
 
     what: str
+    """Who, and how: the beginning of the line for the user."""
     said: bool = False
+    """Whether the user has been told, so that nobody else need say it."""
 
 
 class HostNews:
@@ -69,8 +66,6 @@ class HostNews:
         """Connect, and listen.
 
         Args:
-            address: of the store.
-            port: of the store.
             name: of this rank, as a user reads it.
             listens: whether to listen, and not only to be ready to tell.
         """
@@ -79,11 +74,7 @@ class HostNews:
         self._thread.start()
 
     def tell(self, gone: Gone) -> None:
-        """Tell the other hosts, unless they cannot be reached.
-
-        Args:
-            gone: who is gone.
-        """
+        """Tell the other hosts, unless they cannot be reached."""
         if self._thread is None or self._ended.is_set():
             return
         self._to_tell.put(gone)
@@ -156,8 +147,6 @@ class _SignsOfLife:
     """Signs of life of the ranks that listen, one of each host.
 
     Args:
-        store: the store.
-        prefix: of the keys.
         name: of this rank, as a user reads it.
     """
 

@@ -41,13 +41,7 @@ class Mark(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostRank:
-    """What a rank says of itself.
-
-    Attributes:
-        rank: its number among all.
-        pid: number of its process.
-        mark: how it is.
-    """
+    """What a rank says of itself."""
 
     rank: int
     pid: int
@@ -59,7 +53,6 @@ class HostRanks:
 
     Args:
         path: file of the page, the same for its ranks and nobody else's.
-        size: number of the ranks.
 
     Raises:
         OSError: if the file is another user's.
@@ -77,12 +70,7 @@ class HostRanks:
             os.close(descriptor)
 
     def write(self, local_rank: int, rank: HostRank) -> None:
-        """Write what a rank says of itself.
-
-        Args:
-            local_rank: its place on the host.
-            rank: what it says.
-        """
+        """Write what a rank says of itself."""
         _SLOT.pack_into(self._page, local_rank * _SLOT.size, rank.rank, rank.pid, rank.mark)
 
     def read(self) -> dict[int, HostRank]:
@@ -103,8 +91,6 @@ def page_of(launcher: Ancestor, size: int, attempt: str) -> HostRanks | None:
     """Return the page of the ranks that a launcher started on this host; None where it cannot be had.
 
     Args:
-        launcher: the launcher.
-        size: number of the ranks.
         attempt: how often the launcher has started them, with launchers that start ranks again.
     """
     name = f"ranks-of-{os.geteuid()}-{launcher.pid}-{launcher.born:.0f}-{attempt}"

@@ -37,8 +37,6 @@ class ProcessEnds(Generic[Name]):
         """Wait for the end of a process, too.
 
         Args:
-            name: what to call it.
-            pid: its number.
             born: time at which it started, so that it is told from a later process of that number.
         """
         try:
@@ -56,11 +54,7 @@ class ProcessEnds(Generic[Name]):
         self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> set[Name]:
-        """Return the names of all that have ended so far, as soon as there is a new one, or after some seconds.
-
-        Args:
-            seconds: longest time to wait.
-        """
+        """Return the names of all that have ended so far, as soon as there is a new one, or after some seconds."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic()) if len(self._ended) == self._num_reported else 0.0

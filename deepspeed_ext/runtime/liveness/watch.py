@@ -49,14 +49,12 @@ class RankWatch:
     """The thread that looks after one rank. Enter and leave it in the main thread.
 
     Args:
-        place: of this rank.
         launch: the processes that started it, its parent first.
         host: the page of the ranks of this host; None where there is none.
         attempt: how often the ranks were started, with launchers that start them again.
         orphan: whether its launcher is gone already.
         remedy: returns the end of the line about a death: what the user can do.
         request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
-        say: prints a line.
         leave: ends the process with an exit code, at once.
         ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
             rank, and on one that speaks because others are gone.
@@ -138,22 +136,13 @@ class RankWatch:
         self._waking.close()
 
     def meet(self, address: str, port: int) -> None:
-        """Tell and hear from now on what happens on other hosts, over the store where the ranks meet.
-
-        Args:
-            address: of the store.
-            port: of the store.
-        """
+        """Tell and hear from now on what happens on other hosts, over the store where the ranks meet."""
         if self._news is not None:
             name = _name(self.place.rank, os.getpid())
             self._news.begin(address, port, name=name, listens=self.place.local_rank == 0)
 
     def reason_of_a_lost_connection(self, seconds: float) -> Gone | None:
-        """Return who is gone, as soon as it is known; None if nobody is found to be.
-
-        Args:
-            seconds: longest time to look.
-        """
+        """Return who is gone, as soon as it is known; None if nobody is found to be."""
         if self._news is not None:
             self._news.ask()
         self._known.wait(seconds)
@@ -305,8 +294,6 @@ def watch_rank(
     """Return the watch of this rank, as its launcher started it.
 
     Args:
-        place: of this rank.
-        environment: variables of the launcher.
         remedy: returns the end of the line about a death: what the user can do.
         ending: told why the run ends, and whether something is wrong, before the rank leaves at once.
     """

@@ -15,14 +15,7 @@ _NAMED = 3
 
 
 class BadState(NamedTuple):
-    """A state of a rank that has bad numbers.
-
-    Attributes:
-        rank: the rank.
-        state: its name in words.
-        count: bad numbers in it.
-        size: all of its numbers.
-    """
+    """A state of a rank that has bad numbers."""
 
     rank: int
     state: str

@@ -24,18 +24,13 @@ REPLICAS_AND_SEQUENCE = "replicas and sequence-parallel ranks"
 
 
 class Difference(NamedTuple):
-    """Copies of a state that are not equal.
-
-    Attributes:
-        state: its name in words.
-        among: kind of the ranks that hold copies.
-        odd: ranks whose copies differ from those of most; all of them where no copy has a majority.
-        others: the others.
-    """
+    """Copies of a state that are not equal."""
 
     state: str
     among: str
+    """Kind of the ranks that hold copies."""
     odd: tuple[int, ...]
+    """Ranks whose copies differ from those of most; all of them where no copy has a majority."""
     others: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -81,9 +76,6 @@ def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]
     """Return how the copies of a state differ; None if they do not.
 
     Args:
-        state: its name in words.
-        among: kind of the ranks.
-        ranks: those that hold copies.
         hashed: hash of the copy of each.
     """
     (usual, count), *others = Counter(hashed).most_common()

@@ -24,39 +24,31 @@ _GRADIENTS = ("_hp_grad", "grad_accum", "grad")
 
 
 class BadOp(NamedTuple):
-    """An op that left a bad number. They are sorted by who may have caused whom.
-
-    Attributes:
-        backward: whether it is not a forward.
-        micro_batch: number of the micro-batch among those of its replica.
-        order: place of the op and of the event in it, in the order of dependencies.
-        what: tensor that was bad, in words.
-        token_slice: number of the token slice.
-        replica: the replica.
-        rank: the rank.
-        tokens: first and last token of its part of the token slice, where sequence-parallel ranks share it.
-    """
+    """An op that left a bad number. They are sorted by who may have caused whom."""
 
     backward: bool
+    """Whether it is not a forward."""
     micro_batch: int
+    """Number of the micro-batch among those of its replica."""
     order: tuple[int, int, int]
+    """Place of the op and of the event in it, in the order of dependencies."""
     what: str
+    """Tensor that was bad, in words."""
     token_slice: int
+    """Number of the token slice."""
     replica: int
     rank: int
     tokens: tuple[int, int] | None = None
+    """First and last token of its part of the token slice, where sequence-parallel ranks share it."""
 
 
 class Origin(NamedTuple):
-    """Where bad numbers began.
-
-    Attributes:
-        op: the op that left the first.
-        ranks: ranks on which it was the first: those that share a layer may all see the same.
-    """
+    """Where bad numbers began."""
 
     op: BadOp
+    """The op that left the first."""
     ranks: tuple[int, ...]
+    """Ranks on which it was the first: those that share a layer may all see the same."""
 
     def __str__(self) -> str:
         """Text for messages."""
@@ -72,7 +64,6 @@ def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin
 
     Args:
         engine: the engine of this rank.
-        micro_batches: those that it read for the batch.
     """
     if not engine.can_replay:
         return None
@@ -91,11 +82,7 @@ def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin
 
 
 class _Watch:
-    """Looks at what the ops of a rank leave. An `Observer`.
-
-    Args:
-        engine: the engine.
-    """
+    """Looks at what the ops of a rank leave. An `Observer`."""
 
     def __init__(self, engine: ReplayingEngine) -> None:
         self._engine = engine

@@ -44,7 +44,6 @@ class ReplayingEngine(SavingEngine):
 
         Args:
             micro_batches: those that this rank read for the batch.
-            observer: surrounds each op.
         """
         self.complete_weights()
         iterator = self.data_iterator

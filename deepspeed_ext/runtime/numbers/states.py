@@ -12,19 +12,14 @@ as `exp_avg`."""
 
 
 class State(NamedTuple):
-    """A tensor that outlives a step.
-
-    Attributes:
-        name: name of its parameter.
-        parameter: the parameter.
-        kind: `weight`, `fp32 weight`, or the name of a moment.
-        values: [elements] or in the shape of the parameter; a view, not a copy.
-    """
+    """A tensor that outlives a step."""
 
     name: str
     parameter: nn.Parameter
     kind: str
+    """`weight`, `fp32 weight`, or the name of a moment."""
     values: Tensor
+    """[elements] or in the shape of the parameter; a view, not a copy."""
 
     def __str__(self) -> str:
         """Text for messages: `weight 2.mlp.up.weight`, `exp_avg of 2.mlp.up.weight`."""

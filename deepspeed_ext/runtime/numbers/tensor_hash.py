@@ -21,9 +21,6 @@ def hashes(tensors: Sequence[Tensor]) -> Tensor:
     The words of the tensor are multiplied by odd numbers and added up modulo 2^64, as in the multilinear
     hashing of Dietzfelbinger (STACS 1996). A product with an odd number is 0 only if the other factor is: two tensors
     that differ in one word always have two hashes.
-
-    Args:
-        tensors: of any shapes and dtypes, on one device.
     """
     device = tensors[0].device
     longest = max(each.nbytes // min(each.element_size(), 4) for each in tensors)

@@ -13,9 +13,6 @@ class HostBuffers:
     Page-locked where the device is an accelerator: other memory it cannot read while its host does something else.
     Locking pages takes long, so buffers are kept; never more bytes than were in use at once.
 
-    Args:
-        device: device whose tensors are copied.
-
     Attributes:
         held: bytes of all buffers.
         in_use: bytes of those that are taken.

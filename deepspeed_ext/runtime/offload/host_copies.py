@@ -26,31 +26,23 @@ from deepspeed_ext.runtime.offload.host_buffers import HostBuffers
 
 @dataclass(slots=True)
 class HostCopy:
-    """Some tensors on their way to the host and back.
-
-    Attributes:
-        needing_gradients: whether each of them is a leaf that requires a gradient.
-        on_host: their buffers.
-        on_device: the tensors, until they are dropped, and again once they are fetched.
-        ended: event behind the copy that was posted last; None where there are no streams.
-        is_fetched: whether the copy back is posted.
-        stamps: if somebody measures, begin and end of the copy to the host, the drop, begin and end of the copy back.
-    """
+    """Some tensors on their way to the host and back."""
 
     needing_gradients: tuple[bool, ...]
+    """Whether each of them is a leaf that requires a gradient."""
     on_host: list[Tensor]
     on_device: list[Tensor] = field(default_factory=list)
+    """The tensors, until they are dropped, and again once they are fetched."""
     ended: Any = None
+    """Event behind the copy that was posted last; None where there are no streams."""
     is_fetched: bool = False
+    """Whether the copy back is posted."""
     stamps: list[Any] = field(default_factory=list)
+    """If somebody measures, begin and end of the copy to the host, the drop, begin and end of the copy back."""
 
 
 class HostCopies:
-    """Copies between a device and its host, in both directions.
-
-    Args:
-        device: the device.
-    """
+    """Copies between a device and its host, in both directions."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,21 +66,13 @@ class HostCopies:
         return copy
 
     def drop(self, copy: HostCopy) -> None:
-        """Let go of the device's tensors. The device goes on once the copy has ended; the plan sees to it that it has.
-
-        Args:
-            copy: the copy.
-        """
+        """Free the device's tensors after the copy; the plan places this where the copy has ended."""
         self._wait(copy)
         self._stamp(copy)
         copy.on_device = []
 
     def fetch(self, copy: HostCopy) -> None:
-        """Post the copy back.
-
-        Args:
-            copy: a copy whose tensors were dropped.
-        """
+        """Post the copy back."""
         # Made for the stream of the ops, behind which the copy starts: what was in this memory has been read by then.
         copy.on_device = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in copy.on_host]
         with self._posted_on(self._from_host, copy):
@@ -97,11 +81,7 @@ class HostCopies:
         copy.is_fetched = True
 
     def arrive(self, copy: HostCopy) -> tuple[Tensor, ...]:
-        """The tensors [...] that were fetched, for ops that the device is told of from now on; the copy ends.
-
-        Args:
-            copy: the copy.
-        """
+        """The tensors [...] that were fetched, for ops that the device is told of from now on; the copy ends."""
         self._wait(copy)
         self._give_back(copy)
         return tuple(
@@ -109,11 +89,7 @@ class HostCopies:
         )
 
     def abandon(self, copy: HostCopy) -> None:
-        """Let go of a copy, whatever state it is in.
-
-        Args:
-            copy: the copy.
-        """
+        """Let go of a copy, whatever state it is in."""
         self._wait(copy)
         self._give_back(copy)
         copy.on_device = []

@@ -14,12 +14,7 @@ from deepspeed_ext.runtime.offload.host_copies import HostCopies, HostCopy
 
 
 class TokenSliceCopies:
-    """The host copies of one rank, by what they are of.
-
-    Args:
-        settings: those that the copies were planned with.
-        device: device of the tensors.
-    """
+    """The host copies of one rank, by what they are of."""
 
     def __init__(self, settings: HostCopySettings, device: torch.device) -> None:
         self._settings = settings
@@ -42,39 +37,23 @@ class TokenSliceCopies:
             self._clock = self._copies.clock = None
 
     def begin(self, settings: HostCopySettings) -> None:
-        """Expect a batch.
-
-        Args:
-            settings: with the token slices of the batch.
-        """
+        """Expect a batch."""
         self._settings = settings
 
     def offload(self, content: Content, op: Op, tensors: Sequence[Tensor]) -> None:
         """Post a copy to the host.
 
         Args:
-            content: what the tensors are.
-            op: forward of the token slice that left them.
             tensors: tensors [...].
         """
         self._under_way[content, *op[1:]] = self._copies.offload(tensors)
 
     def drop(self, content: Content, op: Op) -> None:
-        """Let go of the device's tensors; others must not hold them.
-
-        Args:
-            content: what they are.
-            op: forward of the token slice that left them.
-        """
+        """Let go of the device's tensors; others must not hold them."""
         self._copies.drop(self._under_way[content, *op[1:]])
 
     def fetch(self, content: Content, op: Op) -> None:
-        """Post the copy back.
-
-        Args:
-            content: what is copied.
-            op: forward of the token slice that left it.
-        """
+        """Post the copy back."""
         self._copies.fetch(self._under_way[content, *op[1:]])
 
     def arrivals(self, op: Op) -> Iterator[tuple[Content, int, tuple[Tensor, ...]]]:

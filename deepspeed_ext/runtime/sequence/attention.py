@@ -37,14 +37,11 @@ class TokenSliceAttention(torch.autograd.Function):
         """Return the output [B, N, H, D].
 
         Args:
-            ctx: torch's.
             query: [B, N, H, D].
             key: [B, N, G, D].
             value: [B, N, G, D].
             state: keys and values of the sequence; None if the token slice is all of it.
-            start: tokens before the token slice.
             scale: factor of the scores.
-            kernel: computes attention on the device.
         """
         if state is None:
             query, *keys = kept = _kept(query, key, value)

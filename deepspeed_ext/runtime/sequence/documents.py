@@ -17,27 +17,23 @@ from deepspeed_ext.runtime.batches.batch import to_device
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Starts of the documents in the rows of a micro-batch.
-
-    Attributes:
-        starts: for each row, the positions at which a document begins, ascending; the first is 0.
-        attend_apart: tokens see their own document alone.
-        positions_restart: positions count from the start of the document.
-        whole: positions [B, T] of whole sequences, once they are on the device of the layers.
-        seen_from: what token slices see, by their first token, where that is on a device already; see `on`.
-    """
+    """Starts of the documents in the rows of a micro-batch."""
 
     starts: tuple[tuple[int, ...], ...]
+    """For each row, the positions at which a document begins, ascending; the first is 0."""
     attend_apart: bool = True
+    """Tokens see their own document alone."""
     positions_restart: bool = True
+    """Positions count from the start of the document."""
     whole: Tensor | None = field(default=None, compare=False, repr=False)
+    """Positions [B, T] of whole sequences, once they are on the device of the layers."""
     seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
+    """What token slices see, by their first token, where that is on a device already; see `on`."""
 
     def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
         """Return these documents with everything that token slices need of them computed and moved to a device at once.
 
         Args:
-            device: the device.
             token_slices: lengths of the token slices.
         """
         whole, seen_from = self.whole, self.seen_from
@@ -48,12 +44,7 @@ class Documents:
         return replace(self, whole=whole, seen_from=seen_from)
 
     def positions(self, start: int, length: int) -> Tensor:
-        """Positions [B, N] of the tokens start .. start + N in their documents.
-
-        Args:
-            start: first token.
-            length: N.
-        """
+        """Positions [B, N] of the tokens start .. start + N in their documents."""
         if self.whole is not None:
             return self.whole[:, start : start + length]
         positions = torch.arange(start, start + length).repeat(len(self.starts), 1)
@@ -70,7 +61,6 @@ class Documents:
         Args:
             start: first token of a token slice.
             end: token behind its last one.
-            device: device that attends.
             window: tokens that a token attends to, itself included; None for all of its document so far.
         """
         seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
@@ -119,23 +109,20 @@ def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
 class SeenKeys(NamedTuple):
     """Keys that the tokens of a token slice attend to, in one row.
 
-        keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
-        queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
-                                 first key
-
-    Attributes:
-        first_key: start of the first document that has tokens in the token slice; keys before it are not seen.
-        runs: its documents, keys counted from `first_key`.
+    keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
+    queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
+                             first key
     """
 
     first_key: int
+    """Start of the first document that has tokens in the token slice; keys before it are not seen."""
     runs: Runs
+    """Its documents, keys counted from `first_key`."""
 
     def within(self, window: int, start: int) -> "SeenKeys":
         """Keys that windows reach, of these.
 
         Args:
-            window: tokens that a token attends to, itself included.
             start: first token of the token slice.
         """
         out_of_reach = start + 1 - window - self.first_key
@@ -155,7 +142,6 @@ class DocumentsAtOnce:
     """Attention within each document, by a kernel that takes many in one call: one call for each row.
 
     Args:
-        kernel: attends within runs of tokens.
         seen: keys that the tokens of each row attend to.
         end: token behind the last one of the token slice.
     """
@@ -230,7 +216,6 @@ class DocumentAttention:
 
     Args:
         kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
-        documents: documents of the micro-batch.
         end: token behind the last one of the token slice.
         window: tokens that a token attends to, itself included; None for all of its document so far.
     """

@@ -66,8 +66,6 @@ def check_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> None:
 
     Args:
         num_heads: query heads H of a layer on a rank.
-        num_key_heads: key heads G.
-        num_ranks: sequence-parallel ranks.
 
     Raises:
         UserError: if they cannot.

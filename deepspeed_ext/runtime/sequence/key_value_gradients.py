@@ -36,7 +36,6 @@ class PendingGradients:
         """Note that keys and values of a token slice are there.
 
         Args:
-            start: first token.
             end: token behind the last one.
         """
         if not self._began:
@@ -44,10 +43,6 @@ class PendingGradients:
 
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
         """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
-
-        Args:
-            gradients: gradients that the backward of its attention found.
-            start: tokens before it.
 
         Returns:
             Gradients [B, N, G, D] of the token slice's own keys and values.

@@ -45,10 +45,6 @@ class KeyValueState(Protocol):
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
         """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
 
-        Args:
-            gradients: gradients that the backward of its attention found.
-            start: tokens before it.
-
         Returns:
             Gradients [B, N, G, D] of the token slice's own keys and values.
         """
@@ -65,7 +61,6 @@ def key_value_state(
     """Return the state of a layer that nothing has been written to.
 
     Args:
-        seq_length: tokens of the whole sequence.
         window: tokens that a token attends to, itself included; None for all before it.
         forward_only: whether no backward will follow.
         apart: whether those of token slices are kept apart in training, as copies to the host need them.
@@ -82,7 +77,6 @@ class KeysOfSequence:
     """Keys and values of a whole sequence, in one buffer that later token slices write on.
 
     Args:
-        seq_length: tokens of the whole sequence.
         gradients_in: type in which gradients are kept; None for fp32 or wider.
     """
 
@@ -202,11 +196,7 @@ class KeysOfTokenSlices:
 
 
 class KeysInReach:
-    """Keys and values for a sliding window where no backward follows: those that the last token slice reached.
-
-    Args:
-        window: tokens that a token attends to, itself included.
-    """
+    """Keys and values for a sliding window where no backward follows: those that the last token slice reached."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -243,10 +233,6 @@ class KeysInReach:
 
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
         """Refuse a backward: keys [B, E, G, D] that it would have read are gone.
-
-        Args:
-            gradients: gradients that the backward of its attention found.
-            start: tokens before it.
 
         Raises:
             AssertionError: always.

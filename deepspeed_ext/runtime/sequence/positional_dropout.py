@@ -25,9 +25,6 @@ class DrawnNumbers:
     """Random numbers of a micro-batch on a stage, each drawn once and kept for all of its token slices.
 
     One for each token and use of dropout, 4 bytes, and one for each channel.
-
-    Args:
-        length: tokens of the whole sequence.
     """
 
     def __init__(self, length: int) -> None:
@@ -36,26 +33,14 @@ class DrawnNumbers:
         self._columns: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def rows(self, stream: int, sequences: tuple[int, ...], device: torch.device) -> Tensor:
-        """Random int32 [B, length] of one use of dropout.
-
-        Args:
-            stream: number of the use.
-            sequences: numbers of the B sequences.
-            device: device of the result.
-        """
+        """Random int32 [B, length] of one use of dropout."""
         key = stream, sequences, device
         if key not in self._rows:
             self._rows[key] = _drawn_rows(stream, sequences, 0, self._length, device)
         return self._rows[key]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count] of columns.
-
-        Args:
-            first: first column.
-            count: number of columns.
-            device: device of the result.
-        """
+        """Random int32 [count] of columns."""
         key = first, count, device
         if key not in self._columns:
             self._columns[key] = _drawn_columns(first, count, device)
@@ -64,19 +49,16 @@ class DrawnNumbers:
 
 @dataclass(frozen=True, slots=True)
 class DropoutPlace:
-    """Position of a token slice's tensors, for one use of dropout in one layer.
-
-    Attributes:
-        stream: number of the seed, the layer and the use.
-        sequences: number of each row's sequence, unlike that of any other sequence of the run.
-        start: position of the first token.
-        drawn: numbers that were drawn for the micro-batch; None to draw everything where it is asked for.
-    """
+    """Position of a token slice's tensors, for one use of dropout in one layer."""
 
     stream: int
+    """Number of the seed, the layer and the use."""
     sequences: tuple[int, ...]
+    """Number of each row's sequence, unlike that of any other sequence of the run."""
     start: int
+    """Position of the first token."""
     drawn: DrawnNumbers | None = field(default=None, compare=False)
+    """Numbers that were drawn for the micro-batch; None to draw everything where it is asked for."""
 
     @classmethod
     def at(
@@ -91,34 +73,21 @@ class DropoutPlace:
         """The place of a use of dropout.
 
         Args:
-            seed: seed of the run.
             layer: number of the layer in the model.
             site: number of the use in the layer.
             sequences: number of each row's sequence.
             start: position of the first token.
-            drawn: numbers that were drawn for the micro-batch.
         """
         return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Random int32 [B, N], one for each token.
-
-        Args:
-            length: N.
-            device: device of the result.
-        """
+        """Random int32 [B, N], one for each token."""
         if self.drawn is None:
             return _drawn_rows(self.stream, self.sequences, self.start, length, device)
         return self.drawn.rows(self.stream, self.sequences, device)[:, self.start : self.start + length]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count], one for each of the columns from `first` on.
-
-        Args:
-            first: first column.
-            count: number of columns.
-            device: device of the result.
-        """
+        """Random int32 [count], one for each of the columns from `first` on."""
         if self.drawn is None:
             return _drawn_columns(first, count, device)
         return self.drawn.columns(first, count, device)
@@ -136,8 +105,6 @@ def dropout(
 
     Args:
         inputs: [B, N, C].
-        probability: probability of zero.
-        place: place of the tokens.
         first_channel: channel of the first column, where a rank holds some of the channels.
         residual: [B, N, C], what the result is added to; None for nothing.
     """
@@ -152,8 +119,6 @@ def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: fl
     Args:
         rows: random int32, [...].
         first_column: number of the first column.
-        num_columns: columns C.
-        probability: that an element does not stay.
     """
     return _kept(rows, _drawn_columns(first_column, num_columns, rows.device), probability)
 
@@ -166,10 +131,7 @@ def attention_keep_mask(
     Args:
         rows: random int32, [B, N].
         first_head: number of the first head.
-        num_heads: heads H.
         first_key: position of the first key.
-        num_keys: keys E.
-        probability: that one does not stay.
     """
     return keep_mask(head_rows(rows, first_head, num_heads), first_key, num_keys, probability)
 
@@ -180,7 +142,6 @@ def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
     Args:
         rows: random int32, [B, N].
         first_head: number of the first head.
-        num_heads: heads H.
     """
     return _head_rows(rows, torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device))
 
@@ -191,7 +152,6 @@ def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor)
     Args:
         rows: random int32; as many as `like` has rows.
         columns: random int32 [C].
-        probability: probability of zero.
         like: tensor [..., C] that gives the shape and the type.
     """
     kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)

@@ -19,23 +19,19 @@ class SequenceParallelRanks:
     """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
 
     By default one rank alone (ADR 48).
-
-    Attributes:
-        rank: place of this rank among them; it has the part of that number of each token slice.
-        size: number of these ranks.
-        group: their process group; None for one alone.
     """
 
     rank: int = 0
+    """Place of this rank among them; it has the part of that number of each token slice."""
     size: int = 1
     group: dist.ProcessGroup | None = None
+    """Their process group; None for one alone."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "SequenceParallelRanks":
         """Return those of this rank. Every rank must call it at the same time.
 
         Args:
-            layout: layout of all ranks.
             timeout: longest time that a head exchange may take; None for torch's default.
         """
         if layout.sequence_parallel_size == 1:

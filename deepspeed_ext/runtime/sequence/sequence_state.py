@@ -39,7 +39,6 @@ class SequenceState:
     Args:
         token_slices: lengths of the token slices.
         ranks: ranks that share the tokens of each token slice; None for one alone.
-        seed: seed of the masks of dropout.
         sequences: number of each row, by which its masks differ from those of all other sequences.
         documents: starts of the documents; None if every row is one document.
         forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
@@ -82,7 +81,6 @@ class SequenceState:
         """Return the state as one layer sees it while it computes one token slice.
 
         Args:
-            layer: number of the layer.
             token_slice: number of the token slice.
         """
         return Past(self.parts.prefix_len(token_slice), layer, self)
@@ -134,7 +132,6 @@ class SequenceState:
         """Return the keys and values of a layer; None where no token slice but their own will read them.
 
         Args:
-            layer: number of the layer.
             window: tokens that its tokens attend to, themselves included; None for all before them.
 
         Raises:
@@ -167,12 +164,10 @@ class Past:
 
     Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. `attend` alone knows
     of the others.
-
-    Attributes:
-        prefix_len: tokens before those that the layer is given.
     """
 
     prefix_len: int
+    """Tokens before those that the layer is given."""
     _layer: int
     _sequence: SequenceState
 
@@ -186,7 +181,6 @@ class Past:
         """Positions of the N tokens that the layer is given: [1, N], or [B, N] where they restart with documents.
 
         Args:
-            length: tokens N.
             device: device that needs them; None for torch's default.
         """
         if not self.positions_restart:
@@ -195,12 +189,7 @@ class Past:
         return positions if device is None else positions.to(device)
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return something that all layers of this stage need of this token slice; the first layer that asks makes it.
-
-        Args:
-            name: its name.
-            make: function that makes it.
-        """
+        """Return a value that all layers of this stage share for this token slice; the first layer makes it."""
         key = self.prefix_len, name
         if key not in self._sequence.shared:
             self._sequence.shared[key] = make()
@@ -227,7 +216,6 @@ class Past:
             key: [B, N, G, D]; H must be a multiple of G.
             value: [B, N, G, D].
             scale: factor of the scores; 1 / sqrt(D) if None.
-            dropout: probability that a weight is dropped.
             first_head: number of the first query head, where a rank holds some of them.
             window: tokens that a token attends to, itself included; None for all before it. A layer has one.
             softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
@@ -278,7 +266,6 @@ class Past:
 
         Args:
             inputs: [B, N, C], of tokens that the layer is given.
-            probability: probability of zero.
             site: a number, from 1, for each use of dropout in a layer.
             first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.

@@ -31,12 +31,7 @@ Run = Callable[[Any, SequenceState, int, Mapping[str, Any]], Any]
 
 
 class StageLayer(NamedTuple):
-    """A layer of a stage.
-
-    Attributes:
-        name: its name, for messages.
-        run: runs it.
-    """
+    """A layer of a stage."""
 
     name: str
     run: Run
@@ -51,8 +46,6 @@ def check_layers(
         layers: layers of a stage, first to last.
         inputs: input of the first one, of one token slice: a tensor [B, N, ...], or a tuple of tensors.
         entries: entries of the same token slice, by name.
-        modules: module of which the layers are parts.
-        seq_length: tokens N of the token slice.
 
     Returns:
         Whether there were tokens enough.

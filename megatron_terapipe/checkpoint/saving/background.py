@@ -30,11 +30,7 @@ class BackgroundSaves:
         self._error: Exception | None = None
 
     def start(self, unfinished: UnfinishedSave) -> None:
-        """Finish a checkpoint in the background; there must be none in flight.
-
-        Args:
-            unfinished: the checkpoint, copied to memory.
-        """
+        """Finish a checkpoint in the background; there must be none in flight."""
         assert self._thread is None, "one at a time"
         self._lines, self._error = [], None
         # A run that fails for another reason does not wait for it: the checkpoint before stays the latest.

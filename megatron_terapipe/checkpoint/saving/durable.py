@@ -14,9 +14,6 @@ class DurableFile:
     """A new file to write to, which is on the disk when it is closed. Its hash is computed on the way.
 
     A write that fails is told at the end: torch's writer of archives cannot be interrupted between two of them.
-
-    Args:
-        path: of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,9 +46,7 @@ class DurableFile:
         """Close it, synced.
 
         Args:
-            kind: of the error.
             error: that ended the block, or None.
-            trace: of the error.
 
         Raises:
             OSError: if a write failed.
@@ -68,24 +63,14 @@ class DurableFile:
 
 
 def write_durably(path: Path, text: str) -> FileFacts:
-    """Write a file and sync it; return its size and hash.
-
-    Args:
-        path: of the file.
-        text: its content.
-    """
+    """Write a file and sync it; return its size and hash."""
     with DurableFile(path) as file:
         file.write(text.encode())
     return file.facts
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Give a file another content: at every moment it has the old one or the new one, whole.
-
-    Args:
-        path: of the file.
-        text: its content.
-    """
+    """Give a file another content: at every moment it has the old one or the new one, whole."""
     aside = path.with_name(f"{path.name}{ASIDE}")
     write_durably(aside, text)
     aside.replace(path)

@@ -42,7 +42,6 @@ class FileWriter(CheckpointEngine):
         """Make a directory.
 
         Args:
-            path: of the directory.
             exist_ok: whether it may be there.
         """
         try:
@@ -51,12 +50,7 @@ class FileWriter(CheckpointEngine):
             self._keep_fault(Path(path), error)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save a file.
-
-        Args:
-            state_dict: what it will hold.
-            path: of the file.
-        """
+        """Save a file."""
         if self.fault is not None:
             return
         try:
@@ -89,7 +83,6 @@ class FileWriter(CheckpointEngine):
         """Nothing is loaded through it.
 
         Args:
-            path: of the file.
             map_location: where its tensors would go.
         """
         raise NotImplementedError

@@ -21,7 +21,6 @@ def bytes_to_save(engine: TokenSlicePipelineEngine, optimizer: str | None) -> in
     """Return the bytes of tensors that all ranks together save; every rank must call it at the same time.
 
     Args:
-        engine: the engine.
         optimizer: rule of the update; None if its state is not saved.
     """
     mine = 0
@@ -46,7 +45,6 @@ def check_room(save: Path, size: int) -> None:
     """See that a checkpoint fits on the disk before any of it is written.
 
     Args:
-        save: directory of the checkpoints.
         size: bytes of the checkpoint.
 
     Raises:
@@ -64,9 +62,7 @@ def room_warning(save: Path, size: int, num_new: int, keep_last: int | None) -> 
     """Return a line for the log if the disk will be full before the run ends; None if it will not, as far as is known.
 
     Args:
-        save: directory of the checkpoints.
         size: bytes of one.
-        num_new: checkpoints that the run will save.
         keep_last: checkpoints that are kept; None for all.
     """
     free = disk_usage(save).free

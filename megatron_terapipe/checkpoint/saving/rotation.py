@@ -15,10 +15,6 @@ def put_in_place(partial: Path, directory: Path) -> None:
     """Give a whole checkpoint its name, in place of an older one of that name, and let `latest` point to it.
 
     Whoever dies in between leaves a whole one that is found: under the name, or beside it with `.replaced`.
-
-    Args:
-        partial: directory that it was written to, synced.
-        directory: its final directory.
     """
     replaced = directory.with_name(f"{directory.name}{REPLACED}")
     if directory.exists():
@@ -37,7 +33,6 @@ def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
     not count, and stays.
 
     Args:
-        save: directory of the checkpoints.
         iteration: the last that was saved.
         keep_last: number of checkpoints to keep; None for all.
     """
@@ -59,12 +54,7 @@ def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
 
 
 def keep_aside(directory: Path, instead: Path) -> Path:
-    """Take a damaged checkpoint out of the way, where no later save removes it; return its new directory.
-
-    Args:
-        directory: directory of the damaged one.
-        instead: directory of the checkpoint that is taken instead.
-    """
+    """Take a damaged checkpoint out of the way, where no later save removes it; return its new directory."""
     replace_durably(directory.with_name(LATEST), instead.name)
     names = (f"{directory.name}{DAMAGED}{number or ''}" for number in range(10_000))
     aside = next(path for name in names if not (path := directory.with_name(name)).exists())

@@ -24,26 +24,20 @@ from megatron_terapipe.errors import CheckpointError, SaveError
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has saved.
-
-    Attributes:
-        facts: sizes and hashes of its files.
-        fault: what kept one of them from being written, if anything did.
-        places: where the state of its parameters lies.
-    """
+    """What one rank has saved."""
 
     facts: dict[str, FileFacts]
+    """Sizes and hashes of its files."""
     fault: str | None
+    """What kept one of them from being written, if anything did."""
     places: list[tuple[str, Place]]
+    """Where the state of its parameters lies."""
 
 
 class UnfinishedSave:
     """A checkpoint of which this rank has copied or written its part, and which has no name yet.
 
     Args:
-        directory: directory that it will have.
-        info: facts of the run.
-        writer: what this rank saves.
         places: where the state of this rank's parameters lies.
         keep_last: checkpoints to keep, the newest; None for all.
     """
@@ -115,8 +109,6 @@ def begin_save(
     """Write this rank's part of a checkpoint, or copy it to memory, on every rank.
 
     Args:
-        engine: the engine.
-        save: directory of the checkpoints.
         info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
         in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call while training goes on.
@@ -140,8 +132,6 @@ def save_checkpoint(
     """Save a checkpoint, on every rank. It gets its name, and `latest` names it, only once it is whole.
 
     Args:
-        engine: the engine.
-        save: directory of the checkpoints.
         info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
 

@@ -31,7 +31,6 @@ def check_host_name(text: str, where: str) -> str:
 
     Args:
         text: what stands where a host is named.
-        where: place of it, for the error.
 
     Raises:
         ConfigError: if it is none: ssh would take a name that begins with a dash for an option, which can run commands.

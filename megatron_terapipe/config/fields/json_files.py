@@ -10,8 +10,6 @@ def read_json(path: str, flag: str, *, unbounded: bool = False) -> object:
     """Read a JSON file.
 
     Args:
-        path: the file.
-        flag: flag that named it, for the error.
         unbounded: whether whole numbers may have any size.
 
     Raises:
@@ -24,8 +22,6 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
     """Parse JSON text; see `deepspeed_ext.plan.text.json_text.parse_json`.
 
     Args:
-        text: the text.
-        described: its place, for the error.
         infinite: whether numbers may be infinite.
         unbounded: whether whole numbers may have any size.
 

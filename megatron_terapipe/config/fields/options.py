@@ -84,7 +84,6 @@ def option(default: Any = MISSING, **settings: Any) -> Any:
 
     Args:
         default: default of the field; left out, the flag is required, unless it is derived.
-        settings: fields of `Option`.
     """
     details = Option(**settings)
     if details.derived and default is MISSING:
@@ -100,12 +99,7 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts; empty if it accepts any value of its type.
-
-    Args:
-        section: class of the section.
-        declared: the field.
-    """
+    """Return the values that a field accepts; empty if it accepts any value of its type."""
     return _choices(get_type_hints(section)[declared.name], declared)
 
 
@@ -140,8 +134,6 @@ def resolve(section: Any, name: str, value: object) -> None:
     """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section.
 
     Args:
-        section: the section.
-        name: name of the field.
         value: value of the field where none is set.
     """
     if getattr(section, name) is None:

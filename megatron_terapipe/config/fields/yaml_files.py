@@ -11,10 +11,6 @@ from megatron_terapipe.errors import ConfigError
 def parse_yaml(text: str, described: str) -> object:
     """Parse YAML text. A date stays the text that it is.
 
-    Args:
-        text: the text.
-        described: its place, for the error.
-
     Raises:
         ConfigError: if it is not YAML, has a key twice, is nested too deeply, or holds a number that is not finite.
     """

@@ -154,10 +154,6 @@ def read_deepspeed_settings(path: str) -> dict[str, Any]:
 def fields_of(settings: Mapping[str, Any], path: str) -> dict[str, tuple[str, Any]]:
     """Return the fields that a file sets, each with the name of the setting and the value of the field.
 
-    Args:
-        settings: the file, as `read_deepspeed_settings` returns it.
-        path: its path, for errors.
-
     Raises:
         ConfigError: if a value is of the wrong kind.
     """

@@ -14,13 +14,10 @@ TimingOption = Literal["max", "minmax", "all"]
 
 @dataclass(frozen=True, slots=True)
 class IterationNumbers:
-    """Some iterations of a run.
-
-    Attributes:
-        runs: first and last of each run of consecutive numbers, in rising order.
-    """
+    """Some iterations of a run."""
 
     runs: tuple[tuple[int, int], ...]
+    """First and last of each run of consecutive numbers, in rising order."""
 
     def __contains__(self, iteration: int) -> bool:
         """Whether an iteration is one of them."""
@@ -36,7 +33,6 @@ class IterationNumbers:
         """Read numbers and runs of numbers, with commas between them.
 
         Args:
-            text: what is given.
             flag: the flag that it is given to, for the error.
 
         Raises:
@@ -211,7 +207,6 @@ class LoggingConfig:
         """Return the iterations whose timelines are written, if there is a directory for them.
 
         Args:
-            start: iterations done before this run.
             last: the last iteration of the run.
 
         Raises:

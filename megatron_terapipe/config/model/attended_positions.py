@@ -16,8 +16,6 @@ def attended_positions(start: Any, end: Any, window: int | None = None) -> Any:
     """Pairs of a token in [start, end) and a position that it attends to.
 
     Args:
-        start: first token.
-        end: token behind the last.
         window: tokens that a token attends to, itself included; None for all before it.
     """
     pairs = (end - start) * (end + start + 1) / 2
@@ -31,8 +29,6 @@ def positions_in_reach(start: Any, end: Any, window: int | None = None) -> Any:
     """Positions that the tokens [start, end) attend to, together.
 
     Args:
-        start: first token.
-        end: token behind the last.
         window: tokens that a token attends to, itself included; None for all before it.
     """
     return end if window is None else end - _above_zero(start + 1 - window)

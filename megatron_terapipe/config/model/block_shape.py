@@ -58,10 +58,8 @@ def block_shapes(layers: str, *, usual: BlockShape, num_attention_heads: int, hi
     heads of each key and value head) and `ffn_mult` (the width is 2/3 of that many hidden sizes, rounded up to 256).
 
     Args:
-        layers: the JSON text.
         usual: shape of a layer that the entry says nothing of.
         num_attention_heads: query heads, the same in every layer.
-        hidden_size: width of the residual stream.
 
     Raises:
         ConfigError: if an entry or a key is not understood; it names the layer.

@@ -32,12 +32,7 @@ device that does 165 FLOPs a byte."""
 
 
 def block_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Entries of the weight matrices of a block: query, key, value, projection, and those of the MLP.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Entries of the weight matrices of a block: query, key, value, projection, and those of the MLP."""
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
@@ -45,12 +40,7 @@ def block_weights(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h).
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h)."""
     shared = block_weights(model, block)
     if block.num_key_value_heads:
         queries, keys = _head_channels(model, block)
@@ -61,12 +51,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction."""
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(block.ffn_hidden_size)
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
@@ -74,12 +59,7 @@ def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_norms(model: ModelConfig, block: BlockShape) -> int:
-    """Count the norms of hidden states in a block.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Count the norms of hidden states in a block."""
     parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
     of_each = 2 if model.norm_placement == "both" else 1
     return parts * of_each - (model.shared_block_norm and parts == 2)
@@ -119,33 +99,17 @@ def model_parameters(model: ModelConfig) -> int:
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in the matrix products of one block, the same at every position.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
     return 2 * block_weights(model, block)
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
     return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
 def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
-    """Forward FLOPs of a token in one block. It attends to itself and to the tokens before it, or in its window.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-        prefix_len: tokens before it.
-    """
+    """Forward FLOPs of a token in one block. It attends to itself and to the tokens before it, or in its window."""
     return block_forward_flops(model, block, 1, prefix_len)
 
 
@@ -153,10 +117,7 @@ def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, 
     """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly.
 
     Args:
-        model: shape of the model.
-        block: shape of the block.
         num_tokens: length of the token slice.
-        prefix_len: tokens before it.
     """
     positions = int(attended_positions(prefix_len, prefix_len + num_tokens, block.window))
     linear = num_tokens * linear_flops_per_token(model, block)
@@ -173,7 +134,6 @@ def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) ->
 
     Args:
         num_logits: logits of the micro-batch, on one rank.
-        at_once: that may be alive.
     """
     over = num_logits - at_once
     return (over + abs(over)) / 2 / num_logits
@@ -187,7 +147,6 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     `recompute` these are the hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
 
     Args:
-        model: shape of the model.
         num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
         causal: count only positions that a token does attend to.
         recompute: count the second forward of every block that full recomputation runs.
@@ -206,8 +165,6 @@ def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_byt
     """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
 
     Args:
-        model: the model section.
-        block: shape of the block.
         element_bytes: bytes of an element.
     """
     return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
@@ -219,10 +176,6 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
     The outputs of norms are inputs of products, and can be computed again from what stays: from the input of each norm.
     The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
     output; where there is no other norm, the product before keeps its input as it is.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
     """
     parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
     match model.norm_placement:
@@ -234,12 +187,7 @@ def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int
 
 
 def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
-    """Channels of the queries and keys of a token that have norms, which keep them; 0 without norms.
-
-    Args:
-        model: the model section.
-        block: shape of the block.
-    """
+    """Channels of the queries and keys of a token that have norms, which keep them; 0 without norms."""
     has_norms = block.num_key_value_heads and model.qk_norm != "none"
     return sum(_head_channels(model, block)) if has_norms else 0
 
@@ -260,8 +208,6 @@ def block_activation_bytes_per_token(
     numbers that a norm keeps of a token, or of a head.
 
     Args:
-        model: shape of the model.
-        block: shape of the block.
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
         recompute: `none`, `selective`, `full` or `stage`.
     """
@@ -288,7 +234,6 @@ def stage_input_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
     where trainers that checkpoint every layer, such as ALST (arXiv 2506.13996), keep h: 2 h bytes in bf16.
 
     Args:
-        model: the model section.
         element_bytes: bytes of an element.
     """
     return model.hidden_size * element_bytes

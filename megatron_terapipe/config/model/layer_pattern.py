@@ -16,11 +16,6 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
     A number N names every Nth layer: layers N, 2N, ... counted from 1. A list has a 1 for each layer that it names and
     a 0 for each other; it may be written as a sum and product of lists, `([0]*3+[1])*8`.
 
-    Args:
-        pattern: the text.
-        num_layers: layers of the model.
-        flag: flag that gives it, for errors.
-
     Raises:
         ConfigError: if it is neither, or a list of another length.
     """

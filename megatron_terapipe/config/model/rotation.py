@@ -20,28 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How the queries and keys of a layer turn with their positions.
-
-    Attributes:
-        name: its name among the rotations of the model.
-        frequencies: angle per position of each pair of channels, in the order of the pairs.
-        factor: factor of the channels that turn.
-        interleaved: whether pair c is channels 2c and 2c + 1; otherwise it is channels c and c + the number of pairs.
-    """
+    """How the queries and keys of a layer turn with their positions."""
 
     name: str
+    """Its name among the rotations of the model."""
     frequencies: tuple[float, ...]
+    """Angle per position of each pair of channels, in the order of the pairs."""
     factor: float = 1.0
+    """Factor of the channels that turn."""
     interleaved: bool = False
+    """Whether pair c is channels 2c and 2c + 1; otherwise it is channels c and c + the number of pairs."""
 
 
 def rotation_of(model: "ModelConfig", block: BlockShape) -> Rotation | None:
-    """Return the rotation of a layer's queries and keys; None if it has none.
-
-    Args:
-        model: the model section.
-        block: shape of the layer.
-    """
+    """Return the rotation of a layer's queries and keys; None if it has none."""
     if model.position_embedding_type != "rope" or not block.rotated:
         return None
     if block.window is not None and model.rotary_base_local is not None:
@@ -56,7 +48,6 @@ def frequencies_of_base(base: float, channels: int) -> tuple[float, ...]:
     """Return the angle per position of each pair of channels (Su et al., RoFormer, arXiv 2104.09864 equation 15).
 
     Args:
-        base: base of the wavelengths.
         channels: channels that turn, an even number.
     """
     return tuple(base ** (-channel / channels) for channel in range(0, channels, 2))
@@ -86,7 +77,6 @@ def for_length(model: "ModelConfig", tokens: int) -> "ModelConfig":
     """Return the model for sequences of another length, where its rotations depend on that.
 
     Args:
-        model: the model section.
         tokens: length of the sequences; more than the model can process are as many as it can.
     """
     if model.rotary_scaling not in FOLLOW_LENGTH:
@@ -103,10 +93,6 @@ def _base_stretch(model: "ModelConfig") -> float:
 
 def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
     """Return the factors of a list of `longrope`, one for each pair of channels.
-
-    Args:
-        model: the model section.
-        name: field with the list.
 
     Raises:
         ConfigError: if it is no list of as many positive numbers.
@@ -195,7 +181,6 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
     Args:
         factor: how many times longer the sequences are that the model is for.
-        original_length: tokens of those before.
     """
     return sqrt(1 + log(factor) / log(original_length)) if factor > 1 and original_length > 1 else 1.0
 

@@ -7,7 +7,6 @@ def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tenso
     """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can.
 
     Args:
-        model: the model.
         pipeline_ranks: pipeline ranks that get a part each.
         tensor_ranks: tensor-parallel ranks that share each part.
     """

@@ -24,8 +24,6 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
     window is full, every token attends to as much, and token slices are equally long.
 
     Args:
-        model: the model section.
-        num_token_slices: token slices wanted.
         granularity: every length is a multiple of this, whatever kernels like.
 
     Raises:
@@ -45,8 +43,6 @@ def document_cuts(model: ModelConfig, num_token_slices: int, *, granularity: int
     """Return what cuts each micro-batch so that its token slices cost the same, with the documents that it has.
 
     Args:
-        model: the model section.
-        num_token_slices: token slices wanted.
         granularity: every length is a multiple of this, whatever kernels like.
 
     Raises:
@@ -80,8 +76,6 @@ def granularity_of(seq_length: int, num_token_slices: int, needed: int) -> int:
     """Tokens that token-slice lengths are multiples of: whole tiles, where token slices are long enough for that.
 
     Args:
-        seq_length: tokens of a sequence.
-        num_token_slices: token slices of a sequence.
         needed: tokens that every length must be a multiple of.
     """
     whole_tiles = lcm(TILE, needed)

@@ -26,7 +26,6 @@ def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
     """Return the transformer layers of each stage, and the number of model chunks.
 
     Args:
-        text: value of the flag.
         num_ranks: pipeline ranks. Stage i belongs to rank i mod `num_ranks`, as in Megatron.
 
     Raises:

@@ -13,8 +13,6 @@ def check_schedule(name: str, shape: PipelineShape, memory_limit: float | None) 
     """See that a name is that of a schedule, or of a file, and that the schedule is for a pipeline.
 
     Args:
-        name: value of the flag.
-        shape: of the pipeline, with one micro-batch.
         memory_limit: value of `--schedule-memory-limit`; None = it is not given.
 
     Raises:

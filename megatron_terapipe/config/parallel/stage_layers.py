@@ -15,8 +15,6 @@ def uniform_stages(
     """Return the transformer layers of each stage, as even as possible except for the ends that flags give.
 
     Args:
-        num_layers: transformer layers of the model.
-        num_ranks: pipeline ranks.
         model_chunks: stages of each pipeline rank.
         first: layers of the first pipeline rank; None = a share like the others.
         last: layers of the last pipeline rank; None = a share like the others.
@@ -48,8 +46,6 @@ def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output:
     """Return equally many layers for each stage, where the embedding or the output layer counts as one.
 
     Args:
-        num_layers: transformer layers of the model.
-        num_stages: stages.
         embedding: whether the embedding counts as a layer of the first stage.
         output: whether the output layer counts as one of the last.
 
@@ -72,8 +68,6 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
     """Return the transformer layers of each stage that `--stage-partition` lists; None if it names a rule.
 
     Args:
-        stage_partition: value of the flag.
-        num_ranks: pipeline ranks.
         model_chunks: stages of each pipeline rank.
 
     Raises:
@@ -107,7 +101,6 @@ def check_layers_per_stage(each: int | None, num_model_chunks: int | None, stage
     Args:
         each: layers of a stage; None = not given.
         num_model_chunks: stages of each pipeline rank; None = not given.
-        stage_partition: value of the flag.
 
     Raises:
         ConfigError: if two of them are given.
@@ -138,8 +131,6 @@ def check_ends(
     """Hold what flags say of the first and the last pipeline rank against each other, and against the stages.
 
     Args:
-        stage_partition: value of the flag.
-        num_ranks: pipeline ranks.
         model_chunks: stages of each pipeline rank.
         placement: which stages a rank owns, `looped` or `v`.
         layers: transformer layers of an end, by the field that gives them.

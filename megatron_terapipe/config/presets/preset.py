@@ -38,11 +38,6 @@ def preset(source: str, published: float, layers: int, hidden: int, heads: int, 
     """Return a preset.
 
     Args:
-        source: who published it.
-        published: parameters as published.
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        heads: query heads.
         **more: other fields of the model section.
     """
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}

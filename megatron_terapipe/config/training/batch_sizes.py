@@ -47,12 +47,7 @@ class BatchSizes:
         return self.start + int(consumed_samples / samples_per_step) * self.increment
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Return the samples consumed once `iterations` more iterations are done.
-
-        Args:
-            iterations: iterations to come.
-            consumed_samples: samples consumed before them.
-        """
+        """Return the samples consumed once `iterations` more iterations are done."""
         for size, number in self._stretches(consumed_samples):
             number = min(number, iterations)
             consumed_samples += number * size
@@ -85,11 +80,7 @@ class BatchSizes:
         return iterations + max(0, -(-(samples - consumed) // self.final))
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
-        """Yield size and number of iterations of equal size, until the ramp is over.
-
-        Args:
-            consumed_samples: samples consumed before them.
-        """
+        """Yield size and number of iterations of equal size, until the ramp is over."""
         while not self._is_final(consumed_samples):
             size = self.at(consumed_samples)
             # At most as many as the ramp has room for, and fewer where a larger size begins before.

@@ -21,8 +21,6 @@ class LearningRateSteps:
         """Return the lengths, whether they are given in steps, as a fraction, or in tokens.
 
         Args:
-            optimizer: the optimizer section.
-            training: the training section.
             tokens_per_step: tokens of an iteration or of a sample, whichever training is counted in.
         """
         in_samples = training.unit == "samples"

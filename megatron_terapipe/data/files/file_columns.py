@@ -51,10 +51,6 @@ class ReadFile:
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return bytes of the file, all that are asked for.
 
-        Args:
-            start: first byte.
-            num_bytes: how many.
-
         Raises:
             DataError: the disk fails, or the file has become shorter.
         """
@@ -90,10 +86,7 @@ class FileColumn:
         """Say where the numbers lie; nothing is read.
 
         Args:
-            file: the file.
-            dtype: type of the numbers.
             start: first byte of the first.
-            length: how many there are.
         """
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._file, self._start, self._length = file, start, length
@@ -162,7 +155,6 @@ class FileColumn:
         """Return the index at which a value would keep rising numbers in order, as numpy's function does.
 
         Args:
-            value: the value.
             side: whether before or after the numbers that equal it.
         """
         fence = int(self._fences.searchsorted(value, side))

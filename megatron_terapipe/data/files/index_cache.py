@@ -55,7 +55,6 @@ class IndexCache:
 
         Args:
             description: all that decides the arrays, of types that JSON has.
-            compute: makes them.
 
         Raises:
             DataError: the directory cannot be written, and must be.

@@ -317,7 +317,6 @@ class IndexedDataset:
         """Return a run of one sequence's ids.
 
         Args:
-            sequence: number of the sequence.
             offset: first token of the run.
             length: tokens of the run; None for all that follow `offset`.
 
@@ -343,9 +342,7 @@ class IndexedDataset:
         """Return some ids of a sequence, as many as are wanted or there are.
 
         Args:
-            sequence: number of the sequence.
             offset: first token of the run.
-            most: tokens wanted.
 
         Returns:
             Token ids of the type on disk, [most or less]; read only.

@@ -8,20 +8,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A micro-batch of one data-parallel rank.
-
-    Attributes:
-        tokens: input ids, int64 [micro_batch, seq].
-        labels: the id after each input, int64 [micro_batch, seq].
-        loss_mask: 1 where the prediction counts, else 0, float32 [micro_batch, seq].
-        document_starts: per row the positions in [0, seq) at which its documents begin, ascending, the first 0.
-            Left out, each row is one document.
-    """
+    """A micro-batch of one data-parallel rank."""
 
     tokens: Tensor
+    """Input ids, int64 [micro_batch, seq]."""
     labels: Tensor
+    """The id after each input, int64 [micro_batch, seq]."""
     loss_mask: Tensor
+    """1 where the prediction counts, else 0, float32 [micro_batch, seq]."""
     document_starts: tuple[tuple[int, ...], ...] = ()
+    """Per row the positions in [0, seq) at which its documents begin, ascending, the first 0. Left out, each row is one
+    document."""
 
     def __post_init__(self) -> None:
         """Take each row as one document unless told otherwise."""

@@ -24,15 +24,12 @@ class SampleDataset(Protocol):
 
 
 class BlendOrder(NamedTuple):
-    """The order in which samples come from several datasets.
-
-    Attributes:
-        dataset_index: dataset of each sample, int16 [samples].
-        dataset_sample_index: number of the sample in its dataset, int64 [samples].
-    """
+    """The order in which samples come from several datasets."""
 
     dataset_index: Numbers
+    """Dataset of each sample, int16 [samples]."""
     dataset_sample_index: Numbers
+    """Number of the sample in its dataset, int64 [samples]."""
 
 
 class UnreadSamples:
@@ -64,7 +61,6 @@ class BlendedDataset:
 
         Args:
             datasets: each has at least as many samples as its number occurs in the order.
-            order: order of the samples.
         """
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = order

@@ -27,8 +27,6 @@ class MockDataset:
 
         Args:
             seq_length: tokens the model sees per sample.
-            num_samples: how many samples.
-            vocab_size: token ids are below it.
             seed: of the draws, at least 0.
         """
         self.seq_length = seq_length
@@ -91,7 +89,6 @@ def build_datasets(
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
-        seed: seed of every shuffle.
         vocab_size: every token id is below it, which is seen to whenever a sample is read; None for any id.
         reads: whether samples are read here; otherwise only their number is known.
 
@@ -114,8 +111,6 @@ def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_s
     Args:
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
-        vocab_size: token ids are below it.
-        seed: seed of the draws.
     """
     train, valid, test = (
         MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)

@@ -45,7 +45,6 @@ class GPTDataset:
 
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
-            documents: numbers of the documents.
             seq_length: tokens the model sees per sample.
             num_samples: number of samples; as many epochs as they need.
             seed: seed of every shuffle, in [0, 2**32).
@@ -135,11 +134,6 @@ class GPTDataset:
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
     """Return the number of tokens of the documents.
 
-    Args:
-        indexed: the dataset.
-        documents: numbers of the documents.
-        seq_length: tokens of a sample.
-
     Raises:
         DataError: if they are fewer than one sample takes.
     """
@@ -154,13 +148,6 @@ def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int
 
 
 def samples_in_epochs(indexed: IndexedDataset, documents: range, *, seq_length: int, epochs: int) -> int:
-    """Return the number of whole samples that some epochs of the documents hold.
-
-    Args:
-        indexed: the dataset.
-        documents: numbers of the documents.
-        seq_length: tokens of a sample.
-        epochs: number of epochs.
-    """
+    """Return the number of whole samples that some epochs of the documents hold."""
     tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     return max(0, (epochs * tokens - 1) // seq_length)

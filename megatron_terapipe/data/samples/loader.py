@@ -57,8 +57,6 @@ class MicroBatchLoader(Iterator[Batch]):
             data_parallel_size: number of ranks that share the samples.
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
-            separating_eod: see `Batch.from_samples`.
-            masked_eod: see `Batch.from_samples`.
             pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
                 from there.
             seq_length: tokens of a sample; of long ones fewer are prepared ahead.

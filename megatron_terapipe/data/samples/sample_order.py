@@ -51,11 +51,9 @@ class SampleOrder:
 
         Args:
             lengths: tokens of each of the documents, int32 [documents].
-            documents: their numbers, one after the other.
             seq_length: tokens the model sees per sample.
             epochs: number of times that each document comes.
             seed: seed of every shuffle, in [0, 2**32).
-            cache: keeps what is drawn.
 
         Raises:
             DataError: the cache cannot be written.

@@ -21,10 +21,10 @@ class PackageTokenizer:
 
     Attributes:
         vocab_size: number of ids, gaps between them included: the model needs a row for the highest.
-        eod: id that ends a document.
     """
 
     eod: int
+    """Id that ends a document."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Take the package's tokenizer, set up to add nothing to a text and to cut nothing off."""

@@ -22,9 +22,6 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path) -> None:
         """Read the model.
 
-        Args:
-            path: the model's file, `tokenizer.model`.
-
         Raises:
             DataError: the package is not installed, the file is missing or malformed, or has no end of sentence.
         """

@@ -52,10 +52,7 @@ class TikTokenizer:
         """Read the vocabulary.
 
         Args:
-            path: its file.
-            pattern: a key of `PATTERNS`.
             vocab_size: number of ids, special tokens included; the vocabulary is cut to fit. None for 2**17.
-            num_special_tokens: ids reserved for special tokens.
             special_tokens: the first of them; the rest are fillers. None for `TIKTOKEN_SPECIAL_TOKENS`.
 
         Raises:

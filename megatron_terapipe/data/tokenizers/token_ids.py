@@ -15,10 +15,6 @@ def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
 
     An id that is in range but has no text is no error.
 
-    Args:
-        ids: the ids.
-        vocab_size: size of the vocabulary.
-
     Raises:
         DataError: if one is not.
     """

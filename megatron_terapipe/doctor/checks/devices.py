@@ -23,23 +23,12 @@ CONNECTIONS_TO_RANK = 4
 
 
 def num_ranks(host: Host, facts: HostFacts) -> int:
-    """Return how many ranks a launch starts on a host: its slots, or without a hostfile one for each device.
-
-    Args:
-        host: the host.
-        facts: what is known of it.
-    """
+    """Return how many ranks a launch starts on a host: its slots, or without a hostfile one for each device."""
     return host.slots if host.slots is not None else max(1, len(facts.devices))
 
 
 def uses_devices(examined: Examined, host: Host, facts: HostFacts) -> bool:
-    """Whether ranks of a host compute on accelerators.
-
-    Args:
-        examined: all facts.
-        host: the host.
-        facts: what is known of it.
-    """
+    """Whether ranks of a host compute on accelerators."""
     if host.imports is not None and host.imports.accelerator is not None:
         return host.imports.accelerator != "cpu"
     chosen = variables_of_rank(examined.launching, facts.variables).get("DS_ACCELERATOR")

@@ -56,12 +56,7 @@ class Agent:
         """Facts of this host.
 
         Args:
-            python: path of the Python that the launcher starts.
-            packages: whose versions to find.
             project: folder where this project should be.
-            directory: working directory of the launch.
-            checkpoints: the directory to save to.
-            hosts: names to look up.
         """
         return asdict(
             HostFacts(
@@ -80,13 +75,7 @@ class Agent:
         return time.time()
 
     def imports(self, variables: dict[str, str], directory: str, seconds: float) -> Any:
-        """What torch and DeepSpeed say.
-
-        Args:
-            variables: that the launcher would set.
-            directory: working directory of the launch.
-            seconds: after which it is given up.
-        """
+        """What torch and DeepSpeed say."""
         return asdict(imports(variables=variables, directory=directory, limit_s=seconds, begin=self._begin))
 
     def listen(self, port: int, token: str) -> int:
@@ -94,54 +83,30 @@ class Agent:
 
         Args:
             port: to listen on; 0 = any that is free.
-            token: that this host shows.
         """
         listener = Listener(port, token)
         self._listeners[listener.port] = listener
         return listener.port
 
     def reach(self, address: str, port: int, token: str) -> dict[str, Any]:
-        """The address of this host on a connection to another, and seconds of a round trip.
-
-        Args:
-            address: of the other.
-            port: on which it listens.
-            token: that it shows.
-        """
+        """The address of this host on a connection to another, and seconds of a round trip."""
         with connect(address, port, token) as connection:
             return {"own": connection.getsockname()[0], "round_trip_s": round_trip_s(connection)}
 
     def bandwidth(self, address: str, port: int, token: str, seconds: float) -> float:
-        """Bytes per second to another host.
-
-        Args:
-            address: of the other.
-            port: on which it listens.
-            token: that it shows.
-            seconds: for which to send.
-        """
+        """Bytes per second to another host."""
         with connect(address, port, token) as connection:
             return bandwidth(connection, seconds)
 
     def write(self, directory: str, token: str) -> None:
-        """Write the file that other hosts look for; it goes with this process.
-
-        Args:
-            directory: where.
-            token: its name and contents.
-        """
+        """Write the file that other hosts look for; it goes with this process."""
         # Known before it is there, and not written once files are taken away, so that it is never left behind.
         with self._beginning:
             self._files.append(path := token_path(directory, token))
             write_token(path, token)
 
     def sees(self, directory: str, token: str) -> bool:
-        """Whether this host has the file of another.
-
-        Args:
-            directory: where.
-            token: its name and contents.
-        """
+        """Whether this host has the file of another."""
         return sees_token(directory, token)
 
     def end(self) -> None:

@@ -63,8 +63,6 @@ def imports(
     """Return what torch and DeepSpeed say once they are imported, as a rank would import them.
 
     Args:
-        variables: that the launcher would set.
-        directory: working directory of the launch.
         limit_s: seconds after which it is given up.
         begin: begins a process as `subprocess.Popen` does, and ends it with this one.
     """

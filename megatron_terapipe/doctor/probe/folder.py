@@ -14,7 +14,6 @@ def folder(path: str, limit_s: float) -> Folder:
     """Return what can be done in a directory, or in the nearest one above it that exists: a run makes the others.
 
     Args:
-        path: of the directory.
         limit_s: seconds in which its disk must answer: a file server that is gone lets its users wait for ever.
     """
     found: list[Folder] = []
@@ -43,21 +42,12 @@ def _tried(path: str) -> Folder:
 
 
 def token_path(directory: str, token: str) -> Path:
-    """Return the path of a file that other hosts look for.
-
-    Args:
-        directory: where.
-        token: of the host that writes it.
-    """
+    """Return the path of a file that other hosts look for."""
     return Path(directory, PREFIX + token)
 
 
 def write_token(path: Path, token: str) -> None:
     """Write a file that other hosts look for.
-
-    Args:
-        path: of the file.
-        token: its contents.
 
     Raises:
         OSError: if it cannot be written.
@@ -69,12 +59,7 @@ def write_token(path: Path, token: str) -> None:
 
 
 def sees_token(directory: str, token: str) -> bool:
-    """Whether the file of another host is here.
-
-    Args:
-        directory: where.
-        token: as it was written.
-    """
+    """Whether the file of another host is here."""
     try:
         os.listdir(directory)  # A network file system looks again, not into what it remembers.
         return token_path(directory, token).read_text() == token

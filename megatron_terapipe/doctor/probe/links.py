@@ -22,7 +22,6 @@ class Listener:
 
     Args:
         port: to listen on; 0 = any that is free.
-        token: that this host shows.
 
     Raises:
         OSError: if the port is taken.
@@ -71,11 +70,6 @@ class WrongHost(OSError):
 def connect(address: str, port: int, token: str) -> socket.socket:
     """Return a connection to the host that has a token.
 
-    Args:
-        address: of the host.
-        port: on which it listens.
-        token: that it must show.
-
     Raises:
         OSError: if there is none.
     """
@@ -107,12 +101,7 @@ def round_trip_s(connection: socket.socket) -> float:
 
 
 def bandwidth(connection: socket.socket, seconds: float) -> float:
-    """Return bytes per second, from the first byte sent to the word that the last one came.
-
-    Args:
-        connection: to the host.
-        seconds: for which to send.
-    """
+    """Return bytes per second, from the first byte sent to the word that the last one came."""
     buffer = memoryview(bytes(BUFFER_BYTES))
     connection.settimeout(2 * LIMIT_S)
     connection.sendall(SINK)

@@ -18,11 +18,7 @@ MOST_LOOKED_UP = 16
 
 
 def names(others: list[str]) -> Names:
-    """Return names and addresses as this host knows them.
-
-    Args:
-        others: names of the hosts of the hostfile.
-    """
+    """Return names and addresses as this host knows them."""
     hostname = socket.gethostname()
     with ThreadPoolExecutor(MOST_LOOKED_UP) as pool:
         own, *found = pool.map(_addresses, [hostname, *others])

@@ -20,10 +20,7 @@ def software(*, python: str, packages: list[str], project: str, directory: str) 
     """Return what is installed here.
 
     Args:
-        python: path of the Python that the launcher starts.
-        packages: whose versions to find.
         project: folder where this project should be.
-        directory: working directory of the launch.
     """
     return Software(
         python=python if os.access(python, os.X_OK) else None,

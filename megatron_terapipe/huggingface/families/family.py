@@ -36,19 +36,14 @@ _OF_SCALING = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """An architecture of Hugging Face's library.
-
-    Attributes:
-        name: its `model_type`.
-        architecture: its class there.
-        settings: what its keys mean; one may rely on the fields that those before it have read.
-        tensors: names of its tensors, or a function from a model to them.
-    """
+    """An architecture of Hugging Face's library."""
 
     name: str
     architecture: str
     settings: tuple[Setting, ...]
+    """What its keys mean; one may rely on the fields that those before it have read."""
     tensors: TensorNames | Callable[[ModelConfig], TensorNames]
+    """Names of its tensors, or a function from a model to them."""
 
     def fields(self, file: SettingsFile) -> dict[str, Any]:
         """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
@@ -121,10 +116,6 @@ _OF_ALL: Mapping[str, tuple[Any, ...]] = {
 
 def check_expressible(family: Family, model: ModelConfig) -> None:
     """Refuse a model that a family cannot express.
-
-    Args:
-        family: the family.
-        model: the model section.
 
     Raises:
         ConfigError: naming the first difference.

@@ -15,13 +15,10 @@ _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class WindowOfAll:
-    """A window that all layers have, or none.
-
-    Attributes:
-        default: tokens of it where the file does not say; None for none.
-    """
+    """A window that all layers have, or none."""
 
     default: int | None = None
+    """Tokens of it where the file does not say; None for none."""
     keys = ("sliding_window", "layer_types")
 
     def read(self, reading: Reading) -> Fields:
@@ -43,15 +40,12 @@ class WindowOfAll:
 
 @dataclass(frozen=True, slots=True)
 class WindowByType:
-    """A window that some layers have: those of a type, or, without a list of types, all but every Nth.
-
-    Attributes:
-        every: N where the file does not say.
-        every_key: key of N; None if it has none.
-    """
+    """A window that some layers have: those of a type, or, without a list of types, all but every Nth."""
 
     every: int
+    """N where the file does not say."""
     every_key: str | None = None
+    """Key of N; None if it has none."""
 
     @property
     def keys(self) -> Sequence[str]:

@@ -52,13 +52,9 @@ def llama_like(
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
     Args:
-        name: its `model_type`.
-        architecture: its class.
-        *settings: what it has beyond these.
         rotation: setting of its rotations, if it is not the usual one.
         biases: matrices with biases; by default none has.
         key_heads: key and value heads where the file does not say; None for as many as query heads.
-        head_size: setting of the width of a head.
         epsilon: of its norms, where the file does not say.
         tensors: names of its tensors, if they are not those of Llama.
         tied: whether the output layer shares the word embedding where the file does not say.

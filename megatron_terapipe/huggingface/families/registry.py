@@ -28,10 +28,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a `config.json`; its sequences are as long as it has positions.
 
-    Args:
-        path: the file, or the folder that holds it.
-        flag: flag that named it, for errors.
-
     Raises:
         UserError: if it cannot be read, or our models cannot be such a model.
     """
@@ -41,10 +37,6 @@ def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
 
 def read_fields(path: str | Path, flag: str) -> dict[str, Any]:
     """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
-
-    Args:
-        path: the file, or the folder that holds it.
-        flag: flag that named it, for errors.
 
     Raises:
         UserError: if it cannot be read, or our models cannot be such a model.
@@ -66,10 +58,6 @@ def is_model_folder(path: str | Path) -> bool:
 
 def family_named(name: str, where: str) -> Family:
     """Return a family by its `model_type`.
-
-    Args:
-        name: its name.
-        where: place of the name, for the error.
 
     Raises:
         ConfigError: if there is none of that name.

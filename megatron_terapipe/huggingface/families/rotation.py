@@ -32,26 +32,23 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """Positions that rotate queries and keys.
-
-    Attributes:
-        base: base of the wavelengths where it is left out.
-        base_key: its key outside the section.
-        part: fraction of the head that is rotated where it is left out; None where it is always all of it.
-        part_key: its key outside the section.
-        scalings: scalings that the family has.
-        original_length: tokens of sequences before scaling where the key for it, which the family has outside the
-            section, is left out; None where it is within the section.
-        older_names: names of `longrope` in older files.
-    """
+    """Positions that rotate queries and keys."""
 
     base: float = 10000.0
+    """Base of the wavelengths where it is left out."""
     base_key: str = "rope_theta"
+    """Its key outside the section."""
     part: float | None = None
+    """Fraction of the head that is rotated where it is left out; None where it is always all of it."""
     part_key: str = "partial_rotary_factor"
+    """Its key outside the section."""
     scalings: tuple[str, ...] = SCALINGS
+    """Scalings that the family has."""
     original_length: int | None = None
+    """Tokens of sequences before scaling where the key for it, which the family has outside the section, is left out;
+    None where it is within the section."""
     older_names: tuple[str, ...] = ()
+    """Names of `longrope` in older files."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -104,8 +101,6 @@ def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[s
 
     Args:
         section: the section; it may be empty.
-        max_positions: longest sequence of the model.
-        accepted: scalings that the family has.
 
     Raises:
         ConfigError: if our models have no such scaling.
@@ -140,8 +135,6 @@ def _read_longrope(section: SettingsFile, before: int, stretch: float) -> Fields
     """Return the fields that only `longrope` has (Ding et al., arXiv 2402.13753).
 
     Args:
-        section: the section.
-        before: tokens of the sequences before scaling.
         stretch: how many times longer the sequences are than before; the factor where none is given.
     """
     factor = float(section.value("factor", NUMBER, stretch, nullable=True) or stretch)
@@ -162,7 +155,6 @@ def _read_yarn(section: SettingsFile, stretch: float) -> Fields:
     """Return the fields of YaRN (Peng et al., arXiv 2309.00071) that only it has.
 
     Args:
-        section: the section.
         stretch: how many times longer the sequences are than before; the factor where none is given.
     """
     section.expect("truncate", (True, None))
@@ -205,11 +197,7 @@ def written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
 
 
 class RotationByLayer:
-    """Rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled.
-
-    Args:
-        windows: setting of the windows.
-    """
+    """Rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled."""
 
     _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 

@@ -12,15 +12,11 @@ Fields = Mapping[str, Any]
 
 
 class Reading(NamedTuple):
-    """A file that is being read.
-
-    Attributes:
-        file: the file.
-        fields: fields of the model section that the settings before have read.
-    """
+    """A file that is being read."""
 
     file: SettingsFile
     fields: Fields
+    """Fields of the model section that the settings before have read."""
 
 
 class Setting(Protocol):
@@ -47,21 +43,16 @@ class Setting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A key whose value is that of a field. A null, where there may be one, leaves the field to its default.
-
-    Attributes:
-        key: its name there.
-        field: its name here.
-        kind: values that it may have.
-        default: its value where it is left out; None: the default of the field.
-        nullable: whether it may be null.
-    """
+    """A key whose value is that of a field. A null, where there may be one, leaves the field to its default."""
 
     key: str
     field: str
     kind: Kind
+    """Values that it may have."""
     default: Any
+    """Its value where it is left out; None: the default of the field."""
     nullable: bool = False
+    """Whether it may be null."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -80,17 +71,12 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Opposite:
-    """A switch that is on where a field is off.
-
-    Attributes:
-        key: its name there.
-        field: its name here.
-        default: its value where it is left out.
-    """
+    """A switch that is on where a field is off."""
 
     key: str
     field: str
     default: bool
+    """Its value where it is left out."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -108,19 +94,14 @@ class Opposite:
 
 @dataclass(frozen=True, slots=True)
 class Reciprocal:
-    """A number x where ours is x to a power: the factor that a divisor is, or the scale of a head's width.
-
-    Attributes:
-        key: its name there.
-        field: its name here.
-        power: power of theirs that is ours.
-        default: its value where it is left out.
-    """
+    """A number x where ours is x to a power: the factor that a divisor is, or the scale of a head's width."""
 
     key: str
     field: str
     power: float
+    """Power of theirs that is ours."""
     default: float
+    """Its value where it is left out."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -140,19 +121,13 @@ class Reciprocal:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A key with words of its own.
-
-    Attributes:
-        key: its name there.
-        field: its name here.
-        words: ours by theirs.
-        default: their word where it is left out, and the one that is written where several mean the same.
-    """
+    """A key with words of its own."""
 
     key: str
     field: str
     words: Mapping[str, str]
     default: str
+    """Their word where it is left out, and the one that is written where several mean the same."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -172,15 +147,11 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A key of which our models have a single meaning.
-
-    Attributes:
-        key: its name there.
-        accepted: values with that meaning; the first is its value where it is left out.
-    """
+    """A key of which our models have a single meaning."""
 
     key: str
     accepted: tuple[Any, ...]
+    """Values with that meaning; the first is its value where it is left out."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -198,11 +169,7 @@ class Fixed:
 
 
 class Always:
-    """Fields that are the same in every model of a family.
-
-    Args:
-        **fields: their values.
-    """
+    """Fields that are the same in every model of a family."""
 
     keys: Sequence[str] = ()
 
@@ -220,13 +187,10 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Keys that say how a model was trained. They are written and not read: training is a matter of flags.
-
-    Attributes:
-        fields: the field of each key; None for one that is not written either.
-    """
+    """Keys that say how a model was trained. They are written and not read: training is a matter of flags."""
 
     fields: Mapping[str, str | None]
+    """The field of each key; None for one that is not written either."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -244,19 +208,15 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """Which matrices have biases: for each kind of matrix a constant, or the key that says it.
-
-    Attributes:
-        qkv: of queries, keys and values.
-        projection: of the projection behind attention.
-        mlp: of the MLP.
-        default: value of a key that is left out.
-    """
+    """Which matrices have biases: for each kind of matrix a constant, or the key that says it."""
 
     qkv: bool | str = False
+    """Of queries, keys and values."""
     projection: bool | str = False
+    """Of the projection behind attention."""
     mlp: bool | str = False
     default: bool = False
+    """Value of a key that is left out."""
 
     @property
     def keys(self) -> Sequence[str]:
@@ -326,7 +286,6 @@ def sizes(keys: SizeKeys | None = None, /, *, tied: bool = False, **defaults: An
     """Return the settings of the sizes that every family has.
 
     Args:
-        keys: names of their keys.
         tied: whether the output layer shares the word embedding where the file does not say.
         **defaults: their values where they are left out, by their keys.
     """

@@ -15,15 +15,12 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Values that a setting may have.
-
-    Attributes:
-        wanted: what they are, in words.
-        fits: whether a value is one of them.
-    """
+    """Values that a setting may have."""
 
     wanted: str
+    """What they are, in words."""
     fits: Callable[[Any], bool]
+    """Whether a value is one of them."""
 
 
 def _is_number(value: object) -> bool:
@@ -48,10 +45,6 @@ _REQUIRED = object()
 def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
     """Raise if settings describe a mixture of experts, whatever else they say.
 
-    Args:
-        contents: settings of a model.
-        where: place of the settings, for the error.
-
     Raises:
         ConfigError: naming the first setting of experts that does not say that there are none.
     """
@@ -64,12 +57,7 @@ def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
 
 
 class SettingsFile:
-    """The settings of a `config.json`, or of a section of it.
-
-    Args:
-        contents: what the file holds.
-        where: its path, for errors.
-    """
+    """The settings of a `config.json`, or of a section of it."""
 
     def __init__(self, contents: Mapping[str, Any], where: str) -> None:
         self._contents, self.where = contents, where
@@ -77,10 +65,6 @@ class SettingsFile:
     @classmethod
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
         """Read it.
-
-        Args:
-            path: the file, or the folder that holds it.
-            flag: flag that named it, for errors.
 
         Raises:
             UserError: if it cannot be read, or is no JSON object.
@@ -99,8 +83,6 @@ class SettingsFile:
         """Return the value of a setting.
 
         Args:
-            name: the setting.
-            kind: values that it may have.
             default: its value where it is left out; if there is none, it must be there.
             nullable: whether it may be null, which then is the answer.
 
@@ -122,8 +104,6 @@ class SettingsFile:
         """Return the value of a setting of which our models have one or a few values.
 
         Args:
-            name: the setting.
-            accepted: values that our models can have.
             default: its value where it is left out.
 
         Raises:
@@ -149,12 +129,7 @@ class SettingsFile:
         return SettingsFile(contents or {}, f"{self.where} {name}")
 
     def with_value(self, name: str, value: Any) -> "SettingsFile":
-        """Return the file with another value for a setting.
-
-        Args:
-            name: the setting.
-            value: its value.
-        """
+        """Return the file with another value for a setting."""
         return SettingsFile({**self._contents, name: value}, self.where)
 
     def refuse_experts(self) -> None:

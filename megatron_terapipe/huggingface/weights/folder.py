@@ -19,11 +19,6 @@ from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
 class FolderWeights:
     """The weights of a folder, each read from its files when it is asked for.
 
-    Args:
-        directory: the folder.
-        family: family of its `config.json`.
-        model: its model section.
-
     Raises:
         CheckpointError: if a file is missing or damaged, or lacks a tensor, or has one too many.
     """
@@ -41,8 +36,6 @@ class FolderWeights:
         """Return a weight [...] of a pipeline layer, whole.
 
         Args:
-            index: number of the layer.
-            name: name of the weight.
             tensor_parallel_rank: 0, since nobody has cut it.
 
         Raises:
@@ -93,23 +86,12 @@ class FolderWeights:
 
 
 def rules_of(model: ModelConfig, family: Family, index: int) -> list[WeightRule]:
-    """Return the rules of the weights of a pipeline layer.
-
-    Args:
-        model: the model section.
-        family: family of the other side.
-        index: number of the layer.
-    """
+    """Return the rules of the weights of a pipeline layer."""
     parameters = (name for name, _ in meta_layer(model, index).named_parameters())
     return layer_rules(model, family.names(model), index, parameters)
 
 
 def meta_layer(model: ModelConfig, index: int) -> nn.Module:
-    """Return a pipeline layer of shapes alone.
-
-    Args:
-        model: the model section.
-        index: number of the layer.
-    """
+    """Return a pipeline layer of shapes alone."""
     with torch.device("meta"):
         return gpt_layers(model)[index].build()

@@ -31,10 +31,7 @@ def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: 
     """Return the rules of the parameters of a pipeline layer.
 
     Args:
-        model: the model section.
-        names: names of the tensors.
         index: number of the layer in the pipeline.
-        parameters: names of its parameters.
     """
     number, last = index - LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers
     if index < LAYERS_BEFORE_BLOCKS or index >= last:
@@ -114,7 +111,6 @@ def split_layer(rules: Iterable[WeightRule], weights: Mapping[str, Tensor]) -> d
     """Return the tensors [...] of a layer there by name; gradients, too, since every rule is linear.
 
     Args:
-        rules: rules of its parameters.
         weights: parameters of the layer by name, or their gradients.
     """
     return {

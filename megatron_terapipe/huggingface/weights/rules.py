@@ -9,40 +9,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """A weight of a layer of ours, and the tensors that hold it there.
-
-    Attributes:
-        ours: name in our layer.
-        theirs: names of the tensors.
-        split: from our weight to theirs.
-        join: from theirs to ours, without change of a bit.
-    """
+    """A weight of a layer of ours, and the tensors that hold it there."""
 
     ours: str
     theirs: tuple[str, ...]
     split: Callable[[Tensor], Sequence[Tensor]]
+    """From our weight to theirs."""
     join: Callable[[Sequence[Tensor]], Tensor]
+    """From theirs to ours, without change of a bit."""
 
 
 def same(ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a tensor that is equal on both sides.
-
-    Args:
-        ours: its name here.
-        theirs: its name there.
-    """
+    """Return the rule of a tensor that is equal on both sides."""
     return WeightRule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
 
 
 def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
-    """A row for each word; ours has more, so that ranks can share them.
-
-    Args:
-        ours: name in our layer.
-        theirs: name of the tensor.
-        words: rows there.
-        rows: rows of ours.
-    """
+    """A row for each word; ours has more, so that ranks can share them."""
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
@@ -54,35 +37,19 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
 
 
 def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
-    """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new first dimension.
-
-    Args:
-        ours: its name here.
-        theirs: their names there.
-    """
+    """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new dimension."""
     return WeightRule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
 
 
 def halves(ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a tensor [2, n, ...] here that is [2 n, ...] there.
-
-    Args:
-        ours: its name here.
-        theirs: its name there.
-    """
+    """Return the rule of a tensor [2, n, ...] here that is [2 n, ...] there."""
     return WeightRule(
         ours, (theirs,), lambda weight: (weight.flatten(0, 1),), lambda tensors: tensors[0].unflatten(0, (2, -1))
     )
 
 
 def behind_rows(ours: str, theirs: str, rows: int) -> WeightRule:
-    """Return the rule of a tensor that has some rows before it there that nobody reads.
-
-    Args:
-        ours: its name here.
-        theirs: its name there.
-        rows: their number.
-    """
+    """Return the rule of a tensor that has some rows before it there that nobody reads."""
 
     def longer(weight: Tensor) -> tuple[Tensor]:
         return (torch.cat([weight.new_zeros(rows, *weight.shape[1:]), weight]),)
@@ -92,13 +59,7 @@ def behind_rows(ours: str, theirs: str, rows: int) -> WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head.
-
-    Attributes:
-        groups: key and value heads.
-        heads_of_group: query heads of each.
-        size: channels of a head.
-    """
+    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head."""
 
     groups: int
     heads_of_group: int
@@ -125,13 +86,7 @@ class Heads:
 
 
 def attention(ours: str, theirs: Sequence[str], heads: Heads) -> WeightRule:
-    """Return the rule of our product of queries, keys and values, which are a tensor each there.
-
-    Args:
-        ours: its name here.
-        theirs: names of queries, keys and values there.
-        heads: sizes of the attention.
-    """
+    """Return the rule of our product of queries, keys and values, which are a tensor each there."""
     return WeightRule(ours, tuple(theirs), heads.apart, heads.grouped)
 
 
@@ -139,11 +94,6 @@ def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
     """Return the rule of our product of queries, keys and values, which are one tensor there.
 
     All queries come first, then all keys, then all values.
-
-    Args:
-        ours: its name here.
-        theirs: its name there.
-        heads: sizes of the attention.
     """
     rows = [heads.groups * count * heads.size for count in (heads.heads_of_group, 1, 1)]
     return WeightRule(

@@ -98,7 +98,6 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
     """Write tensors as they come; never more than one file's worth of them is in memory.
 
     Args:
-        directory: directory to write to.
         tensors: names, and tensors [...] of any shape.
         shard_bytes: bytes of tensors after which a new file is begun.
     """

@@ -21,7 +21,6 @@ def charts(runs: Sequence[TrainingRun], promises: Sequence[Promise | None]) -> d
     """Return the charts of some runs, by names for files; those of which nothing was recorded are left out.
 
     Args:
-        runs: what to draw; several stand in one picture.
         promises: what the search promised of each.
     """
     restarts = [float(piece.first) for run in runs for piece in run.pieces[1:]]

@@ -27,7 +27,6 @@ def fullness(entry: Ranked, pricing: Pricing) -> float:
     """Return the predicted share of memory that is used on the fullest device, in [0, 1] if it fits.
 
     Args:
-        entry: with a prediction.
         pricing: on the cluster, in the order of its hostfile.
     """
     assert entry.prediction is not None
@@ -47,11 +46,6 @@ def advise(
     """Return the advice that goes with the result of a search.
 
     Args:
-        result: what was found.
-        problem: what was asked.
-        constraints: values that flags allow for dimensions.
-        costs: what priced it.
-        progress: told what is being done.
         rivals: whether to price what would be run in place of this trainer.
     """
     pricing = costs.pricing_on(problem.cluster)

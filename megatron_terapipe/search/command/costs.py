@@ -19,13 +19,6 @@ def costs_of(
 ) -> Costs:
     """Return the sources that the flags name; their files are read.
 
-    Args:
-        options: with the flags of `add_cost_flags`.
-        workload: the model.
-        cluster: its devices.
-        precision: of matrix products.
-        software: the trainer that is priced.
-
     Raises:
         ConfigError: if a file cannot be read, or says nothing of this cluster.
     """

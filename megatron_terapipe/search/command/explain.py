@@ -41,11 +41,7 @@ def explain_strategy(
 
     Args:
         strategy: which; without a global batch size it takes the problem's.
-        problem: what was asked.
-        result: what was answered.
-        costs: prices it as all the others were priced.
         choices: values of each dimension that were searched.
-        constraints: those of them that flags gave.
     """
     if strategy.global_batch_size is None and not problem.global_batch_size % (
         strategy.micro_batch_size * strategy.data_parallel_size
@@ -130,9 +126,7 @@ def nothing_fits(result: SearchResult, advice: Advice, problem: SearchProblem) -
     """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy.
 
     Args:
-        result: of a search that found nothing.
         advice: with the distance to fit, where memory is the reason.
-        problem: what was asked.
     """
     doubles = {rule.name for rule in DUPLICATE_RULES}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]

@@ -133,9 +133,7 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
     """Yield what will be measured, where and for how long, a line each.
 
     Args:
-        sizes: what is measured.
         slots: ranks of each host; None = this machine.
-        ranks: ranks of a node.
     """
     where = f"{ranks} ranks of this machine" if slots is None else f"{sum(slots)} ranks on {len(slots)} hosts"
     runs = [run for size, recompute, _ in sizes.layouts() for run in sizes.runs(size, recompute)]
@@ -147,13 +145,7 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
 
 
 def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
-    """Yield the file that was written, what it does not say, and the commands that read it.
-
-    Args:
-        profile: what was measured.
-        model: MODEL, as the command line has it.
-        path: the file.
-    """
+    """Yield the file that was written, what it does not say, and the commands that read it."""
     from megatron_terapipe.search.op_times.profile import lone_sizes
 
     yield f"wrote {path}"
@@ -169,10 +161,6 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
     """Return the numbers of a list, each once, in rising order.
-
-    Args:
-        text: value of the flag.
-        flag: the flag.
 
     Raises:
         ConfigError: if one is not a whole number from 1.

@@ -67,13 +67,6 @@ def write_proposals(
 ) -> str:
     """Choose trials, and write them a line each, as `trial --strategies` reads them.
 
-    Args:
-        path: of the file.
-        problem: what is to be trained on what.
-        choices: strategies that may be proposed.
-        costs: what is known so far, and how surely.
-        progress: shows how far the search of candidates is.
-
     Returns:
         A note for the answer.
 
@@ -112,8 +105,6 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
     """Print an answer and write what was asked for.
 
     Args:
-        options: with the flags of `add_output_flags`.
-        answer: what was found.
         op_costs: times of the ops of a strategy, for timelines.
         top: lines of the table at most.
 
@@ -278,8 +269,6 @@ def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) ->
     """Return the entries with the interval of every price.
 
     Args:
-        entries: strategies, with their prices.
-        costs: what priced them.
         cluster: the cluster, in the order of its hostfile.
     """
     pricing = costs.pricing_on(cluster)

@@ -149,9 +149,7 @@ def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
     """Check a flag that counts, where it is given.
 
     Args:
-        flag: the flag.
         value: its value; None = it is not given.
-        most: largest value.
 
     Raises:
         ConfigError: if it is below 1 or too large.
@@ -200,12 +198,7 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
-    """Return the precision that was asked for, or the best one that all devices have.
-
-    Args:
-        options: with the flags of `add_cost_flags`.
-        cluster: the devices.
-    """
+    """Return the precision that was asked for, or the best one that all devices have."""
     if options.precision is not None:
         return str(options.precision)
     devices = {node.device for node in cluster.nodes}

@@ -103,10 +103,7 @@ def token_slices_document(
 
     Args:
         solved: the best cut, and the best one of each number of token slices.
-        strategy: the strategy that was asked about.
-        problem: the model, the cluster and the batch.
         flags: flags of the trainer that ask for the best cut.
-        notes: assumptions and warnings.
     """
     from megatron_terapipe.search.report.documents import question
     from megatron_terapipe.search.report.figures import speed_of

@@ -153,12 +153,7 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
 
 
 def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
-    """Yield what will be run and written, a line each.
-
-    Args:
-        number: strategies to run.
-        options: with the flags of this command.
-    """
+    """Yield what will be run and written, a line each."""
     if number:
         rounds = f", in {options.rounds} rounds of all of them" if options.rounds > 1 else ""
         yield (

@@ -19,11 +19,6 @@ from megatron_terapipe.strategy import Strategy
 def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> TrialDocument:
     """Return the answer of `trial` as a document.
 
-    Args:
-        journal: the trials.
-        costs: what predicts without them.
-        notes: assumptions and warnings.
-
     Raises:
         ConfigError: if nothing can be learned from the trials.
     """

@@ -33,10 +33,6 @@ def pipeline_time(
     """Seconds of one iteration's ops, in closed form; arguments broadcast.
 
     Args:
-        schedule: its name.
-        num_micro_batches: M.
-        num_token_slices: S.
-        num_model_chunks: V.
         slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
         others: the same, added up over all other ranks.
         latency_s: of the messages that a token slice waits for on its way through all stages and back.
@@ -56,7 +52,6 @@ def of_slowest_and_others(schedule: str, ops: Floats, multiplicity: Floats | Non
     """Return the ops of the slowest rank, and those of all others added up.
 
     Args:
-        schedule: its name.
         ops: [parts of `StageOps`, rows, ...] seconds of one micro-batch on each rank.
         multiplicity: [rows] ranks that a row stands for; None = one each.
     """
@@ -70,7 +65,6 @@ def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
     """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two.
 
     Args:
-        schedule: name of the schedule.
         ops: seconds of the ops, which broadcast.
     """
     backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
@@ -91,8 +85,6 @@ def lower_bound(
     its last backward is done, that token slice must go back through them. The same holds for a single stage of a rank.
 
     Args:
-        schedule: its name.
-        num_micro_batches: M.
         ops: of one micro-batch on the rank.
         before: of the first token slice on the stages that it passes before the rank, messages included.
         put_off_s: of `zero-bubble`: weight gradients of the rank that are still to do after its last input gradient,
@@ -127,7 +119,6 @@ def round_trip_bound(
 
     Args:
         schedule: `1f1b` or `zero-bubble`.
-        num_ranks: P.
         num_micro_batches: M, an array [...].
         num_token_slices: S, an array [...] that broadcasts, as all that follow.
         filling_s: forwards of all token slices of a micro-batch but the last on the first rank.

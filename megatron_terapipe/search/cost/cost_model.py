@@ -72,9 +72,6 @@ class CostModel:
         """Prepare.
 
         Args:
-            workload: what is trained.
-            cluster: where.
-            software: what trains it.
             efficiency: what is reached of data sheets; None = the defaults.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
@@ -106,7 +103,6 @@ class CostModel:
         """Return the cost model of the same model and cluster with other constants; orders of schedules are shared.
 
         Args:
-            efficiency: the other constants.
             op_times: other times of layers; None = those of now, a roofline with the other constants.
         """
         if op_times is None:
@@ -141,7 +137,6 @@ class CostModel:
         """Price one strategy on its real schedule.
 
         Args:
-            strategy: what to price.
             activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
                 order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
                 form. None = the schedule's own order, simulated.
@@ -206,12 +201,7 @@ class CostModel:
         )
 
     def host_copies(self, strategy: Strategy, num_micro_batches: int) -> HostCopyPlan:
-        """Return the host copies of all ranks, planned as the trainer plans them: on the timeline without copies.
-
-        Args:
-            strategy: whose ops are priced.
-            num_micro_batches: micro-batches of the timeline.
-        """
+        """Return the host copies of all ranks, planned as the trainer plans them: on the timeline without copies."""
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), num_micro_batches=num_micro_batches)
         costs, settings = self.pipeline_costs(strategy), self.host_copy_settings(placed)
@@ -245,7 +235,6 @@ class CostModel:
         """Links of the groups of a layout; those of ranks in the order of the hostfile are kept.
 
         Args:
-            layout: sizes of its axes.
             placement: device of the cluster for each rank; None = in the order of the hostfile.
         """
         if placement is not None:
@@ -272,7 +261,6 @@ class CostModel:
         """Return the seconds of the ops of stages for T token slices: [6 parts of `StageOps`, stages, T].
 
         Args:
-            placed: the strategy.
             sizes: arrays of [T].
             stages: the stages to price; None = all.
             whole: the token slice that is the whole sequence; None = all T together are.
@@ -359,8 +347,6 @@ class CostModel:
         """Return the end of the iteration, arrays of [P] seconds.
 
         Args:
-            counts: parameters of the P pipeline ranks.
-            groups: links and devices of their layout.
             zero_stage: 0 or 1.
         """
         return step_costs(

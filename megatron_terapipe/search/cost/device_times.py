@@ -20,35 +20,29 @@ softmax 6, mask 5, products 4).
 
 
 class DeviceTimes(NamedTuple):
-    """Seconds that the device needs, without launches and reductions.
-
-    Attributes:
-        products: of the matrix products of the forward.
-        moving: of everything else in the forward, which moves memory; without a loss behind it.
-        input_gradient: BI of the products.
-        weight_gradient: BW of the products.
-        loss_forward: of the loss, where the layer is the head.
-        loss_gradient: its gradient.
-    """
+    """Seconds that the device needs, without launches and reductions."""
 
     products: ScalarOrArray
+    """Of the matrix products of the forward."""
     moving: ScalarOrArray
+    """Of everything else in the forward, which moves memory; without a loss behind it."""
     input_gradient: ScalarOrArray
+    """BI of the products."""
     weight_gradient: ScalarOrArray
+    """BW of the products."""
     loss_forward: ScalarOrArray = 0.0
+    """Of the loss, where the layer is the head."""
     loss_gradient: ScalarOrArray = 0.0
+    """Its gradient."""
 
 
 class Scale(NamedTuple):
-    """Device time in that of the roofline.
-
-    Attributes:
-        products: of matrix products.
-        moving: of everything else.
-    """
+    """Device time in that of the roofline."""
 
     products: float = 1.0
+    """Of matrix products."""
     moving: float = 1.0
+    """Of everything else."""
 
     def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
         """Return this scale if it keeps the limit; else one that reaches it.
@@ -56,7 +50,6 @@ class Scale(NamedTuple):
         Args:
             products_s: seconds of the products.
             moving_s: seconds of the memory traffic.
-            limit_s: largest sum.
         """
         if self.products * products_s + self.moving * moving_s <= limit_s:
             return self
@@ -99,11 +92,7 @@ def device_times(
     as a whole by every tensor-parallel rank.
 
     Args:
-        roofline: the roofline.
-        layer: the layer.
-        device: the device.
         tensor_parallel_size: ranks that share the layer.
-        micro_batch_size: sequences.
         start: first token of the token slice.
         end: token behind its last one.
     """

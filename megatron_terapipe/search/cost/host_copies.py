@@ -27,7 +27,6 @@ def stage_input_elements(workload: Workload, counts: LayerCounts) -> Floats:
     """Return the numbers of one token in the input of each stage, before ranks share it: [stages].
 
     Args:
-        workload: the model.
         counts: layers of each stage; the first one reads tokens, which are few bytes.
     """
     before = [workload.layers[index].output_elements for index in counts.last_layers]
@@ -46,12 +45,7 @@ def host_copy_settings(
     """Return what may wait on the hosts, for timelines in seconds.
 
     Args:
-        placed: the strategy.
-        workload: the model.
-        kinds: its K different layers.
-        cluster: the hosts.
         element_bytes: bytes of an activation.
-        efficiency: what is reached of the links to them.
     """
     strategy, counts, seq_length = placed.strategy, placed.counts, workload.seq_length
     of_kinds = np.array([_key_value_elements(layer, placed) * layer.tokens / seq_length for layer in kinds])

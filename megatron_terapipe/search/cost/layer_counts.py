@@ -15,19 +15,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Layers and parameters of a stage partition, whose stages are dealt round and round to pipeline ranks.
-
-    Attributes:
-        per_stage: [stages, K] layers of each kind.
-        parameters: [P] parameters that a tensor-parallel rank holds; a weight that two of its layers share counts once.
-        shared_parameters: [P] of them those of a weight that another pipeline rank holds, too (tied embedding).
-        last_layers: [stages - 1] index of the layer before each boundary.
-    """
+    """Layers and parameters of a stage partition, whose stages are dealt round and round to pipeline ranks."""
 
     per_stage: Floats
+    """[stages, K] layers of each kind."""
     parameters: Floats
+    """[P] parameters that a tensor-parallel rank holds; a weight that two of its layers share counts once."""
     shared_parameters: Floats
+    """[P] of them those of a weight that another pipeline rank holds, too (tied embedding)."""
     last_layers: NDArray[np.int64]
+    """[stages - 1] index of the layer before each boundary."""
 
     @property
     def per_rank(self) -> Floats:
@@ -45,11 +42,7 @@ class LayerCounter:
     """Counts the layers of one model, for many stage partitions."""
 
     def __init__(self, workload: Workload) -> None:
-        """Find the kinds of layers.
-
-        Args:
-            workload: the model.
-        """
+        """Find the kinds of layers."""
         self._workload = workload
         # Blocks of a GPT are one object many times.
         kinds = {id(layer): layer for layer in workload.layers}
@@ -78,7 +71,6 @@ class LayerCounter:
 
         Args:
             partition: the layers of each stage.
-            num_ranks: pipeline ranks.
             tensor_parallel_size: ranks that share a layer.
             vocabulary_stages: whether each rank has one more stage, with its part of the head.
 

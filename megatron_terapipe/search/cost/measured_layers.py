@@ -48,50 +48,42 @@ Limits = Mapping[Structure, Mapping[int, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredDevice:
-    """A device on which all layers were measured.
-
-    Attributes:
-        device: its data sheet.
-        roofline: its roofline.
-        inside: link between the tensor-parallel ranks of the measurement, who were on one node.
-        forward_s: seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included.
-    """
+    """A device on which all layers were measured."""
 
     device: Device
+    """Its data sheet."""
     roofline: Roofline
+    """Its roofline."""
     inside: Link
+    """Link between the tensor-parallel ranks of the measurement, who were on one node."""
     forward_s: Mapping[str, Mapping[int, float]]
+    """Seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Measurements of a layer on a device, by tensor-parallel size.
-
-    Attributes:
-        scale: device time in that of the roofline.
-        launch_s: host time of the forward.
-    """
+    """Measurements of a layer on a device, by tensor-parallel size."""
 
     scale: Mapping[int, Scale]
+    """Device time in that of the roofline."""
     launch_s: Mapping[int, float]
+    """Host time of the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayers:
     """Times of the layers of one model on devices that it was measured on; an `OpTimes`.
 
-    Attributes:
-        workload: the model; its layers have different names.
-        devices: by name of the device.
-        element_bytes: of an activation.
-
     Raises:
         DataError: if a layer was not measured.
     """
 
     workload: Workload
+    """The model; its layers have different names."""
     devices: Mapping[str, MeasuredDevice]
+    """By name of the device."""
     element_bytes: int = 2
+    """Of an activation."""
     _known: dict[tuple[str, str], _Known] = field(init=False, default_factory=dict, repr=False)
     _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
 
@@ -277,10 +269,7 @@ def given_layers(
     The seconds are those of the cluster's device: a file has one number for each tensor-parallel size.
 
     Args:
-        workload: the model.
-        cluster: the cluster, of one kind of device.
         efficiency: constants of the roofline beside which measurements are laid.
-        software: what the trainer computes beside the matrix products.
         precision: `bf16`, `fp16` or `fp32`.
 
     Raises:

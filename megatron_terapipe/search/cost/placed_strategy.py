@@ -16,19 +16,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedStrategy:
-    """A strategy with what its layout makes of the cluster and the model, looked up once.
-
-    Attributes:
-        strategy: the strategy.
-        groups: links and devices of its ranks.
-        counts: layers and parameters of its stages.
-        shares: [S + 1] bounds of its token slices, as shares of the sequence.
-    """
+    """A strategy with what its layout makes of the cluster and the model, looked up once."""
 
     strategy: Strategy
+    """The strategy."""
     groups: RankGroups
+    """Links and devices of its ranks."""
     counts: LayerCounts
+    """Layers and parameters of its stages."""
     shares: Floats
+    """[S + 1] bounds of its token slices, as shares of the sequence."""
 
     @property
     def key(self) -> tuple[object, ...]:

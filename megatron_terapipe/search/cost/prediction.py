@@ -8,31 +8,28 @@ __all__ = ["Prediction", "RankMemory", "TimeBreakdown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBreakdown:
-    """Seconds of one iteration on the busiest pipeline rank; they add up to the iteration.
-
-    Attributes:
-        compute_s: its ops, without what ranks that share its layers tell each other.
-        tensor_parallel_s: collectives between tensor-parallel ranks, inside its ops.
-        head_exchange_s: head exchanges between sequence-parallel ranks, inside its ops.
-        host_copy_s: waiting for what comes back from hosts.
-        bubble_s: waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`.
-        transfer_s: messages between stages that no op hides.
-        gradient_reduction_s: data-parallel reductions (ZeRO: reduce-scatter and all-gather) that no op hides.
-        shared_weight_s: reductions of the tied embedding between its stages.
-        optimizer_s: norm of the gradient and optimizer step.
-        fixed_s: what an iteration takes however small it is.
-    """
+    """Seconds of one iteration on the busiest pipeline rank; they add up to the iteration."""
 
     compute_s: float
+    """Its ops, without what ranks that share its layers tell each other."""
     tensor_parallel_s: float
+    """Collectives between tensor-parallel ranks, inside its ops."""
     head_exchange_s: float = 0.0
+    """Head exchanges between sequence-parallel ranks, inside its ops."""
     host_copy_s: float = 0.0
+    """Waiting for what comes back from hosts."""
     bubble_s: float
+    """Waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`."""
     transfer_s: float
+    """Messages between stages that no op hides."""
     gradient_reduction_s: float
+    """Data-parallel reductions (ZeRO: reduce-scatter and all-gather) that no op hides."""
     shared_weight_s: float
+    """Reductions of the tied embedding between its stages."""
     optimizer_s: float
+    """Norm of the gradient and optimizer step."""
     fixed_s: float
+    """What an iteration takes however small it is."""
 
     @property
     def total_s(self) -> float:
@@ -42,27 +39,24 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer) by what they are.
-
-    Attributes:
-        weights: parameters as products read them.
-        gradients: their gradients.
-        optimizer: fp32 copies and moments that this rank keeps.
-        activations: kept from forward to backward, keys and values not among them.
-        key_values: keys and values of live token slices, and their gradients.
-        logits: logits, and what the loss keeps.
-        buffers: of transfers and reductions, and what an op needs while it runs.
-        framework: context of the device, communicators, what the allocator cannot use.
-    """
+    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer) by what they are."""
 
     weights: float
+    """Parameters as products read them."""
     gradients: float
+    """Their gradients."""
     optimizer: float
+    """Fp32 copies and moments that this rank keeps."""
     activations: float
+    """Kept from forward to backward, keys and values not among them."""
     key_values: float
+    """Keys and values of live token slices, and their gradients."""
     logits: float
+    """Logits, and what the loss keeps."""
     buffers: float
+    """Of transfers and reductions, and what an op needs while it runs."""
     framework: float
+    """Context of the device, communicators, what the allocator cannot use."""
 
     @property
     def total(self) -> float:
@@ -72,27 +66,24 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One strategy, priced.
-
-    Attributes:
-        iteration_time_s: seconds of one iteration.
-        interval_s: shortest and longest that `interval_coverage` of iterations take; None = no interval is known.
-        interval_coverage: share of measurements that shall be inside, such as 0.9.
-        bubble_ratio: idle time / (pipeline ranks x makespan).
-        breakdown: where the time goes.
-        memory: per pipeline rank, where the bytes go.
-        simulated: whether the real schedule was simulated; else priced in closed form.
-        notes: what is extrapolated, and other warnings, a line each.
-    """
+    """One strategy, priced."""
 
     iteration_time_s: float
+    """Seconds of one iteration."""
     bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan)."""
     breakdown: TimeBreakdown
+    """Where the time goes."""
     memory: tuple[RankMemory, ...]
+    """Per pipeline rank, where the bytes go."""
     interval_s: tuple[float, float] | None = None
+    """Shortest and longest that `interval_coverage` of iterations take; None = no interval is known."""
     interval_coverage: float = 0.9
+    """Share of measurements that shall be inside, such as 0.9."""
     simulated: bool = True
+    """Whether the real schedule was simulated; else priced in closed form."""
     notes: tuple[str, ...] = ()
+    """What is extrapolated, and other warnings, a line each."""
 
     @property
     def peak_memory_bytes(self) -> float:

@@ -37,9 +37,6 @@ class Pricing:
         """Prepare.
 
         Args:
-            workload: what is trained.
-            cluster: where.
-            software: what trains it.
             efficiency: what is reached of data sheets; None = the defaults.
             memory_overheads: what no count of tensors says; None = the defaults of its devices.
             op_times: times of layers; None = the roofline.
@@ -68,7 +65,6 @@ class Pricing:
         """Price one strategy.
 
         Args:
-            strategy: what to price.
             memory: memory of each pipeline rank, if it is known already.
 
         Raises:
@@ -108,7 +104,6 @@ class Pricing:
         """Return which pipeline rank needs more memory than its smallest device has; None if none does.
 
         Args:
-            strategy: the strategy.
             memory: memory of each pipeline rank.
             headroom: share of each device that must stay free.
         """

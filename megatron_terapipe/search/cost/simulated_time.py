@@ -27,19 +27,16 @@ SEARCHED_PERIODS = 4
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTime:
-    """How long the ops of an iteration take.
-
-    Attributes:
-        makespan: seconds.
-        makespan_without_transfers: seconds if messages took no time, ops being the same, and nothing went to hosts.
-        host_copy_s: of the makespan, what ranks wait for copies from their hosts.
-        notes: what was extrapolated.
-    """
+    """How long the ops of an iteration take."""
 
     makespan: float
+    """Seconds."""
     makespan_without_transfers: float
+    """Seconds if messages took no time, ops being the same, and nothing went to hosts."""
     host_copy_s: float = 0.0
+    """Of the makespan, what ranks wait for copies from their hosts."""
     notes: tuple[str, ...] = ()
+    """What was extrapolated."""
 
 
 class ScheduleSimulator:
@@ -67,9 +64,6 @@ class ScheduleSimulator:
         full every period takes the same time, that of the slowest rank, so the rest is a straight line.
 
         Args:
-            schedule: its name, or `optimised`.
-            shape: of the pipeline.
-            costs: of its ops.
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
             memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
                 that 1f1b keeps, as the trainer does.
@@ -121,12 +115,6 @@ class ScheduleSimulator:
     ) -> tuple[SimulatedOrders, HostCopyPlan]:
         """Return a schedule simulated without copies, and the copies that are planned on it, as the trainer does.
 
-        Args:
-            schedule: its name.
-            shape: of the pipeline.
-            costs: of its ops.
-            settings: what may wait on hosts.
-
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
         """
@@ -165,10 +153,6 @@ class ScheduleSimulator:
     def orders(self, schedule: str, shape: PipelineShape) -> CompiledOrders:
         """Return the orders of a schedule, compiled once.
 
-        Args:
-            schedule: its name.
-            shape: of the pipeline.
-
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
         """
@@ -189,13 +173,7 @@ def num_searched_ops(shape: PipelineShape) -> int:
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
-    """Return the time of zero-bubble under a limit of activations, in closed form.
-
-    Args:
-        shape: sizes of the pipeline.
-        costs: times of the ops.
-        activation_limit: largest activation memory, in activations of a micro-batch.
-    """
+    """Return the time of zero-bubble under a limit of activations, in closed form."""
     assert costs.weight_gradient is not None
     tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
     forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)

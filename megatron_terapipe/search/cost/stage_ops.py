@@ -26,23 +26,20 @@ Floats = NDArray[np.float64]
 
 
 class StageOps(NamedTuple):
-    """Seconds of the ops of one micro-batch, or of one token slice of it; numbers or arrays. They add up over layers.
-
-    Attributes:
-        forward: F.
-        backward: BI and BW as one op.
-        input_gradient: BI alone.
-        weight_gradient: BW alone.
-        tensor_parallel: how much of F and the whole backward is collectives between tensor-parallel ranks.
-        head_exchange: how much of them is head exchanges between sequence-parallel ranks.
-    """
+    """Seconds of the ops of a micro-batch, or of one token slice of it: numbers or arrays that add up over layers."""
 
     forward: ScalarOrArray
+    """F."""
     backward: ScalarOrArray
+    """BI and BW as one op."""
     input_gradient: ScalarOrArray
+    """BI alone."""
     weight_gradient: ScalarOrArray
+    """BW alone."""
     tensor_parallel: ScalarOrArray = 0.0
+    """How much of F and the whole backward is collectives between tensor-parallel ranks."""
     head_exchange: ScalarOrArray = 0.0
+    """How much of them is head exchanges between sequence-parallel ranks."""
 
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE = range(6)
@@ -51,27 +48,24 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHAN
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OpSizes:
-    """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other.
-
-    Attributes:
-        tensor_parallel_size: ranks that share each layer.
-        sequence_parallel_size: ranks that share the tokens of each token slice.
-        micro_batch_size: sequences.
-        start: begin of the token slice, as a share of the sequence.
-        end: end of the token slice, as a share of the sequence.
-        recompute: `none`, `selective`, `full` or `stage`.
-        sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
-        key_value_gradients: type in which gradients of keys and values are kept.
-    """
+    """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other."""
 
     tensor_parallel_size: ScalarOrArray
+    """Ranks that share each layer."""
     sequence_parallel_size: ScalarOrArray
+    """Ranks that share the tokens of each token slice."""
     micro_batch_size: ScalarOrArray
+    """Sequences."""
     start: ScalarOrArray
+    """Begin of the token slice, as a share of the sequence."""
     end: ScalarOrArray
+    """End of the token slice, as a share of the sequence."""
     recompute: str
+    """`none`, `selective`, `full` or `stage`."""
     sequence_parallel: bool
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     key_value_gradients: str
+    """Type in which gradients of keys and values are kept."""
 
 
 class LayerPrices:
@@ -88,9 +82,6 @@ class LayerPrices:
         """Prepare.
 
         Args:
-            kinds: the K different layers of a model.
-            op_times: times of layers.
-            efficiency: constants of collectives and launches.
             element_bytes: bytes of an activation.
             communication: which share of the messages between ranks that share a layer products hide.
         """
@@ -102,9 +93,7 @@ class LayerPrices:
         """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes].
 
         Args:
-            device: the device that computes.
             links: links between the ranks that share its layers.
-            sizes: what the ops are computed for.
         """
         rows = []
         for layer in self._kinds:
@@ -181,10 +170,6 @@ def layer_ops(
     """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it.
 
     Args:
-        query: the layer, and what its times depend on.
-        op_times: times of its kernels.
-        efficiency: constants of collectives and launches.
-        links: links between these ranks.
         communication: which share of their messages products hide.
         element_bytes: bytes of an activation.
     """
@@ -262,9 +247,6 @@ def head_exchange_s(
     key and value goes to every rank that needs it.
 
     Args:
-        query: the layer, and what its times depend on.
-        topology: links between its sequence-parallel ranks.
-        efficiency: constants of collectives.
         element_bytes: bytes of an activation.
     """
     attention = query.layer.attention
@@ -284,7 +266,6 @@ def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
     embedding gives each rank the rows that it holds.
 
     Args:
-        layer: the layer.
         sums_at_once: whether the trainer sums parts of attention and MLP that stand side by side in one reduction.
     """
     entering = sum(product.parallel == "column" for product in layer.products)

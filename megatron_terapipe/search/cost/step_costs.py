@@ -12,55 +12,46 @@ from megatron_terapipe.search.software.description import ELEMENT_BYTES, Communi
 
 
 class StepCosts(NamedTuple):
-    """Seconds of one pipeline rank beside its ops, as if nothing ran under them; numbers or arrays.
-
-    Attributes:
-        gradient_reduction: of all its gradients.
-        shared_weight: of the gradient of a weight that both ends of the pipeline hold.
-        optimizer: of the step.
-        late: part of the gradient reduction that begins after all backwards: of weights that the ends sum first.
-        weight_gather: of all its weights, of which data-parallel ranks have a part each.
-    """
+    """Seconds of one pipeline rank beside its ops, as if nothing ran under them; numbers or arrays."""
 
     gradient_reduction: ScalarOrArray
+    """Of all its gradients."""
     shared_weight: ScalarOrArray
+    """Of the gradient of a weight that both ends of the pipeline hold."""
     optimizer: ScalarOrArray
+    """Of the step."""
     late: ScalarOrArray = 0.0
+    """Part of the gradient reduction that begins after all backwards: of weights that the ends sum first."""
     weight_gather: ScalarOrArray = 0.0
+    """Of all its weights, of which data-parallel ranks have a part each."""
 
 
 class CoveringOps(NamedTuple):
-    """Ops of a rank under which reductions and gathers can run; seconds, numbers or arrays.
-
-    Attributes:
-        completing: the op that completes the gradients of the rank: its last backward, or its last weight gradient.
-        forward: all F of a micro-batch.
-        backward: the whole backward of a micro-batch.
-        layers: layers of the stage whose gradients are complete last, one after the other.
-        num_micro_batches: micro-batches of an iteration.
-    """
+    """Ops of a rank under which reductions and gathers can run; seconds, numbers or arrays."""
 
     completing: ScalarOrArray
+    """The op that completes the gradients of the rank: its last backward, or its last weight gradient."""
     forward: ScalarOrArray
+    """All F of a micro-batch."""
     backward: ScalarOrArray
+    """The whole backward of a micro-batch."""
     layers: ScalarOrArray
+    """Layers of the stage whose gradients are complete last, one after the other."""
     num_micro_batches: ScalarOrArray
+    """Micro-batches of an iteration."""
 
 
 class StepTraffic(NamedTuple):
-    """Messages of data-parallel ranks for one parameter at the end of an iteration.
-
-    Attributes:
-        reduced_bytes: bytes of its gradient.
-        reduces_to_all: whether every rank gets the sum, not only the one that steps the parameter.
-        divides_step: whether each rank steps its part of the parameters, and gathers the others.
-        gathered_bytes: bytes of the parameter then.
-    """
+    """Messages of data-parallel ranks for one parameter at the end of an iteration."""
 
     reduced_bytes: int
+    """Bytes of its gradient."""
     reduces_to_all: bool
+    """Whether every rank gets the sum, not only the one that steps the parameter."""
     divides_step: bool
+    """Whether each rank steps its part of the parameters, and gathers the others."""
     gathered_bytes: int
+    """Bytes of the parameter then."""
 
 
 def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTraffic:
@@ -73,9 +64,7 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
     reduced in fp32 at stage 1, in bf16 at stage 0 (`training/start/deepspeed_config.py`); see also `memory.states`.
 
     Args:
-        software: the trainer.
         precision: `fp32`, `fp16` or `bf16`.
-        zero_stage: ZeRO stage.
     """
     stated = software.communication.reduction_bytes
     if stated is not None:
@@ -103,15 +92,11 @@ def step_costs(
     """Price the end of an iteration; arguments broadcast.
 
     Args:
-        parameters: parameters of a rank.
         shared_parameters: those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
-        data_topology: links between data-parallel ranks.
         ends_topology: links between the first and the last pipeline rank.
         memory_bandwidth: bytes per second of the device.
         zero_stage: 0 or 1.
         precision: `bf16`, `fp16` or `fp32`.
-        software: the trainer.
-        efficiency: constants of the hardware.
     """
     traffic = step_traffic(software, precision, zero_stage)
     gradients = traffic.reduced_bytes * parameters
@@ -148,8 +133,6 @@ def shown_reduction_s(
 
     Args:
         step: reductions and gathers of the rank.
-        ops: what they can run under.
-        communication: what of them does.
         efficiency: how much of what is hidden shows all the same.
         cool_down_s: for which ranks before it still run after the op that completes its gradients.
     """
@@ -183,7 +166,6 @@ def exposed_reduction_s(
     Args:
         step: reductions and gathers of each rank.
         ops: arrays of [P, ...].
-        communication: what of them runs under ops.
         efficiency: how much of what is hidden shows all the same.
         drains: whether the op that completes gradients passes the ranks in turn, last to first; deferred weight
             gradients end on all together.

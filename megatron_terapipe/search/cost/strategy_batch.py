@@ -50,10 +50,6 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
     """Return what strategies of one batch have in common.
 
     Where all ranks compute alike, layouts may differ. On a mixed cluster each layout has a batch of its own.
-
-    Args:
-        model: prices the strategy.
-        strategy: the strategy.
     """
     groups = model.groups(strategy)
     kinds, layout = groups.kinds, None
@@ -75,21 +71,18 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
 
 
 class Replicas(NamedTuple):
-    """What the replicas of one kind stand on.
-
-    Attributes:
-        kinds: ranks that compute alike; the links between those that share a layer broadcast with [n].
-        tensor: links of tensor-parallel ranks, arrays of [P, n].
-        bandwidth: [stages, n] bytes per second of the link from a stage to the next.
-        latency: [stages, n] seconds.
-        crosses_nodes: [stages, n] whether it is the network.
-    """
+    """What the replicas of one kind stand on."""
 
     kinds: tuple[RankKind, ...]
+    """Ranks that compute alike; the links between those that share a layer broadcast with [n]."""
     tensor: GroupTopology
+    """Links of tensor-parallel ranks, arrays of [P, n]."""
     bandwidth: Floats
+    """[stages, n] bytes per second of the link from a stage to the next."""
     latency: Floats
+    """[stages, n] seconds."""
     crosses_nodes: NDArray[np.bool_]
+    """[stages, n] whether it is the network."""
 
     @classmethod
     def of(cls, models: Sequence[CostModel], placed: Sequence[PlacedStrategy]) -> "Replicas":
@@ -97,7 +90,6 @@ class Replicas(NamedTuple):
 
         Args:
             models: cost model of each strategy.
-            placed: the strategies of a batch.
         """
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         kinds = placed[0].groups.kinds
@@ -117,37 +109,34 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyBatch:
-    """n strategies, ready to be priced. Make it with `of`.
-
-    Attributes:
-        model: cost model of one of them; for what they have in common.
-        strategy: one of them, likewise.
-        per_rank: [P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none.
-        first_stage: [P, K, n] layers of the first stage of each rank.
-        parameters: [P, n] parameters that a rank holds.
-        shared: [P, n] of them those of a weight that two ranks hold.
-        numbers: [n] by name.
-        replicas: what those of each kind stand on; one entry where all are alike.
-        data: links of data-parallel ranks, arrays of [P, n].
-        ends: links of the first and the last pipeline rank, arrays of [n].
-        memory_bandwidth: [P, n] bytes per second of the slowest memory of each rank.
-        message: [stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send.
-        rank_of_stage: [stages, n] pipeline rank.
-    """
+    """n strategies, ready to be priced. Make it with `of`."""
 
     model: CostModel
+    """Cost model of one of them; for what they have in common."""
     strategy: Strategy
+    """One of them, likewise."""
     per_rank: Floats
+    """[P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none."""
     first_stage: Floats
+    """[P, K, n] layers of the first stage of each rank."""
     parameters: Floats
+    """[P, n] parameters that a rank holds."""
     shared: Floats
+    """[P, n] of them those of a weight that two ranks hold."""
     numbers: dict[str, Floats]
+    """[n] by name."""
     replicas: tuple[Replicas, ...]
+    """What those of each kind stand on; one entry where all are alike."""
     data: GroupTopology
+    """Links of data-parallel ranks, arrays of [P, n]."""
     ends: GroupTopology
+    """Links of the first and the last pipeline rank, arrays of [n]."""
     memory_bandwidth: Floats
+    """[P, n] bytes per second of the slowest memory of each rank."""
     message: Floats
+    """[stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send."""
     rank_of_stage: NDArray[np.int64]
+    """[stages, n] pipeline rank."""
 
     @classmethod
     def of(cls, models: Sequence[CostModel], strategies: Sequence[Strategy]) -> "StrategyBatch":
@@ -155,7 +144,6 @@ class StrategyBatch:
 
         Args:
             models: cost model of each strategy; they share the workload.
-            strategies: strategies with one `batch_key`.
         """
         placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
         sent = [model.messages(each).num_bytes for model, each in zip(models, placed, strict=True)]

@@ -26,19 +26,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePrediction:
-    """Time of one iteration, and where it goes.
-
-    Attributes:
-        iteration_time_s: seconds.
-        bubble_ratio: idle time / (pipeline ranks x makespan).
-        breakdown: on the busiest pipeline rank.
-        notes: what is extrapolated, a line each.
-    """
+    """Time of one iteration, and where it goes."""
 
     iteration_time_s: float
+    """Seconds."""
     bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan)."""
     breakdown: TimeBreakdown
+    """On the busiest pipeline rank."""
     notes: tuple[str, ...] = ()
+    """What is extrapolated, a line each."""
 
 
 def time_prediction(
@@ -55,13 +52,10 @@ def time_prediction(
     """Put a prediction together.
 
     Args:
-        shape: of the pipeline.
         stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
         costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
-        simulated: how long all of them take.
         step: the end of the iteration, arrays of [P] seconds.
         layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
-        software: what runs under ops.
         efficiency: fixed times, and how much shows of what runs under ops.
     """
     ranks, micro_batches = shape.num_ranks, shape.num_micro_batches

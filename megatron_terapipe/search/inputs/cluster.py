@@ -17,28 +17,22 @@ MOST_DEVICES_OF_CLUSTER = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A way for bytes.
-
-    Attributes:
-        bandwidth: bytes per second in one direction, by the data sheet.
-        latency_s: time of an empty message, in seconds.
-    """
+    """A way for bytes."""
 
     bandwidth: float
+    """Bytes per second in one direction, by the data sheet."""
     latency_s: float
+    """Time of an empty message, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Memory of a node beside that of its devices, which share it.
-
-    Attributes:
-        memory_bytes: bytes of the node.
-        bandwidth: bytes per second from each device to it, and as many back at the same time, by the data sheet.
-    """
+    """Memory of a node beside that of its devices, which share it."""
 
     memory_bytes: float
+    """Bytes of the node."""
     bandwidth: float
+    """Bytes per second from each device to it, and as many back at the same time, by the data sheet."""
 
 
 USUAL_HOST = HostMemory(memory_bytes=512e9, bandwidth=32e9)
@@ -47,33 +41,23 @@ USUAL_HOST = HostMemory(memory_bytes=512e9, bandwidth=32e9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A machine with devices of one kind.
-
-    Attributes:
-        name: its host name, or what the cluster file calls it.
-        device: what it holds.
-        num_devices: how many of them.
-        inside: from one device to another of the node; each device has one such link.
-        network: one network card, to other nodes.
-        num_network_cards: cards, which all devices of the node share.
-        host: memory of the host.
-    """
+    """A machine with devices of one kind."""
 
     name: str
+    """Its host name, or what the cluster file calls it."""
     device: Device
     num_devices: int
     inside: Link
+    """From one device to another of the node; each device has one such link."""
     network: Link
+    """One network card, to other nodes."""
     num_network_cards: int = 1
+    """Cards, which all devices of the node share."""
     host: HostMemory = USUAL_HOST
 
 
 def check_num_devices(num_devices: int, name: str) -> None:
     """See that a cluster does not have too many devices.
-
-    Args:
-        num_devices: devices of all nodes.
-        name: name of the cluster.
 
     Raises:
         ConfigError: if it has.
@@ -88,10 +72,6 @@ def check_num_devices(num_devices: int, name: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes in the order of the hostfile; ranks fill one node after the other.
-
-    Attributes:
-        nodes: all of them.
-        name: for tables.
 
     Raises:
         ConfigError: if there are too many devices.

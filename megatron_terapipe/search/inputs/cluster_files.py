@@ -66,11 +66,6 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
 
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
 
-    Args:
-        flat: the object.
-        file: what it came from, for errors.
-        path: way to it inside the file.
-
     Raises:
         ConfigError: if fields contradict each other, or the device is not known.
     """
@@ -115,7 +110,6 @@ def read_cluster(path: str, *, device: str | None = None) -> Cluster:
     """Read a cluster; see `read_cluster_with_notes`.
 
     Args:
-        path: a JSON or YAML file, or a hostfile.
         device: device of every host of a hostfile; None for other files.
     """
     return read_cluster_with_notes(path, device=device)[0]
@@ -156,7 +150,6 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
 
     Args:
         document: in our form (`nodes`) or in that of trials (`num_devices` or `num_nodes`, `device`, ...).
-        where: what the object came from, for errors.
 
     Raises:
         ConfigError: if a field is wrong.

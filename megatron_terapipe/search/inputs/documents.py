@@ -25,12 +25,7 @@ def read_document(path: str) -> object:
 
 
 def parse_text(text: str, path: str) -> object:
-    """Parse the text of a JSON or YAML file, by the ending of its name.
-
-    Args:
-        text: the text.
-        path: path of the file.
-    """
+    """Parse the text of a JSON or YAML file, by the ending of its name."""
     if path.lower().endswith(YAML_ENDINGS):
         return parse_yaml(text, path)
     try:
@@ -75,7 +70,6 @@ def parse_quantity(text: str, kind: str) -> float | None:
 
     Args:
         text: such as `25 Gbit/s`. A small b is a bit, a capital B a byte.
-        kind: `bandwidth`, `memory`, `speed` or `time`.
 
     Returns:
         The number; None if the text is not such a quantity.
@@ -88,12 +82,7 @@ def parse_quantity(text: str, kind: str) -> float | None:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Remedy for a name that is not known: the name that it resembles, or all known names.
-
-    Args:
-        name: the name.
-        known: all known names.
-    """
+    """Remedy for a name that is not known: the name that it resembles, or all known names."""
     names = list(known)
     lowered = {each.lower(): each for each in names}
     nearest = get_close_matches(name.lower(), lowered, n=1)

@@ -17,12 +17,7 @@ LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
 
 
 def inside_doubt(device: Device, inside: Link) -> str | None:
-    """Return a note if a link inside a node is faster than those of the device's usual machine.
-
-    Args:
-        device: device of the node.
-        inside: the link that the file gives.
-    """
+    """Return a note if a link inside a node is faster than those of the device's usual machine."""
     if not _is_known(device):
         return None
     machine = library.usual_machine(device.name)

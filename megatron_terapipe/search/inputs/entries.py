@@ -37,11 +37,7 @@ UNITS_IN_NAMES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """Marks a field that holds a number with a unit, as text.
-
-    Attributes:
-        kind: one of `UNITS`.
-    """
+    """Marks a field that holds a number with a unit, as text."""
 
     kind: str
 
@@ -56,11 +52,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class OrText:
-    """Marks an object that text may stand for.
-
-    Attributes:
-        meaning: what the text says.
-    """
+    """Marks an object that text may stand for."""
 
     meaning: str
 
@@ -160,7 +152,6 @@ def fixed(wanted: object, remedy: str) -> BeforeValidator:
     """Return what refuses any value but one.
 
     Args:
-        wanted: this one.
         remedy: what to do where it is another.
     """
 
@@ -182,8 +173,6 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
     """Read an object of a file.
 
     Args:
-        kind: what it must be.
-        document: what was read.
         file: the file, or what else it came from.
         path: way to the object inside the file, such as `nodes[2].network`; empty for the whole file.
 
@@ -204,7 +193,6 @@ def place(file: str, *path: str | int) -> str:
     """Place of a field for errors: the file, and the names and numbers on the way to the field.
 
     Args:
-        file: the file.
         *path: names and numbers, outermost first.
     """
     way = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
@@ -212,14 +200,7 @@ def place(file: str, *path: str | int) -> str:
 
 
 def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
-    """Return the error of a field.
-
-    Args:
-        where: place of the field.
-        value: its value.
-        problem: the fault of the value.
-        remedy: what to do.
-    """
+    """Return the error of a field."""
     return ConfigError(f"{where} {short(value)} {problem}: {remedy}")
 
 
@@ -285,12 +266,7 @@ def _entry_in(annotation: Any) -> type[Entry] | None:
 
 
 def wanted(kind: type[Entry], name: str) -> str:
-    """Return in words what a field holds.
-
-    Args:
-        kind: declares the field.
-        name: of the field.
-    """
+    """Return in words what a field holds."""
     annotation = kind.model_fields[name].annotation
     kinds = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "list": "a list"}
     words = kinds.get(getattr(get_origin(annotation) or annotation, "__name__", ""), "an object")

@@ -32,24 +32,20 @@ _MISTAKES = (
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of a hostfile.
-
-    Attributes:
-        name: name or address of the host.
-        slots: its devices; 0 = none of them are used.
-        ignored: what follows on the line.
-    """
+    """A line of a hostfile."""
 
     name: str
+    """Name or address of the host."""
     slots: int
+    """Its devices; 0 = none of them are used."""
     ignored: str = ""
+    """What follows on the line."""
 
 
 def is_hostfile(text: str, path: str = "") -> bool:
     """Whether a file is a hostfile, or was meant to be one, so that errors speak of hostfiles.
 
     Args:
-        text: its text.
         path: its path; `.json`, `.yaml` and `.yml` are endings of other files.
     """
     first = next((line for _, line in _lines(text)), "")
@@ -61,10 +57,6 @@ def is_hostfile(text: str, path: str = "") -> bool:
 
 def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
     """Return the hosts of a hostfile in its order.
-
-    Args:
-        text: text of the hostfile.
-        file: its path, for messages.
 
     Raises:
         ConfigError: if DeepSpeed would refuse a line or the file, a host has no host name, or none has slots.

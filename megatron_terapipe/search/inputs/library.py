@@ -42,26 +42,18 @@ GIGABIT = 1e9 / 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A kind of node.
-
-    Attributes:
-        name: in the library.
-        source: row of the list above.
-        device: name of its device in the library; None = any.
-        num_devices: how many.
-        inside: from device to device.
-        network: one network card.
-        num_network_cards: cards that all its devices share.
-        host: memory of the host.
-    """
+    """A kind of node."""
 
     name: str
     source: str
+    """Row of the list above."""
     device: str | None
+    """Name of its device in the library; None = any."""
     num_devices: int
     inside: Link
     network: Link
     num_network_cards: int = 1
+    """Cards that all its devices share."""
     host: HostMemory = USUAL_HOST
 
 
@@ -163,7 +155,6 @@ def device(name: str, where: str = "device") -> Device:
 
     Args:
         name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
-        where: what named it, for the error.
 
     Raises:
         ConfigError: if there is none of that name.
@@ -176,7 +167,6 @@ def library_device(name: str, where: str = "device") -> LibraryDevice:
 
     Args:
         name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
-        where: place of the name, for the error.
     """
     key = _key(name)
     for entry in DEVICES.values():
@@ -211,7 +201,6 @@ def machine(name: str, where: str = "machine") -> Machine:
 
     Args:
         name: such as `dgx-a100`.
-        where: place of the name, for the error.
 
     Raises:
         ConfigError: if there is none of that name.

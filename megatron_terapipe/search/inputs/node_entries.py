@@ -145,18 +145,7 @@ PARTS = {"devices": "number of devices", "inside": "links inside", "network": "n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGroup:
-    """Nodes that differ by their names alone.
-
-    Attributes:
-        device: what each holds.
-        num_devices: how many.
-        inside: from device to device.
-        network: one network card.
-        num_network_cards: cards of a node.
-        host: memory of the host.
-        hosts: names of the nodes.
-        notes: what the file left to the library, a line each.
-    """
+    """Nodes that differ by their names alone."""
 
     device: Device
     num_devices: int
@@ -166,12 +155,12 @@ class NodeGroup:
     host: HostMemory = USUAL_HOST
     hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    """What the file left to the library, a line each."""
 
     def node(self, name: str, *, num_devices: int | None = None) -> Node:
         """One of the nodes.
 
         Args:
-            name: its host name.
             num_devices: devices of it, where it is not full.
         """
         return Node(
@@ -190,13 +179,7 @@ class NodeGroup:
 
     @classmethod
     def of_machine(cls, machine: Machine, device: Device, notes: tuple[str, ...] = ()) -> "NodeGroup":
-        """Return a node of the library, perhaps with another device.
-
-        Args:
-            machine: machine of the library.
-            device: its device.
-            notes: notes about it so far.
-        """
+        """Return a node of the library, perhaps with another device."""
         doubt = sparsity_doubt(device)
         notes += () if doubt is None else (doubt,)
         if library.is_guess(device.name):
@@ -215,10 +198,6 @@ class NodeGroup:
     def of_library(cls, name: str, where: str) -> "NodeGroup":
         """Return a node by the name of a machine, or of a device in its usual machine.
 
-        Args:
-            name: the name.
-            where: place of the name, for the error.
-
         Raises:
             ConfigError: if the library knows neither.
         """
@@ -232,23 +211,13 @@ class NodeGroup:
 
 
 def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
-    """Return the note that something was taken from the library.
-
-    Args:
-        missing: names of the parts that are not given.
-        device: device of the node.
-        machine: machine whose parts are taken.
-    """
+    """Return the note that something was taken from the library."""
     what = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
     return f"{what} of {device.name} nodes not given: those of a {machine.name} are taken"
 
 
 def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
     """Return the groups of nodes of a cluster file, `overrides` of single hosts applied.
-
-    Args:
-        cluster: the file's object.
-        file: its name, for errors.
 
     Raises:
         ConfigError: if a field is wrong.
@@ -291,8 +260,6 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
     """Return a group with what an entry says of its nodes.
 
     Args:
-        group: what is usual.
-        entry: what the file says.
         keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
             machine that the file names. Otherwise it has one card.
     """

@@ -19,22 +19,18 @@ class Workload:
 
     A stage partition counts the layers from `first_dealt` to `last_dealt`. Of a GPT those are its transformer layers:
     the embedding goes with the first stage, the last norm and the head with the last. Of other models they are all.
-
-    Attributes:
-        name: for tables.
-        layers: first to last.
-        seq_length: tokens of one training sequence.
-        first_dealt: first layer that a stage partition counts.
-        end_dealt: layer behind the last one that it counts.
-        config: the model section of the trainer; None = a model that the trainer cannot build.
     """
 
     name: str
     layers: tuple[Layer, ...]
     seq_length: int
+    """Tokens of one training sequence."""
     first_dealt: int
+    """First layer that a stage partition counts."""
     end_dealt: int
+    """Layer behind the last one that it counts."""
     config: ModelConfig | None = None
+    """The model section of the trainer; None = a model that the trainer cannot build."""
 
     @property
     def num_dealt_layers(self) -> int:
@@ -64,10 +60,6 @@ class Workload:
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
         """Layers of each stage, counted among the layers that a partition distributes.
-
-        Args:
-            stage_partition: rule or bounds, as in a strategy.
-            num_stages: stages of the pipeline.
 
         Raises:
             ConfigError: if they do not fit the model or the stages.

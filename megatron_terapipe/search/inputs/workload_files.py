@@ -251,8 +251,6 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     Args:
         document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of
             Hugging Face, with `model_type`.
-        where: what the object came from, for errors.
-        changes: fields that are other than the document says.
 
     Raises:
         ConfigError: if a field is wrong.

@@ -13,11 +13,7 @@ from megatron_terapipe.search.op_times.profile_files import profile_to_json
 
 
 def main(word: str) -> int:
-    """Measure as the word says, and return the exit code; the first rank tells what was measured.
-
-    Args:
-        word: sizes, as `on_hosts` writes them.
-    """
+    """Measure as the word says, and return the exit code; the first rank tells what was measured."""
     sizes, begun = sizes_of(word), time.perf_counter()
     engine = None
     try:

@@ -64,23 +64,18 @@ class OpTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """Layers of one kind, to be run one after the other.
-
-    Attributes:
-        shape: of one.
-        modules: the layers.
-        functions: what runs each; may be another function of a module, as of a tied embedding.
-        count: by how many the times are divided.
-        reads_tokens: whether the input is token ids.
-        ends_in_loss: whether the loss follows.
-    """
+    """Layers of one kind, to be run one after the other."""
 
     shape: Shape
     modules: tuple[nn.Module, ...]
     functions: tuple[Callable[..., Tensor], ...]
+    """What runs each; may be another function of a module, as of a tied embedding."""
     count: int = 1
+    """By how many the times are divided."""
     reads_tokens: bool = False
+    """Whether the input is token ids."""
     ends_in_loss: bool = False
+    """Whether the loss follows."""
 
 
 def build_layers(
@@ -89,11 +84,7 @@ def build_layers(
     """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends.
 
     Args:
-        model: the model section.
         ranks: ranks that share the matrices [out, in].
-        dtype: type of the weights.
-        device: device of the layers.
-        recompute: mode of recomputation.
     """
     specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
     workload = gpt_workload(model)
@@ -119,14 +110,7 @@ def build_layers(
 
 
 class LayerTimer:
-    """Runs layers as the engine does, and times each op.
-
-    Args:
-        model: the model section.
-        ranks: what shares the layers.
-        dtype: of weights and activations.
-        device: where they live.
-    """
+    """Runs layers as the engine does, and times each op."""
 
     def __init__(
         self, model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device
@@ -142,7 +126,6 @@ class LayerTimer:
         All runs are visited in turn, again and again, so that what disturbs the machine for a while disturbs all alike.
 
         Args:
-            built: the layers.
             runs: sizes, the most telling first.
             is_over: told what was visited; says on all ranks alike whether time is over. One run is visited at least.
         """
@@ -282,7 +265,6 @@ def merged(points: Sequence[OpPoint], *, by_place: bool) -> tuple[OpPoint, ...]:
     """Points of a layer; of one that does not attend, one for each size, whatever place it was measured at.
 
     Args:
-        points: measured ones.
         by_place: whether it matters where token slices begin.
     """
     if by_place:

@@ -15,21 +15,17 @@ Nodes = Sequence[Sequence[int]]
 
 
 class LinkClass(NamedTuple):
-    """Groups of ranks that all send at the same time.
-
-    Attributes:
-        where: `inside` a node, or over its `network`.
-        what: `all_reduce` in each group, or `transfer` from its first to its second rank and back.
-        groups: ranks of each.
-        ranks_per_node: ranks of a group that one node has.
-        flows: groups that use the links of a node at the same time.
-    """
+    """Groups of ranks that all send at the same time."""
 
     where: Literal["inside", "network"]
+    """`inside` a node, or over its `network`."""
     what: Literal["all_reduce", "transfer"]
+    """`all_reduce` in each group, or `transfer` from its first to its second rank and back."""
     groups: tuple[tuple[int, ...], ...]
     ranks_per_node: int = 1
+    """Ranks of a group that one node has."""
     flows: int = 1
+    """Groups that use the links of a node at the same time."""
 
     @property
     def words(self) -> str:
@@ -49,9 +45,6 @@ def link_classes(nodes: Nodes) -> Iterator[LinkClass]:
     """Yield each class of links that the ranks of nodes have; none for one rank.
 
     Where nodes have different numbers of ranks, as many of each take part as the smallest has.
-
-    Args:
-        nodes: ranks of each node.
     """
     least = min(map(len, nodes))
     alike = [tuple(ranks[:least]) for ranks in nodes]

@@ -45,9 +45,6 @@ def measure_links(
     """Measure every class of links between ranks; every rank must call it at the same time.
 
     Args:
-        device: device of the messages.
-        nodes: ranks of each node.
-        doing: told what is measured next.
         budget_s: seconds for all classes together, the same on every rank; on a slow link the longest messages, which
             tell no more of it than shorter ones, are left out.
     """

@@ -29,23 +29,15 @@ ENGINE_SHARE, LINKS_SHARE = 0.2, 0.2
 
 
 class Progress(NamedTuple):
-    """How far it is.
-
-    Attributes:
-        share: of the whole, 0 to 1.
-        doing: in words.
-    """
+    """How far it is."""
 
     share: float
+    """Of the whole, 0 to 1."""
     doing: str
 
 
 def measure_machine(sizes: MeasuredSizes, num_processes: int) -> Iterator[Progress | Profile]:
     """Measure on ranks of this machine, and yield how far it is; the profile comes last.
-
-    Args:
-        sizes: what is measured.
-        num_processes: ranks.
 
     Raises:
         ConfigError: if a rank fails.
@@ -61,10 +53,6 @@ def engine_here(sizes: MeasuredSizes, num_processes: int) -> ProfiledEngine:
     """Return the time of the engine on this machine.
 
     Every rank is a run of its own, so that no message is in its times; and all at once, as in a run.
-
-    Args:
-        sizes: what is measured.
-        num_processes: ranks.
 
     Raises:
         ConfigError: if a rank fails.
@@ -104,7 +92,6 @@ def measure_together(
 
     Args:
         tell: told how far it is, and the profile last; what the first rank tells counts.
-        sizes: what is measured.
         budget_s: seconds after which no further size is begun.
         engine: time of the engine; None on ranks that do not know it.
     """

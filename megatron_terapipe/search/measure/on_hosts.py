@@ -37,8 +37,6 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     """Measure on all slots of a hostfile, and yield how far it is; the profile comes last.
 
     Args:
-        sizes: what is measured.
-        hostfile: path of the hostfile.
         on_cpu: whether DeepSpeed must be told to take the CPU.
 
     Raises:

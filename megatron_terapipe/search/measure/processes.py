@@ -20,9 +20,6 @@ def run_on_ranks(
     """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it.
 
     Args:
-        work: importable by name.
-        num_processes: how many.
-        *arguments: sent to each.
         together: they can join as the ranks of one run; else each is a run of its own, at the same time.
 
     Raises:

@@ -20,23 +20,18 @@ MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSizes:
-    """Sizes at which a model is measured.
-
-    Attributes:
-        model: whose layers.
-        precision: `fp32`, `fp16` or `bf16`.
-        tensor_parallel_sizes: ranks that share a layer; each rank measures its part alone.
-        micro_batch_sizes: sequences.
-        nums_token_slices: into how many token slices of the same length sequences are cut.
-        budget_s: seconds after which no further size is begun.
-    """
+    """Sizes at which a model is measured."""
 
     model: ModelConfig
     precision: str
+    """`fp32`, `fp16` or `bf16`."""
     tensor_parallel_sizes: tuple[int, ...]
+    """Ranks that share a layer; each rank measures its part alone."""
     micro_batch_sizes: tuple[int, ...]
     nums_token_slices: tuple[int, ...]
+    """Into how many token slices of the same length sequences are cut."""
     budget_s: float
+    """Seconds after which no further size is begun."""
 
     def __post_init__(self) -> None:
         """Check that the model can be cut so.
@@ -99,31 +94,21 @@ class MeasuredSizes:
 
 
 class MeasuredLayout(NamedTuple):
-    """What layers are built for, before sizes of micro-batches and token slices are run through them.
-
-    Attributes:
-        tensor_parallel_size: ranks that share a layer.
-        recompute: `none` or `selective`.
-        share_of_rest: share of the time that is left when it begins.
-    """
+    """What layers are built for, before sizes of micro-batches and token slices are run through them."""
 
     tensor_parallel_size: int
+    """Ranks that share a layer."""
     recompute: str
     share_of_rest: float
+    """Share of the time that is left when it begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Whole sequences forward and backward in token slices, through each kind of layer.
-
-    Attributes:
-        tensor_parallel_size: ranks that share a layer.
-        micro_batch_size: sequences.
-        num_token_slices: of each.
-        recompute: `none` or `selective`.
-    """
+    """Whole sequences forward and backward in token slices, through each kind of layer."""
 
     tensor_parallel_size: int
+    """Ranks that share a layer."""
     micro_batch_size: int
     num_token_slices: int
     recompute: str

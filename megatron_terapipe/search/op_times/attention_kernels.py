@@ -71,19 +71,16 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """Speed of one kernel on one generation.
-
-    Attributes:
-        forward: shares of the peak.
-        backward: shares of the peak, of two and a half times the forward's FLOPs.
-        fixed: tokens that each row takes longer in the forward.
-        fixed_backward: tokens that each row takes longer in the backward.
-    """
+    """Speed of one kernel on one generation."""
 
     forward: Shares
+    """Shares of the peak."""
     backward: Shares
+    """Shares of the peak, of two and a half times the forward's FLOPs."""
     fixed: float
+    """Tokens that each row takes longer in the forward."""
     fixed_backward: float
+    """Tokens that each row takes longer in the backward."""
 
 
 # fmt: off
@@ -127,23 +124,20 @@ PLAIN_SHARE = 0.45
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAttention:
-    """A fused kernel on a device, for heads of one size.
-
-    Attributes:
-        forward: share of the peak.
-        backward: share of the peak.
-        fixed: tokens that each row takes longer in the forward.
-        fixed_backward: tokens that each row takes longer in the backward.
-        processors: multiprocessors that a wave of tiles fills; 0 on a CPU, which has none.
-        tile: queries that are computed at once.
-    """
+    """A fused kernel on a device, for heads of one size."""
 
     forward: float
+    """Share of the peak."""
     backward: float
+    """Share of the peak."""
     fixed: float = 0.0
+    """Tokens that each row takes longer in the forward."""
     fixed_backward: float = 0.0
+    """Tokens that each row takes longer in the backward."""
     processors: int = 0
+    """Multiprocessors that a wave of tiles fills; 0 on a CPU, which has none."""
     tile: int = 1
+    """Queries that are computed at once."""
 
     def pairs_of_time(
         self,
@@ -186,9 +180,7 @@ def fused_attention(kernel: str, device: Device, precision: str, head_size: int)
 
     Args:
         kernel: name of the kernel that the trainer asks for.
-        device: device that computes.
         precision: `bf16`, `fp16` or `fp32`.
-        head_size: numbers of a head.
     """
     if precision == "fp32" or not device.is_gpu:
         return FusedAttention(forward=PLAIN_SHARE, backward=PLAIN_SHARE)

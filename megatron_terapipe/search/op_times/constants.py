@@ -16,7 +16,6 @@ def constant(default: float, prior_width: float | None = None, *, most: float = 
     """Declare a constant as a field of a dataclass.
 
     Args:
-        default: its value before any trial was seen.
         prior_width: standard deviation of its logarithm before any trial was seen; None = it is never fitted.
         most: greatest value that a fit may give it; 1 for shares.
     """
@@ -27,7 +26,6 @@ def factors(number: int, prior_width: float) -> Any:
     """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ...
 
     Args:
-        number: how many.
         prior_width: standard deviation of the logarithm of each before any trial was seen.
     """
     return field(default=(1.0,) * number, metadata={"prior_width": prior_width, "most": inf})
@@ -59,19 +57,16 @@ def _with_values(constants: Constants, values: Mapping[str, float]) -> Constants
 
 @dataclass(frozen=True)
 class Prior(Generic[Constants]):
-    """Prior distribution of constants, before any trial. Make it with `of`.
-
-    Attributes:
-        start: the most probable constants.
-        names: the p constants that are fitted.
-        widths: [p] standard deviations of their logarithms.
-        most: [p] greatest logarithms of constant / start.
-    """
+    """Prior distribution of constants, before any trial. Make it with `of`."""
 
     start: Constants
+    """The most probable constants."""
     names: tuple[str, ...]
+    """The p constants that are fitted."""
     widths: NDArray[np.float64]
+    """[p] standard deviations of their logarithms."""
     most: NDArray[np.float64]
+    """[p] greatest logarithms of constant / start."""
 
     @classmethod
     def of(cls, start: Constants) -> "Prior[Constants]":
@@ -111,8 +106,6 @@ def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Const
     """Return constants of which some have other logarithms.
 
     Args:
-        constants: the others.
-        names: of those that move.
         logarithm: by how much the logarithm of each grows.
     """
     return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})

@@ -40,23 +40,20 @@ from megatron_terapipe.search.inputs.cluster import Device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEfficiency:
-    """What kernels alone reach on a generation of devices.
-
-    Attributes:
-        products: share of the peak of large matrix products, in half precision.
-        depth: inputs of a product at which half its time is prologue and epilogue of the tiles.
-        area: rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles.
-        memory: share of the memory bandwidth.
-        processors: multiprocessors, which compute a tile each.
-        is_measured: whether products are from a table of many sizes.
-    """
+    """What kernels alone reach on a generation of devices."""
 
     products: float
+    """Share of the peak of large matrix products, in half precision."""
     depth: float = 180.0
+    """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
     area: float
+    """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
     memory: float
+    """Share of the memory bandwidth."""
     processors: int
+    """Multiprocessors, which compute a tile each."""
     is_measured: bool = False
+    """Whether products are from a table of many sizes."""
 
 
 REFERENCE = "ampere"
@@ -88,19 +85,16 @@ GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeEfficiency:
-    """What kernels reach on a device, in what they reach on an A100.
-
-    Attributes:
-        products: share of the peak of large products.
-        depth: inputs of a product at which half its time is prologue and epilogue.
-        area: rows x outputs of a product at which half its time is unfilled.
-        memory: share of the memory bandwidth.
-    """
+    """What kernels reach on a device, in what they reach on an A100."""
 
     products: float = 1.0
+    """Share of the peak of large products."""
     depth: float = 1.0
+    """Inputs of a product at which half its time is prologue and epilogue."""
     area: float = 1.0
+    """Rows x outputs of a product at which half its time is unfilled."""
     memory: float = 1.0
+    """Share of the memory bandwidth."""
 
 
 AS_AN_A100 = RelativeEfficiency()

@@ -15,54 +15,48 @@ ScalarOrArray = Numbers | float
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank.
-
-    Attributes:
-        forward: F.
-        input_gradient: BI; with recomputation it includes the forward that runs again.
-        weight_gradient: BW.
-        launch_forward: time that the host needs to launch F; it is hidden where the device needs longer. 0 where the
-            times are measured ones, which have it in them.
-        launch_input_gradient: the same for BI.
-        launch_weight_gradient: the same for BW.
-    """
+    """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank."""
 
     forward: ScalarOrArray
+    """F."""
     input_gradient: ScalarOrArray
+    """BI; with recomputation it includes the forward that runs again."""
     weight_gradient: ScalarOrArray
+    """BW."""
     launch_forward: ScalarOrArray = 0.0
+    """Time that the host needs to launch F; it is hidden where the device needs longer. 0 where the times are measured
+    ones, which have it in them."""
     launch_input_gradient: ScalarOrArray = 0.0
+    """The same for BI."""
     launch_weight_gradient: ScalarOrArray = 0.0
+    """The same for BW."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerQuery:
-    """One layer, and what the times of its ops depend on. The arrays broadcast against each other.
-
-    Attributes:
-        layer: the layer.
-        device: the device that computes.
-        tensor_parallel_size: ranks that share the layer.
-        micro_batch_size: sequences.
-        sequence_parallel_size: ranks that share the tokens of its matrices, and the heads of its attention.
-        start: first token of the token slice.
-        end: token behind its last one.
-        recompute: `none`, `selective`, `full` or `stage`.
-        sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
-        key_value_gradients: type in which gradients of keys and values are kept between two token slices.
-    """
+    """One layer, and what the times of its ops depend on. The arrays broadcast against each other."""
 
     layer: Layer
+    """The layer."""
     device: Device
+    """The device that computes."""
     _: KW_ONLY
     tensor_parallel_size: ScalarOrArray
+    """Ranks that share the layer."""
     micro_batch_size: ScalarOrArray
+    """Sequences."""
     start: ScalarOrArray
+    """First token of the token slice."""
     end: ScalarOrArray
+    """Token behind its last one."""
     sequence_parallel_size: ScalarOrArray = 1.0
+    """Ranks that share the tokens of its matrices, and the heads of its attention."""
     recompute: str = "none"
+    """`none`, `selective`, `full` or `stage`."""
     sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     key_value_gradients: str = "fp32"
+    """Type in which gradients of keys and values are kept between two token slices."""
 
     @property
     def sequences(self) -> ScalarOrArray:
@@ -83,7 +77,6 @@ def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
     """Heads of key and value [...] that ranks hold together: more than there are, where more ranks share the heads.
 
     Args:
-        attention: the attention.
         ranks: [...] ranks that share its heads, tensor-parallel times sequence-parallel.
     """
     return np.maximum(attention.key_value_heads, ranks)

@@ -58,23 +58,20 @@ def shape_in_words(shape: Shape) -> str:
 
 
 class OpPoint(NamedTuple):
-    """The measured ops of one token slice of one micro-batch, in one layer.
-
-    Attributes:
-        micro_batch_size: sequences.
-        start: first token of the token slice.
-        end: token behind its last.
-        forward_s: F.
-        input_gradient_s: BI.
-        weight_gradient_s: BW; both together are what the backward takes in one piece.
-    """
+    """The measured ops of one token slice of one micro-batch, in one layer."""
 
     micro_batch_size: int
+    """Sequences."""
     start: int
+    """First token of the token slice."""
     end: int
+    """Token behind its last."""
     forward_s: float
+    """F."""
     input_gradient_s: float
+    """BI."""
     weight_gradient_s: float
+    """BW; both together are what the backward takes in one piece."""
 
     def point(self, op: Literal["forward_s", "input_gradient_s", "weight_gradient_s"]) -> Point:
         """One of the ops."""
@@ -83,84 +80,72 @@ class OpPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledLayer:
-    """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times.
-
-    Attributes:
-        shape: of the whole layer.
-        tensor_parallel_size: ranks that share it.
-        recompute: `none`, or `selective`.
-        points: what was measured.
-    """
+    """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times."""
 
     shape: Shape
+    """Of the whole layer."""
     tensor_parallel_size: int
+    """Ranks that share it."""
     recompute: Literal["none", "selective"]
+    """`none`, or `selective`."""
     points: tuple[OpPoint, ...]
+    """What was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledLink:
-    """Messages of several sizes over one kind of link.
-
-    Attributes:
-        where: `inside` a node, or over its `network`.
-        what: `all_reduce` among the ranks of a group, or `transfer` from one to another.
-        num_ranks: ranks of a group; 2 for a transfer.
-        points: (bytes, seconds).
-        ranks_per_node: how many of them one node has.
-        flows: groups that used the links of a node at the same time; of the network, they share its cards.
-    """
+    """Messages of several sizes over one kind of link."""
 
     where: Literal["inside", "network"]
+    """`inside` a node, or over its `network`."""
     what: Literal["all_reduce", "transfer"]
+    """`all_reduce` among the ranks of a group, or `transfer` from one to another."""
     num_ranks: int
+    """Ranks of a group; 2 for a transfer."""
     points: tuple[tuple[int, float], ...]
+    """(bytes, seconds)."""
     ranks_per_node: int = 1
+    """How many of them one node has."""
     flows: int = 1
+    """Groups that used the links of a node at the same time; of the network, they share its cards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledEngine:
-    """Time of the engine beside the layers, in seconds.
-
-    Attributes:
-        op_s: between two ops of a rank: programs, buffers, the executor.
-        optimizer_s_per_parameter: norm of the gradient and optimizer step.
-        iteration_s: an iteration, however small it is.
-    """
+    """Time of the engine beside the layers, in seconds."""
 
     op_s: float
+    """Between two ops of a rank: programs, buffers, the executor."""
     optimizer_s_per_parameter: float
+    """Norm of the gradient and optimizer step."""
     iteration_s: float
+    """An iteration, however small it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A measured profile.
-
-    Attributes:
-        source: the file, for errors; empty if it was just measured.
-        device: name of the accelerator, or of the processor.
-        accelerator: what DeepSpeed calls it: cuda, cpu, ...
-        num_devices: ranks of a node that computed at the same time, one on each device.
-        num_nodes: nodes that took part; with one, nothing was measured of the network.
-        precision: `fp32`, `fp16` or `bf16`.
-        software: versions of packages by name.
-        layers: times of ops.
-        links: times of messages.
-        engine: what else an iteration takes; None if it was not measured.
-    """
+    """A measured profile."""
 
     source: str = ""
+    """The file, for errors; empty if it was just measured."""
     device: str
+    """Name of the accelerator, or of the processor."""
     accelerator: str
+    """What DeepSpeed calls it: cuda, cpu, ..."""
     num_devices: int
+    """Ranks of a node that computed at the same time, one on each device."""
     precision: str
+    """`fp32`, `fp16` or `bf16`."""
     software: tuple[tuple[str, str], ...]
+    """Versions of packages by name."""
     layers: tuple[ProfiledLayer, ...]
+    """Times of ops."""
     links: tuple[ProfiledLink, ...] = ()
+    """Times of messages."""
     engine: ProfiledEngine | None = None
+    """What else an iteration takes; None if it was not measured."""
     num_nodes: int = 1
+    """Nodes that took part; with one, nothing was measured of the network."""
 
 
 def lone_sizes(profile: Profile) -> Iterator[str]:

@@ -45,9 +45,7 @@ def measured_efficiency(
     Several measurements of a kind of link count alike: one group alone, and several that share the cards of a node.
 
     Args:
-        profile: of machines of the cluster.
         cluster: of whose nodes some are such machines; of several kinds of nodes the first that has measured devices.
-        efficiency: the rest.
         software: the trainer, which says what the optimizer keeps of a parameter.
     """
     efficiency = efficiency or HardwareEfficiency()
@@ -81,10 +79,6 @@ def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
     """Return the cluster with the latency of the network that a profile has measured; the rest stays.
 
     Nodes whose network is another than the measured node's keep their own: nobody measured it.
-
-    Args:
-        profile: of machines of the cluster.
-        cluster: some of whose nodes are such machines.
     """
     first = measured_node(profile, cluster)
     alone = [link for link in _of(profile, "network") if link.what == "transfer" and link.flows == 1]
@@ -99,12 +93,7 @@ def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
 
 
 def measured_node(profile: Profile, cluster: Cluster) -> Node:
-    """Return the first node with devices of the kind that a profile was measured on; the first of all if none has.
-
-    Args:
-        profile: of a machine.
-        cluster: its nodes may have devices of several kinds.
-    """
+    """Return the first node with devices of the kind that a profile was measured on; the first of all if none has."""
     return next((node for node in cluster.nodes if _has_measured_devices(node, profile)), cluster.nodes[0])
 
 
@@ -112,10 +101,6 @@ def share_of(link: ProfiledLink, node: Node) -> float:
     """Return the bytes per second that one of the groups gets by the data sheet of a node, others sharing its cards.
 
     As `cost.links.rank_groups` says: groups share the cards in equal parts, and no rank drives more than one card.
-
-    Args:
-        link: the groups, and what they did.
-        node: the node.
     """
     if link.where == "inside":
         return node.inside.bandwidth
@@ -123,12 +108,7 @@ def share_of(link: ProfiledLink, node: Node) -> float:
 
 
 def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured.
-
-    Args:
-        profile: the profile.
-        cluster: the cluster that it prices.
-    """
+    """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured."""
     name = profile.source or "the profile"
     others = dict.fromkeys(node.device.name for node in cluster.nodes if not _has_measured_devices(node, profile))
     if others:

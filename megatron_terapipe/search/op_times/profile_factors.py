@@ -20,25 +20,19 @@ class ProfileFactors:
 
     The priors are guesses: that of `ops` is wide enough for two ranks that share what one had alone, that of `messages`
     for collectives that wait for a busy processor.
-
-    Attributes:
-        ops: of what layers compute.
-        messages: of collectives and of messages between stages, beyond the latency of their links.
-        gaps: of what the executor needs between two ops of a rank.
-        step: of what comes once an iteration: the optimizer, and what an iteration takes however small it is.
     """
 
     ops: float = constant(1.0, 0.4)
+    """Of what layers compute."""
     messages: float = constant(1.0, 0.8)
+    """Of collectives and of messages between stages, beyond the latency of their links."""
     gaps: float = constant(1.0, 0.7)
+    """Of what the executor needs between two ops of a rank."""
     step: float = constant(1.0, 0.5)
+    """Of what comes once an iteration: the optimizer, and what an iteration takes however small it is."""
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
-        """HardwareEfficiency of training.
-
-        Args:
-            measured: as the profile has it, from `measured_efficiency`.
-        """
+        """HardwareEfficiency of training."""
         return replace(
             measured,
             inside_efficiency=measured.inside_efficiency / self.messages,
@@ -55,15 +49,12 @@ class ProfileFactors:
 
 @dataclass(frozen=True)
 class ScaledTimes:
-    """Op times of which every one takes longer by the same factor; an `OpTimes`.
-
-    Attributes:
-        op_times: measured.
-        factor: seconds per second of those.
-    """
+    """Op times of which every one takes longer by the same factor; an `OpTimes`."""
 
     op_times: OpTimes
+    """Measured."""
     factor: float
+    """Seconds per second of those."""
 
     @property
     def includes_collectives(self) -> bool:
@@ -76,11 +67,7 @@ class ScaledTimes:
 
 
 class RememberedTimes:
-    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`.
-
-    Args:
-        op_times: what they are.
-    """
+    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`."""
 
     def __init__(self, op_times: OpTimes) -> None:
         self._op_times = op_times

@@ -67,10 +67,6 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 def write_profile(profile: Profile, path: str) -> None:
     """Write a profile, each point on its own line.
 
-    Args:
-        profile: the profile.
-        path: the file, or `-` for standard output.
-
     Raises:
         UserError: if the file cannot be written.
     """
@@ -183,10 +179,6 @@ def read_profile(path: str) -> Profile:
 
 def parse_profile(document: object, where: str) -> Profile:
     """Read a profile from the object of a file.
-
-    Args:
-        document: as `profile_to_json` makes it.
-        where: what the object came from, for errors.
 
     Raises:
         ConfigError: if a field is wrong.

@@ -42,12 +42,10 @@ class MeasuredProfile:
 
     With full recomputation the input gradient takes a forward more. With selective recomputation it takes what the
     profile has measured of that, or else what the roofline's rule would: a third of the forward.
-
-    Attributes:
-        profile: what was measured.
     """
 
     profile: Profile
+    """What was measured."""
 
     @property
     def includes_collectives(self) -> bool:

@@ -32,7 +32,6 @@ def reduction_factor(factors: tuple[float, ...], num_bytes: ScalarOrArray, num_r
     Args:
         factors: [ranks x bytes] at `RANKS` and `BYTES`, the bytes running fastest.
         num_bytes: bytes of the message.
-        num_ranks: ranks of the group.
     """
     if all(factor == 1.0 for factor in factors):
         return 1.0
@@ -56,9 +55,5 @@ def carried_by_network(num_ranks: ScalarOrArray, num_nodes: ScalarOrArray) -> Sc
 
     Between two nodes each sums inside and exchanges its sum with the other, so that the cards carry the bytes once in
     both rounds; among more, a tree carries as much as a ring. Arguments broadcast.
-
-    Args:
-        num_ranks: ranks that reduce.
-        num_nodes: nodes that they are on.
     """
     return np.where(np.equal(num_nodes, 2), 0.5, (num_ranks - 1) / num_ranks)

@@ -35,27 +35,24 @@ there is as little to wait for. Products of one core with 32 inputs run about as
 
 
 class _Part(NamedTuple):
-    """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats.
-
-    Attributes:
-        forward: seconds of F.
-        input_gradient: seconds of BI.
-        weight_gradient: seconds of BW.
-        selective: seconds that selective recomputation repeats.
-        forward_kernels: kernels of F.
-        input_kernels: kernels of BI.
-        weight_kernels: kernels of BW.
-        selective_kernels: kernels that selective recomputation repeats.
-    """
+    """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats."""
 
     forward: ScalarOrArray = 0.0
+    """Seconds of F."""
     input_gradient: ScalarOrArray = 0.0
+    """Seconds of BI."""
     weight_gradient: ScalarOrArray = 0.0
+    """Seconds of BW."""
     selective: ScalarOrArray = 0.0
+    """Seconds that selective recomputation repeats."""
     forward_kernels: ScalarOrArray = 0.0
+    """Kernels of F."""
     input_kernels: ScalarOrArray = 0.0
+    """Kernels of BI."""
     weight_kernels: ScalarOrArray = 0.0
+    """Kernels of BW."""
     selective_kernels: ScalarOrArray = 0.0
+    """Kernels that selective recomputation repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +67,14 @@ class Roofline:
     are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three
     are those of an A100, times what `kernel_efficiency` knows of the device's generation in half precision.
     `attention_kernels` has the form of fused attention.
-
-    Attributes:
-        efficiency: what is reached of the data sheet.
-        software: what the trainer computes beside the matrix products.
-        precision: `bf16`, `fp16` or `fp32`.
     """
 
     efficiency: HardwareEfficiency
+    """What is reached of the data sheet."""
     software: Software
+    """What the trainer computes beside the matrix products."""
     precision: str = "bf16"
+    """`bf16`, `fp16` or `fp32`."""
 
     @property
     def includes_collectives(self) -> bool:
@@ -149,9 +144,7 @@ class Roofline:
         """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
 
         Args:
-            device: device that computes it.
             rows: rows of the first matrix.
-            inputs: its columns.
             outputs: columns of the second matrix.
         """
         depth, area = self.efficiency.gemm_depth, self.efficiency.gemm_area

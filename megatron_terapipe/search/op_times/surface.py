@@ -35,19 +35,16 @@ TINY_S = 1e-9
 
 
 class Point(NamedTuple):
-    """One measured op.
-
-    Attributes:
-        micro_batch_size: sequences.
-        start: first token of the token slice.
-        end: token behind its last.
-        seconds: time that it took.
-    """
+    """One measured op."""
 
     micro_batch_size: int
+    """Sequences."""
     start: int
+    """First token of the token slice."""
     end: int
+    """Token behind its last."""
     seconds: float
+    """Time that it took."""
 
 
 def terms(
@@ -56,7 +53,6 @@ def terms(
     """Terms of an op without their coefficients; arguments broadcast.
 
     Args:
-        micro_batch_size: sequences.
         start: first token of the token slice.
         end: token behind its last one.
         window: tokens that a token attends to, itself included; None for all before it.
@@ -79,19 +75,16 @@ class _Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Times of one op; see above.
-
-    Attributes:
-        coefficients: [4] of the fitted terms.
-        sizes: [M] micro-batch sizes that were measured.
-        by_size: what was measured of each.
-        window: tokens that a token attends to, itself included; None for all before it.
-    """
+    """Times of one op; see above."""
 
     coefficients: Numbers
+    """[4] of the fitted terms."""
     sizes: Numbers
+    """[M] micro-batch sizes that were measured."""
     by_size: tuple[_Lengths, ...]
+    """What was measured of each."""
     window: int | None = None
+    """Tokens that a token attends to, itself included; None for all before it."""
 
     @classmethod
     def through(cls, points: Sequence[Point], window: int | None = None) -> "Surface":
@@ -100,7 +93,6 @@ class Surface:
         A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
 
         Args:
-            points: what was measured.
             window: tokens that a token attends to, itself included; None for all before it.
         """
         seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
@@ -128,9 +120,7 @@ class Surface:
         """Seconds; arguments broadcast.
 
         Args:
-            micro_batch_size: sequences.
             start: first token of the token slice.
-            end: token behind its last.
             parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
         """
         size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))

@@ -49,21 +49,17 @@ RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gr
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A strategy, and the memory of its fullest device beside what there is.
-
-    Attributes:
-        strategy: the strategy.
-        rank: pipeline rank of the fullest device.
-        memory: what it needs, by kind.
-        device: the smallest device of this rank.
-        usable_bytes: what may be used of it.
-    """
+    """A strategy, and the memory of its fullest device beside what there is."""
 
     strategy: Strategy
     rank: int
+    """Pipeline rank of the fullest device."""
     memory: RankMemory
+    """What it needs, by kind."""
     device: Device
+    """The smallest device of this rank."""
     usable_bytes: float
+    """What may be used of it."""
 
     @property
     def fullness(self) -> float:
@@ -78,43 +74,31 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change with which a strategy fits.
-
-    Attributes:
-        kind: `devices`, `seq_length`, `global_batch_size`, `key_value_gradients` or `constraint`.
-        value: number of devices, tokens or sequences; the type that gradients are kept in; the name of the dimension
-            whose constraint is lifted, or empty for all of them.
-        found: a strategy that then fits.
-    """
+    """One change with which a strategy fits."""
 
     kind: RemedyKind
+    """`devices`, `seq_length`, `global_batch_size`, `key_value_gradients` or `constraint`."""
     value: int | str
+    """Number of devices, tokens or sequences; the type that gradients are kept in; the name of the dimension whose
+    constraint is lifted, or empty for all of them."""
     found: Shortage
+    """A strategy that then fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistanceToFit:
-    """How much memory is missing, and what would make the model fit.
-
-    Attributes:
-        nearest: the strategy nearest to fitting.
-        remedies: single changes with which a strategy fits.
-    """
+    """How much memory is missing, and what would make the model fit."""
 
     nearest: Shortage
+    """The strategy nearest to fitting."""
     remedies: tuple[Remedy, ...]
+    """Single changes with which a strategy fits."""
 
 
 def distance_to_fit(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
 ) -> DistanceToFit | None:
-    """Return how far the nearest strategy is from fitting; None if none keeps the other rules.
-
-    Args:
-        problem: a question without an answer.
-        constraints: values that flags allow for dimensions.
-        pricing_of: prices strategies of a model on a cluster.
-    """
+    """Return how far the nearest strategy is from fitting; None if none keeps the other rules."""
     nearest = nearest_to_fitting(problem, constraints, pricing_of)
     if nearest is None:
         return None
@@ -124,13 +108,7 @@ def distance_to_fit(
 def nearest_to_fitting(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
 ) -> Shortage | None:
-    """Return the strategy that needs the least memory on its fullest device; None if none keeps the other rules.
-
-    Args:
-        problem: what is asked.
-        constraints: values that flags allow for dimensions.
-        pricing_of: prices strategies of a model on a cluster.
-    """
+    """Return the strategy that needs the least memory on its fullest device; None if none keeps the other rules."""
     pricing = pricing_of(problem.workload, problem.cluster)
     choices = _leanest(all_choices(problem).constrained(constraints), constraints)
     candidates: list[tuple[float, Strategy]] = []

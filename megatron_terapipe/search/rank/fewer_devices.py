@@ -28,19 +28,15 @@ pieces. A part that would take longer than the winner even so is not searched fo
 
 @dataclass(frozen=True, kw_only=True)
 class FewerDevices:
-    """A part of the cluster, and the best strategy found on it.
-
-    Attributes:
-        cluster: the part.
-        entry: the strategy and its price there.
-        time_ratio: its iteration in that of the winner on all devices; below 1 it is faster.
-        cost_ratio: seconds x devices of an iteration in those of the winner; below 1 every token is cheaper.
-    """
+    """A part of the cluster, and the best strategy found on it."""
 
     cluster: Cluster
     entry: Ranked
+    """The strategy and its price there."""
     time_ratio: float
+    """Its iteration in that of the winner on all devices; below 1 it is faster."""
     cost_ratio: float
+    """Seconds x devices of an iteration in those of the winner; below 1 every token is cheaper."""
 
 
 def on_fewer_devices(
@@ -53,11 +49,7 @@ def on_fewer_devices(
     """Return what the parts of the cluster take that may be faster or cheaper than all of it, largest first.
 
     Args:
-        winner: the best on all of the cluster.
-        problem: what was asked.
         constraints: values that flags allow for dimensions, which stay so.
-        pricing_on: prices strategies on a cluster.
-        progress: told what is being done.
     """
     assert winner.prediction is not None
     time_s, found = winner.prediction.iteration_time_s, []

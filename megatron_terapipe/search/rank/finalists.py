@@ -38,13 +38,9 @@ def refined(
     """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change.
 
     Args:
-        entries: simulated strategies of the space.
-        problem: what is asked.
         choices: values of each dimension; one with a single value stays.
         pricing_on: prices strategies on the cluster's nodes in another order.
         top: how many of the best matter.
-        effort: how much is tried.
-        progress: told what is being done.
     """
     found: list[Ranked] = []
     best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]

@@ -34,7 +34,6 @@ def with_found_order(
 
     Args:
         winner: the best strategy with a schedule that needs no search.
-        problem: what was asked.
         constraints: values that flags allow for dimensions, which stay so.
         pricing: on the cluster, in the order of its hostfile.
     """

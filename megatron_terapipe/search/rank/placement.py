@@ -43,7 +43,6 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
     """The orders of nodes to try. The same nodes in any order give the same list, but for names of equal nodes.
 
     Args:
-        cluster: nodes in any order.
         most: orders of single nodes at most; else kinds stay together.
     """
     kinds = _by_kind(cluster)
@@ -66,7 +65,6 @@ def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluat
     Args:
         cluster: the order to start with.
         score: what is to be small; infinite for orders that cannot be.
-        evaluations: how often `score` may be called.
     """
     best, lowest, left = cluster, score(cluster), evaluations - 1
     improved = True
@@ -89,7 +87,6 @@ def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[i
     Args:
         ordered: the order that ranks fill.
         cluster: the same nodes in the order of the hostfile.
-        world_size: ranks.
     """
     if ordered.nodes == cluster.nodes:
         return None

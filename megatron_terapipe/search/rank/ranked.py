@@ -18,26 +18,22 @@ __all__ = ["Ranked", "predict_one", "ranked_in_order"]
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A strategy, its price and its place.
-
-    Attributes:
-        strategy: what would be run.
-        prediction: what it would cost; None where it cannot be priced.
-        feasible: whether it would run.
-        reason: why not; None if it would.
-        rank: 1 for the best; those that would not run come last.
-        cluster_in_order: the nodes in the order that the hostfile must have, so that ranks stand where `placement`
-            puts them; None = as the cluster has them.
-        index: place in what was asked for, from 0.
-    """
+    """A strategy, its price and its place."""
 
     strategy: Strategy
     prediction: Prediction | None
+    """What it would cost; None where it cannot be priced."""
     feasible: bool = True
+    """Whether it would run."""
     reason: str | None = None
+    """Why not; None if it would."""
     rank: int = 0
+    """1 for the best; those that would not run come last."""
     cluster_in_order: Cluster | None = None
+    """The nodes in the order that the hostfile must have, so that ranks stand where `placement` puts them; None = as
+    the cluster has them."""
     index: int = 0
+    """Place in what was asked for, from 0."""
 
     @property
     def iteration_time_s(self) -> float:
@@ -61,12 +57,7 @@ def simplicity(strategy: Strategy) -> tuple[Any, ...]:
 
 
 def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
-    """Return the best entry of each strategy, whatever its node order and however its cut is written.
-
-    Args:
-        entries: any.
-        seq_length: tokens of a sequence.
-    """
+    """Return the best entry of each strategy, whatever its node order and however its cut is written."""
     best: dict[Strategy, Ranked] = {}
     for entry in sorted(entries, key=lambda entry: entry.sort_key):
         lengths = entry.strategy.cut(seq_length).lengths
@@ -85,10 +76,7 @@ def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, in
     """Return a strategy with its price, and the reason if it cannot run.
 
     Args:
-        strategy: any.
         problem: model and cluster; the batch is the strategy's own.
-        pricing: on the cluster of the problem.
-        index: place in what was asked for.
     """
     entry = Ranked(strategy=strategy, prediction=None, index=index)
     try:

@@ -63,25 +63,22 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The answer to a problem.
-
-    Attributes:
-        entries: the best strategies, best first.
-        counts: how many were rejected, by reason.
-        proven: whether nothing that the space holds can be faster than the winner, under this model.
-        could_save: share of the winner's time that the most promising strategy left out could save at most.
-        refused: strategies that looked good in closed form and need too much memory on their schedule, a few.
-        too_full: the fastest found that fits the devices without the headroom, if it is faster than the winner.
-        contenders: the winner, and the best of other layouts and schedules.
-    """
+    """The answer to a problem."""
 
     entries: tuple[Ranked, ...]
+    """The best strategies, best first."""
     counts: SearchCounts
+    """How many were rejected, by reason."""
     proven: bool
+    """Whether nothing that the space holds can be faster than the winner, under this model."""
     could_save: float
+    """Share of the winner's time that the most promising strategy left out could save at most."""
     refused: tuple[Ranked, ...] = ()
+    """Strategies that looked good in closed form and need too much memory on their schedule, a few."""
     too_full: Ranked | None = None
+    """The fastest found that fits the devices without the headroom, if it is faster than the winner."""
     contenders: tuple[Ranked, ...] = ()
+    """The winner, and the best of other layouts and schedules."""
 
 
 def search(
@@ -98,14 +95,11 @@ def search(
     """Return the best strategies.
 
     Args:
-        problem: what is asked.
-        choices: values of each dimension.
         pricing_on: prices strategies on the cluster's nodes in another order.
         top: how many strategies to return.
         effort: how much is simulated, in some seconds of one core.
         refine: whether token slices, stages and nodes of the best are solved for.
         other_layouts: whether strategies of layouts that cannot win are simulated, as contenders for a sensitivity.
-        progress: told what is being done.
     """
     counts = SearchCounts()
     pricings = [pricing_on(cluster) for cluster in node_orders(problem.cluster)]
@@ -172,10 +166,6 @@ class _Contest:
 
         Half of the effort goes to the lowest estimates, which are mostly the best. The other half goes to the lowest
         bounds: of what is left then, none could save much.
-
-        Args:
-            effort: how much is simulated.
-            progress: told what is being done.
         """
         most, ops = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         left = self._by_estimate(np.flatnonzero(self._roomy))

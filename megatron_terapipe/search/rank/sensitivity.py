@@ -47,38 +47,29 @@ HIGHEST = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class OtherWinner:
-    """A constant with which another strategy is better than the winner.
-
-    Attributes:
-        constant: name of the constant.
-        change: by how much it is moved, as a share of it.
-        strategy: which is the best of the contenders then; None = none of them fits the devices.
-        regret: how much longer the winner takes then than this one, as a share; for constants of the memory, with
-            which the winner does not fit, how much longer this one takes than the winner.
-        is_memory: whether it is a constant of the memory.
-    """
+    """A constant with which another strategy is better than the winner."""
 
     constant: str
     change: float
+    """By how much it is moved, as a share of it."""
     strategy: Strategy | None
+    """Which is the best of the contenders then; None = none of them fits the devices."""
     regret: float
+    """How much longer the winner takes then than this one, as a share; for constants of the memory, with which the
+    winner does not fit, how much longer this one takes than the winner."""
     is_memory: bool = False
+    """Whether it is a constant of the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The constants that decide who wins.
-
-    Attributes:
-        changes: constants with which another strategy is better, those with the largest regret first.
-        nearest: where there are none, the constant with which another strategy wins after the smallest change, about;
-            its regret is 0. None = none within a factor of two.
-        num_constants: constants that were moved.
-        num_contenders: strategies that were compared.
-    """
+    """The constants that decide who wins."""
 
     changes: tuple[OtherWinner, ...]
+    """Constants with which another strategy is better, those with the largest regret first."""
     nearest: OtherWinner | None
+    """Where there are none, the constant with which another strategy wins after the smallest change, about; its regret
+    is 0. None = none within a factor of two."""
     num_constants: int
     num_contenders: int
 
@@ -100,7 +91,6 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
     """Return which constants, 10 % off, make another contender better than the first.
 
     Args:
-        contenders: the winner, then others, as `contenders_of` chooses them.
         pricing: on the cluster, in the order of its hostfile.
     """
     model = pricing.cost_model
@@ -127,12 +117,7 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
 
 
 def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFactors) -> CostModel:
-    """Return the cost model with other constants of the roofline, or with factors on its profile.
-
-    Args:
-        model: the cost model.
-        constants: of the roofline, or factors.
-    """
+    """Return the cost model with other constants of the roofline, or with factors on its profile."""
     return model.with_factors(constants) if isinstance(constants, ProfileFactors) else model.with_efficiency(constants)
 
 
@@ -189,10 +174,7 @@ def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats,
     """Return the constants with which another strategy is faster than the first.
 
     Args:
-        contenders: n strategies.
-        moves: m moved constants.
         times: [m, n] seconds, about.
-        model: simulates them.
     """
     found = []
     for (name, change, constants), row in zip(moves, times, strict=True):
@@ -210,8 +192,6 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
     """Return the smallest change of a constant with which another contender wins, about.
 
     Args:
-        contenders: n strategies.
-        moves: m moved constants.
         logs: [m, n] what moving them adds to the logarithms of the times.
     """
     # Until then the two are nearly as fast as each other, which is no other winner.

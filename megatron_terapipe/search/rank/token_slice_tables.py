@@ -16,19 +16,16 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True, eq=False)
 class TabulatedCosts:
-    """Times of token slices whose bounds are points of a grid; a `TokenSliceCosts`. Make it with `of`.
-
-    Attributes:
-        table: [3, U, points, points] seconds of F, BI and BW of a stage of each of U kinds, from point to point.
-        kind_of_stage: [stages] which kind each stage is.
-        sending: [2, stages, 2] seconds by which messages make F and B longer: fixed, and by token.
-        index: [seq_length + 1] number of the point at each position.
-    """
+    """Times of token slices whose bounds are points of a grid; a `TokenSliceCosts`. Make it with `of`."""
 
     table: Numbers
+    """[3, U, points, points] seconds of F, BI and BW of a stage of each of U kinds, from point to point."""
     kind_of_stage: NDArray[np.int64]
+    """[stages] which kind each stage is."""
     sending: Numbers
+    """[2, stages, 2] seconds by which messages make F and B longer: fixed, and by token."""
     index: NDArray[np.int64]
+    """[seq_length + 1] number of the point at each position."""
 
     def __call__(self, stages: Sequence[int], starts: Numbers, ends: Numbers) -> Numbers:
         """See `TokenSliceCosts`: [3, stages, *shape of starts]."""
@@ -62,8 +59,6 @@ class TabulatedCosts:
         """Return all times of a cost model at once, [points, points] for the token slices between two places.
 
         Args:
-            cost_model: cost model of the workload and the cluster.
-            strategy: the strategy, without its token slices.
             grid: places at which token slices may begin and end.
 
         Raises:

@@ -51,12 +51,6 @@ class ExtrapolatedSchedule:
     ) -> None:
         """Prepare.
 
-        Args:
-            schedule: that runs.
-            shape: of the pipeline.
-            costs: times of token slices.
-            transfer: as `OpCosts.transfer`.
-
         Raises:
             PlanError: if the schedule does not take the shape.
         """
@@ -119,30 +113,24 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PricedCut:
-    """A cut and what an iteration takes with it.
-
-    Attributes:
-        token_slices: lengths in tokens.
-        iteration_time_s: seconds, predicted.
-    """
+    """A cut and what an iteration takes with it."""
 
     token_slices: tuple[int, ...]
+    """Lengths in tokens."""
     iteration_time_s: float
+    """Seconds, predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedCut:
-    """The best cut.
-
-    Attributes:
-        token_slices: lengths in tokens.
-        iteration_time_s: seconds, predicted.
-        alternatives: a good cut of each number of token slices that was priced, the fewest first; the best among them.
-    """
+    """The best cut."""
 
     token_slices: tuple[int, ...]
+    """Lengths in tokens."""
     iteration_time_s: float
+    """Seconds, predicted."""
     alternatives: tuple[PricedCut, ...]
+    """A good cut of each number of token slices that was priced, the fewest first; the best among them."""
 
 
 def solve_cut(
@@ -157,8 +145,6 @@ def solve_cut(
     """Find the cut for a strategy; token slices that it has already do not matter.
 
     Args:
-        cost_model: of the workload and the cluster.
-        strategy: all the rest of it.
         counts: numbers of token slices to price, every one of them; None = 1, the most promising of `COUNTS`, and
             those beside the best. Numbers that the sequence or the schedule has no room for are left out.
         granularity: lengths are multiples of this; None = as the trainer's own cuts: of 16 tokens where token slices
@@ -212,9 +198,6 @@ def solve_batch(
     """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
 
     Args:
-        cost_model: of the workload and the cluster.
-        strategy: all the rest of it.
-        sizes: of micro-batches to try.
         equal_sizes: whether all micro-batches have one size, as the trainer runs them.
         granularity: lengths are multiples of this.
 
@@ -236,9 +219,7 @@ def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: 
     """Return the places [points] where a sequence may be split: those of the trainer, or fewer of them.
 
     Args:
-        seq_length: tokens of a sequence.
         strategy: whose tensor-parallel ranks may share the tokens of a token slice.
-        count: number of token slices.
         granularity: tokens that lengths are multiples of; None = as the trainer's own cuts.
     """
     step = granularity or granularity_of(seq_length, count, strategy.granularity)
@@ -248,12 +229,7 @@ def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: 
 
 
 def whole_messages(cost_model: CostModel, strategy: Strategy) -> float | TransferCosts:
-    """Return what messages between stages cost where sequences are whole, as `OpCosts.transfer`.
-
-    Args:
-        cost_model: of the workload and the cluster.
-        strategy: all but the token slices.
-    """
+    """Return what messages between stages cost where sequences are whole, as `OpCosts.transfer`."""
     return cost_model.pipeline_costs(replace(strategy, num_token_slices=1, token_slices=None)).transfer
 
 

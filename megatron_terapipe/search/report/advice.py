@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.text.field_texts import field_texts
 from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.library import smallest_device_with
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
@@ -14,7 +16,6 @@ from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import CHANGE, OtherWinner, Sensitivity
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.report.rivals import RivalAdvice
-from megatron_terapipe.search.report.schema.schema_parts import attribute_texts
 from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
 from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
 
@@ -30,63 +31,45 @@ WORTH_CHANGING = 0.01
 CHEAPER = 0.1
 """Share of the device hours that leaving devices out must save before a note says so."""
 
-CONSTANT_TEXTS = {
-    **attribute_texts(HardwareEfficiency),
-    **attribute_texts(MemoryOverheads),
-    **{name: f"on the profile, {text}" for name, text in attribute_texts(ProfileFactors).items()},
-}
-"""Meaning of each constant of the cost model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TooFull:
-    """The fastest strategy that fits the devices and does not leave the headroom free.
-
-    Attributes:
-        entry: the strategy and its price.
-        left_free: share of the fullest device that it leaves free.
-        could_save: share of the winner's time that it would save; None = nothing leaves the headroom free.
-    """
+    """The fastest strategy that fits the devices and does not leave the headroom free."""
 
     entry: Ranked
+    """The strategy and its price."""
     left_free: float
+    """Share of the fullest device that it leaves free."""
     could_save: float | None
+    """Share of the winner's time that it would save; None = nothing leaves the headroom free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do with an answer.
-
-    Attributes:
-        memory_headroom: share of each device that every ranked strategy leaves free.
-        too_full: a faster strategy without headroom; None = there is none.
-        fewer_devices: parts of the cluster that were tried, largest first.
-        sensitivity: constants that decide who wins; None = there is no winner.
-        utilization: a utilisation that nobody has published; None = the winner's is believable, or nothing is known.
-        distance: how far the model is from fitting; None = it fits, or no strategy keeps the other rules.
-        rivals: what would be run in place of this trainer.
-        found_order: the winner with an order of its ops that was searched for; None = none saves time.
-        found_order_saves: share of the winner's time that it saves.
-    """
+    """What to do with an answer."""
 
     memory_headroom: float = MEMORY_HEADROOM
+    """Share of each device that every ranked strategy leaves free."""
     too_full: TooFull | None = None
+    """A faster strategy without headroom; None = there is none."""
     fewer_devices: tuple[FewerDevices, ...] = ()
+    """Parts of the cluster that were tried, largest first."""
     sensitivity: Sensitivity | None = None
+    """Constants that decide who wins; None = there is no winner."""
     utilization: UtilizationCheck | None = None
+    """A utilisation that nobody has published; None = the winner's is believable, or nothing is known."""
     distance: DistanceToFit | None = None
+    """How far the model is from fitting; None = it fits, or no strategy keeps the other rules."""
     rivals: tuple[RivalAdvice, ...] = ()
+    """What would be run in place of this trainer."""
     found_order: Ranked | None = None
+    """The winner with an order of its ops that was searched for; None = none saves time."""
     found_order_saves: float = 0.0
+    """Share of the winner's time that it saves."""
 
 
 def advice_notes(advice: Advice, problem: SearchProblem) -> list[str]:
-    """Return the advice in words, a line each, what matters most first.
-
-    Args:
-        advice: what was found.
-        problem: what was asked.
-    """
+    """Return the advice in words, a line each, what matters most first."""
     lines = [
         _fewer_devices(advice.fewer_devices, problem),
         None if advice.found_order is None else _found_order(advice.found_order, advice.found_order_saves),
@@ -216,7 +199,7 @@ def _moved(other: OtherWinner) -> str:
 
 def _constant(name: str) -> str:
     """Return a constant with its meaning, up to the first stop."""
-    meaning = CONSTANT_TEXTS.get(name, "").partition(";")[0].partition(":")[0].rstrip(".")
+    meaning = _constant_texts().get(name, "").partition(";")[0].partition(":")[0].rstrip(".")
     return f"{name} ({meaning})" if meaning else name
 
 
@@ -232,12 +215,7 @@ def _shortage(distance: DistanceToFit) -> str:
 
 
 def distance_text(distance: DistanceToFit, problem: SearchProblem) -> str:
-    """Return how far the model is from fitting and what would make it fit, in one line.
-
-    Args:
-        distance: what was found.
-        problem: what was asked.
-    """
+    """Return how far the model is from fitting and what would make it fit, in one line."""
     nearest = distance.nearest
     kept = f" ({100 * problem.memory_headroom:.3g} % kept free)" if problem.memory_headroom else ""
     return (
@@ -247,12 +225,7 @@ def distance_text(distance: DistanceToFit, problem: SearchProblem) -> str:
 
 
 def remedies_text(distance: DistanceToFit, problem: SearchProblem) -> str:
-    """Return what would make the model fit, any one of these.
-
-    Args:
-        distance: what was found.
-        problem: what was asked.
-    """
+    """Return what would make the model fit, any one of these."""
     remedies = [*(_remedy(each, problem) for each in distance.remedies if each.value != ""), _larger(distance)]
     if not any(each.kind == "constraint" and each.value for each in distance.remedies):
         remedies += ["no flag that fixes a dimension" for each in distance.remedies if each.value == ""]
@@ -274,3 +247,12 @@ def _larger(distance: DistanceToFit) -> str:
     example = smallest_device_with(needed)
     such = "" if example is None else f", such as {example.name}"
     return f"devices of {bytes_text(math.ceil(needed / 1e9) * 1e9)}{such}"
+
+
+@cache
+def _constant_texts() -> dict[str, str]:
+    """Meaning of each constant of the cost model, in lower case as within a sentence."""
+    texts = field_texts(HardwareEfficiency) | field_texts(MemoryOverheads)
+    texts = {name: text[:1].lower() + text[1:] for name, text in texts.items()}
+    of_profile = field_texts(ProfileFactors).items()
+    return texts | {name: f"on the profile, {text[:1].lower()}{text[1:]}" for name, text in of_profile}

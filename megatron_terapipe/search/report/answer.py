@@ -16,39 +16,36 @@ from megatron_terapipe.search.space.legal_grids import SearchCounts
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A ranking, and what it is about.
-
-    Attributes:
-        workload: the model.
-        cluster: where.
-        precision: `bf16`, `fp16` or `fp32`.
-        software: name of the trainer.
-        global_batch_size: sequences of one optimizer step; None = each strategy has its own.
-        constraints: values that flags allow for dimensions.
-        entries: best first, then those that cannot run.
-        counts: strategies that were looked at; None = nobody searched.
-        proven: whether no other strategy can be faster than the winner, under this model.
-        could_save: share of the winner's time that a strategy that was not simulated could save at most.
-        search_s: seconds that the search took; None = nobody timed it.
-        advice: what to change and what to doubt; the notes have it in words.
-        notes: assumptions and warnings, a line each.
-        why_none: why no strategy can run; empty where one can.
-    """
+    """A ranking, and what it is about."""
 
     workload: Workload
+    """The model."""
     cluster: Cluster
+    """Where."""
     precision: str
+    """`bf16`, `fp16` or `fp32`."""
     entries: Sequence[Ranked]
+    """Best first, then those that cannot run."""
     software: str = TERAPIPE.name
+    """Name of the trainer."""
     global_batch_size: int | None = None
+    """Sequences of one optimizer step; None = each strategy has its own."""
     constraints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values that flags allow for dimensions."""
     counts: SearchCounts | None = None
+    """Strategies that were looked at; None = nobody searched."""
     proven: bool = False
+    """Whether no other strategy can be faster than the winner, under this model."""
     could_save: float = 0.0
+    """Share of the winner's time that a strategy that was not simulated could save at most."""
     search_s: float | None = None
+    """Seconds that the search took; None = nobody timed it."""
     advice: Advice = field(default_factory=Advice)
+    """What to change and what to doubt; the notes have it in words."""
     notes: tuple[str, ...] = ()
+    """Assumptions and warnings, a line each."""
     why_none: str = ""
+    """Why no strategy can run; empty where one can."""
 
     @property
     def priced(self) -> list[Ranked]:

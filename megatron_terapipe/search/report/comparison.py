@@ -32,17 +32,14 @@ _LEAST_SHARE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class StrategyComparison:
-    """The differences between the winner and another strategy.
-
-    Attributes:
-        changes: what the other does differently: name, the winner's value, the other's.
-        saved_s: seconds that the winner is shorter by, for each part of the iteration that matters, largest first.
-        sentences: the same in words.
-    """
+    """The differences between the winner and another strategy."""
 
     changes: tuple[tuple[str, str, str], ...]
+    """What the other does differently: name, the winner's value, the other's."""
     saved_s: tuple[tuple[str, float], ...]
+    """Seconds that the winner is shorter by, for each part of the iteration that matters, largest first."""
     sentences: tuple[str, ...]
+    """The same in words."""
 
 
 def rivals(priced: Sequence[Ranked]) -> list[Ranked]:
@@ -65,12 +62,7 @@ def _layout(entry: Ranked) -> list[object]:
 
 
 def compare(winner: Ranked, other: Ranked) -> StrategyComparison:
-    """Compare the winner with another strategy.
-
-    Args:
-        winner: the best strategy, with its price.
-        other: any other, with its price.
-    """
+    """Compare the winner with another strategy."""
     assert winner.prediction is not None and other.prediction is not None
     first, second = winner.prediction, other.prediction
     changes = tuple(

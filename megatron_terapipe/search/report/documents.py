@@ -60,12 +60,8 @@ def question(
     """Return the fields of every document that say what was asked.
 
     Args:
-        workload: the model.
-        cluster: where.
         precision: `bf16`, `fp16` or `fp32`.
-        software: name of the trainer.
         global_batch_size: sequences of one optimizer step; None = each strategy has its own.
-        constraints: values that flags allow for dimensions.
     """
     return {
         "model": model_part(workload),
@@ -78,22 +74,12 @@ def question(
 
 
 def predicted_part(prediction: Prediction, speed: Speed) -> Predicted:
-    """Return what a document says of a prediction.
-
-    Args:
-        prediction: cost of a strategy.
-        speed: what its time means.
-    """
+    """Return what a document says of a prediction."""
     return Predicted(**{**prediction.to_json(), **speed.model_dump()})
 
 
 def entry_part(answer: Answer, entry: Ranked) -> Entry:
-    """Return what a document says of an entry.
-
-    Args:
-        answer: the answer that the entry is of.
-        entry: the entry.
-    """
+    """Return what a document says of an entry."""
     return Entry(
         rank=entry.rank,
         index=entry.index,
@@ -105,12 +91,7 @@ def entry_part(answer: Answer, entry: Ranked) -> Entry:
 
 
 def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
-    """Return the document of `rank`.
-
-    Args:
-        answer: what was found.
-        launch: what runs the winner.
-    """
+    """Return the document of `rank`."""
     counts = answer.counts
     assert counts is not None
     return RankDocument(

@@ -23,8 +23,6 @@ def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float
     """Return the tokens trained on in a second.
 
     Args:
-        strategy: how the model is trained.
-        workload: the model.
         iteration_time_s: seconds of one iteration.
     """
     return sequences(strategy) * workload.seq_length / iteration_time_s
@@ -38,7 +36,6 @@ def model_flops(workload: Workload, *, causal: bool = False) -> float:
     (`config.model.flops.iteration_flops`).
 
     Args:
-        workload: the model.
         causal: count only the scores that are computed, those of a token with itself and earlier ones.
     """
     forward = 0.0
@@ -66,9 +63,6 @@ def flops_utilization(
     It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B).
 
     Args:
-        strategy: how the model is trained.
-        workload: the model.
-        cluster: the devices.
         iteration_time_s: seconds of one iteration.
         precision: `bf16`, `fp16` or `fp32`.
         causal: count only the scores that are computed.
@@ -96,9 +90,6 @@ def speed_of(
     """Return what the time of an iteration means, in the figures that are published.
 
     Args:
-        strategy: how the model is trained.
-        workload: the model.
-        cluster: the devices.
         iteration_time_s: seconds of one iteration.
         precision: `bf16`, `fp16` or `fp32`.
     """

@@ -59,30 +59,26 @@ class Launch:
     """The files that launch a strategy, by their contents.
 
     Attributes:
-        strategy: as `--strategy` reads it.
-        nodes: in the order of the ranks.
-        deepspeed: the DeepSpeed file; it repeats what the flags say, and is the place for more.
-        flags: of `pretrain_gpt.py`, without those that name the two files.
         launcher: words before `pretrain_gpt.py`.
-        on_cpu: whether DeepSpeed must be told to take the CPU.
-        many_nodes: whether a hostfile is needed.
-        needs_cluster: whether the trainer finds its schedule, or plans copies to hosts, and must be told for which
-            cluster.
     """
 
     strategy: Strategy
+    """As `--strategy` reads it."""
     nodes: tuple[Node, ...]
+    """In the order of the ranks."""
     deepspeed: dict[str, Any]
+    """The DeepSpeed file; it repeats what the flags say, and is the place for more."""
     flags: tuple[str, ...]
+    """Of `pretrain_gpt.py`, without those that name the two files."""
     on_cpu: bool
+    """Whether DeepSpeed must be told to take the CPU."""
     many_nodes: bool
+    """Whether a hostfile is needed."""
     needs_cluster: bool = False
+    """Whether the trainer finds its schedule, or plans copies to hosts, and must be told for which cluster."""
 
     def command(self, directory: str) -> str:
         """Return the command of the script in one line, to be run where `pretrain_gpt.py` is.
-
-        Args:
-            directory: where the files are.
 
         Raises:
             ConfigError: if other hosts would read a word otherwise.
@@ -139,9 +135,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
     """Return what launches a strategy.
 
     Args:
-        strategy: what to run.
         model: the trainer's model section; None = a model that it cannot build.
-        cluster: where.
         precision: `bf16`, `fp16` or `fp32`.
 
     Raises:
@@ -178,7 +172,6 @@ def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
     """Return the nodes in the order in which their ranks come, each with the devices that are used.
 
     Args:
-        strategy: with the placement of its ranks.
         cluster: the nodes, in the order of the hostfile.
 
     Raises:

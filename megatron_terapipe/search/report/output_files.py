@@ -33,7 +33,6 @@ def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | No
     """Return the simulated timeline of a strategy, to draw it.
 
     Args:
-        strategy: what to draw.
         costs: times of its ops in seconds.
 
     Returns:
@@ -62,10 +61,6 @@ OpCostsOf = Callable[[Strategy], OpCosts]
 
 def write_document(path: str, document: Document) -> None:
     """Write the answer that `--json` asks for.
-
-    Args:
-        path: value of the flag.
-        document: what to write.
 
     Raises:
         UserError: if it cannot be written.
@@ -103,7 +98,6 @@ def how_to_run(directory: str | None, command: str) -> str:
 
     Args:
         directory: where its files are; None = they were not written, and --output DIR writes them.
-        command: the command of the script.
     """
     written = "" if directory is not None else "# with --output DIR, which writes the files:\n"
     return f"{written}{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
@@ -114,7 +108,6 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
 
     Args:
         directory: where to; made where there is none.
-        answer: what to write.
         op_costs: times of the ops of a strategy, for the timelines.
 
     Raises:
@@ -136,8 +129,6 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
     """Write the page alone.
 
     Args:
-        path: path of the file.
-        answer: what to write.
         op_costs: times of the ops of a strategy, for the timelines.
         command: what launches the winner; empty = nothing does.
 

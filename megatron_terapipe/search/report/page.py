@@ -14,27 +14,20 @@ from megatron_terapipe.search.report.table import heading
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """The contents of a page beside the answer itself.
-
-    Attributes:
-        command: what launches the winner; empty = it cannot be launched so.
-        panels: timelines, on one axis.
-        panels_note: what of them is left out.
-        rows: strategies that the page lists.
-    """
+    """The contents of a page beside the answer itself."""
 
     command: str = ""
+    """What launches the winner; empty = it cannot be launched so."""
     panels: Sequence[Panel] = ()
+    """Timelines, on one axis."""
     panels_note: str = ""
+    """What of them is left out."""
     rows: int = 30
+    """Strategies that the page lists."""
 
 
 def render_page(answer: Answer, extras: Extras) -> str:
     """Return the report.
-
-    Args:
-        answer: what to show.
-        extras: what to show beside the answer.
 
     Returns:
         An HTML document.

@@ -26,17 +26,14 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class PublishedUtilization:
-    """The best published MFU of a generation.
-
-    Attributes:
-        share: of the peak, in [0, 1].
-        causal_share: the same without the scores that causal attention never computes.
-        run: which run it was, in words.
-    """
+    """The best published MFU of a generation."""
 
     share: float
+    """Of the peak, in [0, 1]."""
     causal_share: float
+    """The same without the scores that causal attention never computes."""
     run: str
+    """Which run it was, in words."""
 
 
 @dataclass(frozen=True, slots=True)

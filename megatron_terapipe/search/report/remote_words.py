@@ -36,7 +36,6 @@ def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None
     """See that the shells of other hosts leave the words of a launch as they are.
 
     Args:
-        words: of the command.
         folder: where the launcher is started; None = not known yet.
 
     Raises:

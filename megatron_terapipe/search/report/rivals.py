@@ -19,30 +19,24 @@ FASTER = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class RivalAdvice:
-    """A rival beside our best strategy.
-
-    Attributes:
-        rival: the rival.
-        num_devices: devices of the cluster, of which it may use a part.
-        time_ratio: its seconds in those of our best strategy; None = nothing of ours fits.
-        mfu_causal: FLOPs of the model over the peak of the devices in use, without the scores that causal attention
-            never computes; None where the peak is a guess.
-    """
+    """A rival beside our best strategy."""
 
     rival: Rival
+    """The rival."""
     num_devices: int
+    """Devices of the cluster, of which it may use a part."""
     time_ratio: float | None
+    """Its seconds in those of our best strategy; None = nothing of ours fits."""
     mfu_causal: float | None
+    """FLOPs of the model over the peak of the devices in use, without the scores that causal attention never computes;
+    None where the peak is a guess."""
 
 
 def compare_rival(rival: Rival, winner: Ranked | None, workload: Workload, cluster: Cluster) -> RivalAdvice:
     """Return a rival beside our best strategy.
 
     Args:
-        rival: the rival.
         winner: our best strategy; None = nothing fits.
-        workload: the model.
-        cluster: the devices.
     """
     ratio = None
     if winner is not None and winner.prediction is not None:

@@ -25,12 +25,7 @@ from megatron_terapipe.strategy import Strategy
 
 
 def winner(answer: Answer, entry: Ranked) -> str:
-    """Return the best strategy and its figures.
-
-    Args:
-        answer: what was found.
-        entry: the best strategy.
-    """
+    """Return the best strategy and its figures."""
     prediction, strategy = entry.prediction, entry.strategy
     assert prediction is not None
     speed = answer.speed(entry)
@@ -55,12 +50,7 @@ def winner(answer: Answer, entry: Ranked) -> str:
 
 
 def why(first: Ranked, second: Ranked) -> str:
-    """Return the winner beside another strategy: what differs, and what that changes.
-
-    Args:
-        first: the winner.
-        second: the other.
-    """
+    """Return the winner beside another strategy: what differs, and what that changes."""
     found = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
@@ -74,12 +64,7 @@ def why(first: Ranked, second: Ranked) -> str:
 
 
 def ranking(answer: Answer, most: int) -> str:
-    """Return the table of the ranking.
-
-    Args:
-        answer: what was found.
-        most: rows at most.
-    """
+    """Return the table of the ranking."""
     entries = list(answer.entries[:most])
     names, rows = rows_of(answer, entries)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
@@ -115,12 +100,7 @@ def times(entries: list[Ranked]) -> str:
 
 
 def memory(answer: Answer, entry: Ranked) -> str:
-    """Return a bar for each pipeline rank, of the parts of its memory in bytes.
-
-    Args:
-        answer: what was found.
-        entry: the strategy.
-    """
+    """Return a bar for each pipeline rank, of the parts of its memory in bytes."""
     assert entry.prediction is not None
     if not entry.prediction.memory:
         return "<p>Not predicted.</p>"

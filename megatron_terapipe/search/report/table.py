@@ -57,7 +57,6 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
     """Print the ranking, the strategies that cannot run below it, and the notes.
 
     Args:
-        answer: what to print.
         console: where; None = standard output, as wide as the terminal.
         top: lines at most; None = all.
     """
@@ -78,11 +77,7 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return what the short names of columns stand for.
-
-    Args:
-        names: those that are shown.
-    """
+    """Return what the short names of columns stand for."""
     words = {name: each.name.removeprefix("num_").replace("_", " ") for each, name in COLUMNS}
     words |= {"mbs": "micro-batch size", "cut": "tokens of each token slice"}
     return ", ".join(
@@ -103,12 +98,7 @@ def heading(answer: Answer) -> str:
 
 
 def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
-    """Return the text of each column for an entry, by its name.
-
-    Args:
-        answer: the ranking.
-        entry: a line of it.
-    """
+    """Return the text of each column for an entry, by its name."""
     strategy, prediction = entry.strategy, entry.prediction
     row = {
         "rank": str(entry.rank),
@@ -129,12 +119,7 @@ def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
 
 
 def rows_of(answer: Answer, entries: Sequence[Ranked]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that say something, and the rows.
-
-    Args:
-        answer: the ranking.
-        entries: the lines of it to show.
-    """
+    """Return the names of the columns that say something, and the rows."""
     found = [cells(answer, entry) for entry in entries]
     names = list(dict.fromkeys(name for row in found for name in row))
     # Prices stand before the reason, also where the first row has none.

@@ -24,44 +24,33 @@ STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class DoubtedConstant:
-    """A constant that could explain a utilisation that nobody has published.
-
-    Attributes:
-        name: of the constant that moves the time most.
-        value: what it is.
-        needed: what it would have to be for the published share; None = no value of it alone does that.
-    """
+    """A constant that could explain a utilisation that nobody has published."""
 
     name: str
+    """Of the constant that moves the time most."""
     value: float
+    """What it is."""
     needed: float | None
+    """What it would have to be for the published share; None = no value of it alone does that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UtilizationCheck:
-    """A utilisation that nobody has published, and what it rests on.
-
-    Attributes:
-        predicted: share of the peak.
-        predicted_causal: the same without the scores that causal attention never computes.
-        published: the best published.
-        constant: on which it depends most; None = it is the convention, which counts scores that are not computed: with
-            causal attention the share is one that was published.
-    """
+    """A utilisation that nobody has published, and what it rests on."""
 
     predicted: float
+    """Share of the peak."""
     predicted_causal: float
+    """The same without the scores that causal attention never computes."""
     published: PublishedUtilization
+    """The best published."""
     constant: DoubtedConstant | None
+    """On which it depends most; None = it is the convention, which counts scores that are not computed: with causal
+    attention the share is one that was published."""
 
 
 def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | None:
-    """Return what to doubt where a strategy is predicted to beat all published runs; None where it is not.
-
-    Args:
-        entry: with its price.
-        model: what priced it.
-    """
+    """Return what to doubt where a strategy is predicted to beat all published runs; None where it is not."""
     assert entry.prediction is not None
     time_s, published = entry.prediction.iteration_time_s, best_published(model.cluster)
     used, causal = (
@@ -80,10 +69,7 @@ def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> D
     """Return the constant that moves the time most, and its value with which a strategy takes longer.
 
     Args:
-        entry: the strategy.
-        time_s: what it takes.
         target: logarithm of how much longer it is to take.
-        model: what priced it.
     """
     constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
 

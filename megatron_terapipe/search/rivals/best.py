@@ -15,17 +15,13 @@ LONG_SEQUENCE = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimits:
-    """Bytes that may be used.
-
-    Attributes:
-        device: of the smallest device.
-        host: of the host with the least.
-        ranks_of_host: devices of a full host.
-    """
+    """Bytes that may be used."""
 
     device: float
     host: float
+    """Of the host with the least."""
     ranks_of_host: int
+    """Devices of a full host."""
 
     def fullness(self, memory: RivalMemory) -> float:
         """Share that is used of what may be, on the device or on the host, whichever is fuller; it fits up to 1."""
@@ -34,19 +30,15 @@ class MemoryLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """A way to run ZeRO 3 with Ulysses, priced.
-
-    Attributes:
-        settings: the way.
-        time: seconds of an iteration.
-        memory: bytes on a device and on a host.
-        limits: bytes that may be used.
-    """
+    """A way to run ZeRO 3 with Ulysses, priced."""
 
     settings: RivalSettings
     time: RivalTime
+    """Seconds of an iteration."""
     memory: RivalMemory
+    """Bytes on a device and on a host."""
     limits: MemoryLimits
+    """Bytes that may be used."""
 
     @property
     def fits(self) -> bool:
@@ -72,7 +64,6 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
 
     Args:
         pricing: of our own strategies; its model, cluster and constants are taken.
-        global_batch_size: sequences of one optimizer step.
         headroom: share of each device that stays free.
     """
     workload, cluster = pricing.workload, pricing.cluster
@@ -96,7 +87,6 @@ def memory_limits(pricing: Pricing, overheads: MemoryOverheads, headroom: float)
     """Return the bytes that may be used.
 
     Args:
-        pricing: has the cluster.
         overheads: say what part of a device predictions may fill.
         headroom: share of each device that stays free.
     """

@@ -46,23 +46,20 @@ GATHERED_LAYERS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RivalMemory:
-    """Bytes on one device, which add up, and on the fullest host.
-
-    Attributes:
-        states: parts of weights, gradients and optimizer state.
-        gathered: weights of whole layers, their gradients, and the bucket.
-        checkpoints: inputs of all layers, where they stay on the device.
-        working: what the backward of one layer holds.
-        framework: context of the device and communicators.
-        host: bytes on one host.
-    """
+    """Bytes on one device, which add up, and on the fullest host."""
 
     states: float
+    """Parts of weights, gradients and optimizer state."""
     gathered: float
+    """Weights of whole layers, their gradients, and the bucket."""
     checkpoints: float
+    """Inputs of all layers, where they stay on the device."""
     working: float
+    """What the backward of one layer holds."""
     framework: float
+    """Context of the device and communicators."""
     host: float
+    """Bytes on one host."""
 
     @property
     def device(self) -> float:
@@ -73,14 +70,7 @@ class RivalMemory:
 def rival_memory(
     workload: Workload, settings: RivalSettings, overheads: MemoryOverheads, ranks_of_host: int
 ) -> RivalMemory:
-    """Return the bytes of a way to run a model.
-
-    Args:
-        workload: the model.
-        settings: the way.
-        overheads: what no count of tensors says.
-        ranks_of_host: ranks on one host.
-    """
+    """Return the bytes of a way to run a model."""
     parameters = workload.parameters
     part = parameters / settings.num_ranks
     tokens = settings.micro_batch_size * workload.seq_length / settings.sequence_parallel_size
@@ -107,7 +97,6 @@ def working_bytes(layer: Layer, tokens: float, sequence_parallel_size: int) -> f
     """Return the bytes that the backward of one layer holds on a rank, at its fullest.
 
     Args:
-        layer: the layer.
         tokens: tokens of the rank.
         sequence_parallel_size: ranks that share them.
     """
@@ -126,7 +115,6 @@ def attention_bytes(attention: Attention, tokens: float, sequence_parallel_size:
     """Return the bytes that the backward of one attention holds on a rank, as the text above counts them.
 
     Args:
-        attention: the attention.
         tokens: tokens of the rank.
         sequence_parallel_size: ranks that share them.
     """

@@ -9,25 +9,22 @@ from megatron_terapipe.search.inputs.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RivalSettings:
-    """One way to run it.
-
-    Attributes:
-        sequence_parallel_size: ranks that share the tokens of a sequence, and the heads of its attention.
-        data_parallel_size: groups of such ranks, each with sequences of its own.
-        micro_batch_size: sequences of a group at once.
-        num_micro_batches: of each group in an iteration.
-        offloads_checkpoints: whether the inputs of layers are kept in the host's memory.
-        offloads_optimizer: whether gradients and the optimizer's state are, and the host steps.
-        offloads_weights: whether the ranks' parts of the weights are.
-    """
+    """One way to run it."""
 
     sequence_parallel_size: int
+    """Ranks that share the tokens of a sequence, and the heads of its attention."""
     data_parallel_size: int
+    """Groups of such ranks, each with sequences of its own."""
     micro_batch_size: int
+    """Sequences of a group at once."""
     num_micro_batches: int
+    """Of each group in an iteration."""
     offloads_checkpoints: bool
+    """Whether the inputs of layers are kept in the host's memory."""
     offloads_optimizer: bool
+    """Whether gradients and the optimizer's state are, and the host steps."""
     offloads_weights: bool
+    """Whether the ranks' parts of the weights are."""
 
     @property
     def num_ranks(self) -> int:
@@ -59,11 +56,6 @@ def all_settings(workload: Workload, num_devices: int, global_batch_size: int) -
 
     A group has at most as many ranks as the attention has heads, and needs a sequence: a small batch leaves devices
     unused. Only sizes that use most of them are tried.
-
-    Args:
-        workload: the model.
-        num_devices: devices of the cluster.
-        global_batch_size: sequences of one optimizer step.
     """
     sizes = [
         (sequence, data)

@@ -37,23 +37,20 @@ HOST_STEP_PARAMETERS_PER_S = 4e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RivalTime:
-    """Seconds of one iteration by what they are spent on; they add up to it.
-
-    Attributes:
-        compute_s: ops of all layers, with recomputation.
-        exchange_s: exchanges between parts of tokens and parts of heads.
-        gather_s: gathers of weights and reductions of gradients that no op hides.
-        copy_s: copies of checkpoints between device and host.
-        optimizer_s: the step, with the copies of gradients and weights that it needs on the host.
-        fixed_s: what an iteration takes however small it is.
-    """
+    """Seconds of one iteration by what they are spent on; they add up to it."""
 
     compute_s: float
+    """Ops of all layers, with recomputation."""
     exchange_s: float
+    """Exchanges between parts of tokens and parts of heads."""
     gather_s: float
+    """Gathers of weights and reductions of gradients that no op hides."""
     copy_s: float
+    """Copies of checkpoints between device and host."""
     optimizer_s: float
+    """The step, with the copies of gradients and weights that it needs on the host."""
     fixed_s: float
+    """What an iteration takes however small it is."""
 
     @property
     def total_s(self) -> float:
@@ -62,17 +59,13 @@ class RivalTime:
 
 
 class _Ops(NamedTuple):
-    """Seconds of layers on one rank.
-
-    Attributes:
-        forward: of a micro-batch.
-        backward: of a micro-batch, with what is computed again.
-        exchange: how much of both is head exchanges, a third of it in the forward.
-    """
+    """Seconds of layers on one rank."""
 
     forward: float = 0.0
     backward: float = 0.0
+    """Of a micro-batch, with what is computed again."""
     exchange: float = 0.0
+    """How much of both is head exchanges, a third of it in the forward."""
 
     def plus(self, other: "_Ops", times: float = 1.0) -> "_Ops":
         """Return these and others, so many times."""

@@ -24,14 +24,11 @@ of a token slice has too few rows to fill a device."""
 
 @dataclass(frozen=True)
 class Choices:
-    """Values of each dimension, in the order in which ties are broken.
-
-    Attributes:
-        values: by the name of the dimension. None is the size that the others leave over. `token_slices` holds the
-            lengths of the one cut that a flag asks for, and `num_token_slices` then their number alone.
-    """
+    """Values of each dimension, in the order in which ties are broken."""
 
     values: Mapping[str, tuple[Any, ...] | None]
+    """By the name of the dimension. None is the size that the others leave over. `token_slices` holds the lengths of
+    the one cut that a flag asks for, and `num_token_slices` then their number alone."""
 
     def __getitem__(self, name: str) -> tuple[Any, ...]:
         """Return the values of a dimension that is searched."""
@@ -81,7 +78,6 @@ def check_runnable(constraints: Mapping[str, tuple[Any, ...]], software: Softwar
 
     Args:
         constraints: values by the name of the dimension.
-        software: the trainer.
 
     Raises:
         ConfigError: naming the first value that it cannot run.

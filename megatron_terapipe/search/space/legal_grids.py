@@ -20,19 +20,16 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 @dataclass
 class SearchCounts:
-    """Counts of the strategies of a search: how many there are, and how many each step rejects or prices.
-
-    Attributes:
-        total: strategies of the whole space.
-        rejected: how many each rule was the first to reject, by its name.
-        priced: strategies that kept all rules and were priced in closed form.
-        simulated: strategies that were priced on their schedule.
-    """
+    """Counts of the strategies of a search: how many there are, and how many each step rejects or prices."""
 
     total: int = 0
+    """Strategies of the whole space."""
     rejected: Counter[str] = field(default_factory=Counter)
+    """How many each rule was the first to reject, by its name."""
     priced: int = 0
+    """Strategies that kept all rules and were priced in closed form."""
     simulated: int = 0
+    """Strategies that were priced on their schedule."""
 
     def expect(self, names: Iterable[str]) -> None:
         """Fix the order in which rules are listed."""
@@ -40,12 +37,7 @@ class SearchCounts:
             self.rejected.setdefault(name, 0)
 
     def reject(self, name: str, number: int) -> None:
-        """Count strategies that a rule rejects.
-
-        Args:
-            name: name of the rule.
-            number: how many it rejects.
-        """
+        """Count strategies that a rule rejects."""
         if number:
             self.rejected[name] += number
 
@@ -71,22 +63,18 @@ USES_DEVICES = "parallel sizes multiply to the devices"
 
 @dataclass(frozen=True)
 class LegalGrid:
-    """A grid of strategies, and which of them keep all rules.
-
-    Attributes:
-        grid: the grid; values that no strategy can have are gone from its axes.
-        legal: [grid] whether a strategy keeps the rules.
-    """
+    """A grid of strategies, and which of them keep all rules."""
 
     grid: StrategyGrid
+    """The grid; values that no strategy can have are gone from its axes."""
     legal: NDArray[np.bool_]
+    """[grid] whether a strategy keeps the rules."""
 
 
 def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
     """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations.
 
     Args:
-        choices: values of each dimension.
         num_devices: devices that the ranks must use, all of them.
 
     Returns:
@@ -106,13 +94,7 @@ def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
 
 
 def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
-    """Yield the strategies of the space that keep all rules, a grid for each layout: [axes of `StrategyGrid`].
-
-    Args:
-        problem: what is asked.
-        choices: values of each dimension.
-        counts: counts what is rejected.
-    """
+    """Yield the strategies of the space that keep all rules, a grid for each layout: [axes of `StrategyGrid`]."""
     counts.expect((USES_DEVICES, *(rule.name for rule in RULES)))
     for sizes in layouts(choices, problem.cluster.num_devices):
         counts.total += choices.per_layout
@@ -153,7 +135,6 @@ def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
     """Return why a strategy cannot be run; None if it can.
 
     Args:
-        strategy: any.
         problem: model and cluster; the batch is the strategy's own.
     """
     if strategy.schedule == OPTIMISED:

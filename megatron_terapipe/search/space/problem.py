@@ -17,31 +17,23 @@ MEMORY_HEADROOM = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """A model to train on a cluster, with a batch.
-
-    Attributes:
-        workload: the model.
-        cluster: the machines, in the order of their hostfile.
-        global_batch_size: sequences of one optimizer step.
-        precision: `fp16`, `bf16` or `fp32`.
-        software: the trainer that will run the answer.
-        memory_headroom: share of every device's memory that strategies leave free, in [0, 1).
-    """
+    """A model to train on a cluster, with a batch."""
 
     workload: Workload
     cluster: Cluster
+    """The machines, in the order of their hostfile."""
     global_batch_size: int
+    """Sequences of one optimizer step."""
     precision: str = "bf16"
+    """`fp16`, `bf16` or `fp32`."""
     software: Software = TERAPIPE
+    """The trainer that will run the answer."""
     memory_headroom: float = MEMORY_HEADROOM
+    """Share of every device's memory that strategies leave free, in [0, 1)."""
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
         """Return the layers of each stage; those of a rule are computed once.
-
-        Args:
-            stage_partition: a rule, or bounds of stages.
-            num_stages: stages of the pipeline.
 
         Raises:
             ConfigError: if they do not fit the model or the stages.

@@ -27,26 +27,18 @@ Holds = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TrainerRule:
-    """A rule that strategies must keep to be run.
-
-    Attributes:
-        name: for the table of rejections.
-        error: what is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each
-            of `axes`.
-        axes: none, one or two axes of the grid that the rule is about, in the order of `AXES`.
-    """
+    """A rule that strategies must keep to be run."""
 
     name: str
+    """For the table of rejections."""
     error: Callable[..., str | None]
+    """What is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each of
+    `axes`."""
     axes: tuple[Axis, ...] = ()
+    """None, one or two axes of the grid that the rule is about, in the order of `AXES`."""
 
     def holds(self, grid: StrategyGrid, problem: SearchProblem) -> Holds:
-        """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid.
-
-        Args:
-            grid: the strategies.
-            problem: model and cluster.
-        """
+        """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid."""
         kept = [
             self.error(grid, problem, *values) is None
             for values in itertools.product(*(getattr(grid, a) for a in self.axes))
@@ -58,7 +50,6 @@ class TrainerRule:
 
         Args:
             grid: of one strategy: [1, 1, 1, 1, 1, 1, 1].
-            problem: model and cluster.
         """
         return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
 
@@ -276,14 +267,12 @@ class DuplicateRule:
     """A rule that leaves out strategies of which another one of the grid does the same, or the same better.
 
     A value that a flag asks for is never left out for one that was not asked for.
-
-    Attributes:
-        name: for the table of rejections.
-        holds: which strategies of a grid are kept, as an array that broadcasts over the grid.
     """
 
     name: str
+    """For the table of rejections."""
     holds: Callable[[StrategyGrid, SearchProblem], Holds]
+    """Which strategies of a grid are kept, as an array that broadcasts over the grid."""
 
 
 def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:

@@ -46,24 +46,18 @@ class StrategyGrid:
     """A grid of strategies with the same layout.
 
     The axes are those that formulas read as arrays. Which dimension is on which axis, `Strategy` declares.
-
-    Attributes:
-        shared: the values that all strategies of the grid have, by the name of the dimension.
-        order: schedules and model chunks, in pairs.
-        partition: rules or bounds of stages.
-        micro_batch: micro-batch sizes.
-        token_slices: numbers of token slices.
-        recompute: modes of recomputation, and whether token slices are offloaded, in pairs.
-        sequence_parallel: off, on.
-        zero: ZeRO stages.
     """
 
     shared: Mapping[str, Any]
+    """The values that all strategies of the grid have, by the name of the dimension."""
     order: tuple[tuple[str, int], ...]
+    """Schedules and model chunks, in pairs."""
     partition: tuple[Partition, ...]
+    """Rules or bounds of stages."""
     micro_batch: tuple[int, ...]
     token_slices: tuple[int, ...]
     recompute: tuple[tuple[str, bool], ...]
+    """Modes of recomputation, and whether token slices are offloaded, in pairs."""
     sequence_parallel: tuple[bool, ...]
     zero: tuple[int, ...]
 
@@ -72,9 +66,7 @@ class StrategyGrid:
         """Return all strategies of a layout: [order, partition, micro_batch, ...].
 
         Args:
-            choices: values of the other dimensions.
             sizes: values of the dimensions that are on no axis, such as the parallel sizes, by their names.
-            global_batch_size: sequences of one optimizer step.
         """
         lengths = choices.values.get("token_slices")
         return cls(
@@ -182,7 +174,6 @@ class StrategyGrid:
         """Return the grid with some of the values of one axis.
 
         Args:
-            axis: which axis.
             kept: [values of the axis] whether a value stays.
         """
         values = getattr(self, axis)
@@ -215,9 +206,7 @@ class StrategyGrid:
         """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences.
 
         Args:
-            num_token_slices: how many.
             sequence_parallel: whether tensor-parallel ranks share the tokens of each.
-            seq_length: tokens of a sequence.
         """
         if self.lengths is not None:
             return self.lengths

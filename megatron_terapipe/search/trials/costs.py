@@ -28,23 +28,18 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The sources of prices.
-
-    Attributes:
-        workload: what is trained.
-        precision: of matrix products.
-        software: the trainer that is priced.
-        calibration: what trials said; the defaults, if none were given.
-        profile: what was measured; None = nothing.
-        notes: what was used, a line each.
-    """
+    """The sources of prices."""
 
     workload: Workload
     precision: str
     software: Software
+    """The trainer that is priced."""
     calibration: Calibration
+    """What trials said; the defaults, if none were given."""
     profile: Profile | None
+    """What was measured; None = nothing."""
     notes: tuple[str, ...]
+    """What was used, a line each."""
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
         """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
@@ -60,13 +55,7 @@ class Costs:
         )
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
-        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form.
-
-        Args:
-            strategy: what was priced.
-            prediction: its price.
-            pricing: what priced it.
-        """
+        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form."""
         intervals = self.calibration.intervals
         slopes = calibrated_slopes(self.calibration, pricing.cost_model, [strategy])
         return replace(
@@ -116,12 +105,8 @@ def read_costs(
     """Return the sources of prices of a model on a cluster; their files are read.
 
     Args:
-        workload: the model.
-        cluster: its devices.
-        precision: of matrix products.
         profile_path: file that `measure` wrote; None = data sheets and formulas.
         calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
-        software: the trainer that is priced.
 
     Raises:
         ConfigError: if a file cannot be read, or says nothing of this cluster.

@@ -22,23 +22,18 @@ Step = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """A trial and its prediction.
-
-    Attributes:
-        trial: what was measured.
-        iteration_time_s: predicted.
-        interval_s: shortest and longest that the stated share of iterations takes.
-        peak_memory_bytes: predicted for the fullest device.
-        fits: whether that fits.
-        calibration: what the constants were fitted to.
-    """
+    """A trial and its prediction."""
 
     trial: Trial
     iteration_time_s: float
     interval_s: tuple[float, float]
+    """Shortest and longest that the stated share of iterations takes."""
     peak_memory_bytes: float
+    """Predicted for the fullest device."""
     fits: bool
+    """Whether that fits."""
     calibration: Calibration
+    """What the constants were fitted to."""
 
 
 def predict_trials(
@@ -51,8 +46,6 @@ def predict_trials(
     """Predict each trial as if nobody had measured it.
 
     Args:
-        trials: any.
-        calibrations: of their clusters.
         profile: measured op times and links of the machine; None = the roofline.
         step: told how many trials are done.
     """
@@ -117,11 +110,6 @@ SEED = 2026
 def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> list[int]:
     """Deal the groups of each cluster to folds, whole and as evenly as can be.
 
-    Args:
-        trials: n trials.
-        num_folds: how many.
-        seed: of the shuffle.
-
     Returns:
         [n] the fold of each trial.
     """
@@ -153,12 +141,7 @@ LEFT_OUT: Mapping[str, Callable[[Trial], int]] = MappingProxyType(
 
 
 def leave_out(trials: Sequence[Trial], what: str) -> list[int]:
-    """Return the fold of each trial, [n]: trials that agree in something are in one.
-
-    Args:
-        trials: n trials.
-        what: a name in `LEFT_OUT`.
-    """
+    """Return the fold of each trial, [n]: trials that agree in something are in one."""
     return [LEFT_OUT[what](one) for one in trials]
 
 
@@ -176,12 +159,9 @@ def predict_in_folds(
     A cluster whose trials are all in one fold has no others to be calibrated on: nothing is fitted for it.
 
     Args:
-        trials: measured runs.
         folds: of each trial, from `deal_groups` or `leave_out`.
         more: trials that every calibration sees.
-        profile: measured op times and links of the machine.
         step: told how many trials are done.
-        progress: told what is being fitted.
     """
     places: dict[tuple[str, str, int], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):

@@ -53,12 +53,7 @@ PRECISION_BY_SECTION = (
 
 
 def published_precision(source: str, group: str) -> str:
-    """Precision of a trial that names none, from the text around the published table.
-
-    Args:
-        source: publication of the trial.
-        group: its group of trials.
-    """
+    """Precision of a trial that names none, from the text around the published table."""
     for text, pattern, precision in PRECISION_BY_SECTION:
         if text in source and pattern.search(group):
             return precision
@@ -78,7 +73,6 @@ def published_software(source: str, named: str = "") -> str:
     """Name of the software of a trial: what its publication says, what the trial names, or Megatron-LM.
 
     Args:
-        source: publication of the trial.
         named: software that the trial names; empty = none.
     """
     found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
@@ -87,17 +81,13 @@ def published_software(source: str, named: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSchedule:
-    """A schedule by the name that its authors gave it.
-
-    Attributes:
-        schedule: of the plan.
-        activation_limit: activations that it may hold on a rank, as a multiple of 1F1B's peak; None = its own.
-        one_layer_model_chunks: whether a model chunk is one layer where the table names no number of model chunks.
-    """
+    """A schedule by the name that its authors gave it."""
 
     schedule: str
     activation_limit: float | None = None
+    """Activations that it may hold on a rank, as a multiple of 1F1B's peak; None = its own."""
     one_layer_model_chunks: bool = False
+    """Whether a model chunk is one layer where the table names no number of model chunks."""
 
 
 PUBLISHED_SCHEDULES = {
@@ -126,10 +116,6 @@ def counting_ends(workload: Workload) -> Workload:
 def partition_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tuple[int, ...]:
     """Bounds, in the layers of `counting_ends`, of stages that count the embedding and the head as a layer each.
 
-    Args:
-        workload: any GPT.
-        layers_per_stage: layers of each stage.
-
     Raises:
         ConfigError: if they are not all the layers, or a stage has none.
     """
@@ -147,10 +133,6 @@ def layers_counting_ends(num_layers: int, num_stages: int) -> list[int] | None:
     """Layers of each stage, if only with both ends counted the layers divide among the stages; otherwise None.
 
     Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were partitioned so.
-
-    Args:
-        num_layers: transformer layers.
-        num_stages: stages of the pipeline.
     """
     if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
         return [(num_layers + 2) // num_stages] * num_stages

@@ -21,47 +21,41 @@ class Trial:
     """A strategy that somebody ran, and what came of it.
 
     Trials of one workload or cluster share the object, so that what is computed of it is computed once.
-
-    Attributes:
-        source: who measured it; a cluster is calibrated for each source apart. Empty = the file does not say.
-        id: name within the source; empty = none.
-        group: trials of one model, devices, batch and day; only those are ranked against each other.
-        workload: the model.
-        cluster: the nodes it ran on.
-        strategy: how it was trained.
-        software: what trained it.
-        precision: `fp16`, `bf16` or `fp32`.
-        activation_limit: activations that the schedule may hold on a rank, as a multiple of 1F1B's peak; None = the
-            schedule's own.
-        iteration_time_s: seconds of one iteration; None = it failed, or was cut off.
-        longer_than_s: where it was cut off, seconds that it took at least.
-        peak_memory_bytes: of the fullest device; None = not measured.
-        out_of_memory: whether memory ran out; None = not said, and it did not if there is a time.
-        rounds: number of times that it is to be run; the time is the median of those that were.
-        round_times_s: seconds of an iteration of each run so far, None of one that failed; empty = it is run once.
-        path: file that it was read from.
-        line: its line, from 1.
-        ignored: fields of the file that mean nothing here, by `part.field`.
     """
 
     source: str
+    """Who measured it; a cluster is calibrated for each source apart. Empty = the file does not say."""
     id: str
+    """Name within the source; empty = none."""
     group: str
+    """Trials of one model, devices, batch and day; only those are ranked against each other."""
     workload: Workload
     cluster: Cluster
+    """The nodes it ran on."""
     strategy: Strategy
     software: Software
     precision: str
+    """`fp16`, `bf16` or `fp32`."""
     iteration_time_s: float | None
+    """Seconds of one iteration; None = it failed, or was cut off."""
     peak_memory_bytes: float | None
+    """Of the fullest device; None = not measured."""
     out_of_memory: bool | None
+    """Whether memory ran out; None = not said, and it did not if there is a time."""
     activation_limit: float | None = None
+    """Activations that the schedule may hold on a rank, as a multiple of 1F1B's peak; None = the schedule's own."""
     longer_than_s: float | None = None
+    """Where it was cut off, seconds that it took at least."""
     rounds: int = 1
+    """Number of times that it is to be run; the time is the median of those that were."""
     round_times_s: tuple[float | None, ...] = ()
+    """Seconds of an iteration of each run so far, None of one that failed; empty = it is run once."""
     path: str = ""
+    """File that it was read from."""
     line: int = 0
+    """Its line, from 1."""
     ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the file that mean nothing here, by `part.field`."""
 
     @property
     def name(self) -> str:
@@ -80,12 +74,7 @@ class Trial:
 
 
 def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[Model]:
-    """Return a model for each trial; trials of one workload, cluster, software and precision share theirs.
-
-    Args:
-        trials: n trials.
-        make: makes the model of a trial.
-    """
+    """Return a model for each trial; trials of one workload, cluster, software and precision share theirs."""
     made: dict[tuple[object, ...], Model] = {}
     found = []
     for one in trials:
@@ -114,18 +103,11 @@ def trial_line(
     """One line, without its end.
 
     Args:
-        source: who measured it.
-        group: trials of one model, devices, batch and day.
         model: fields of the trainer's model section.
-        cluster: what `parse_cluster` reads.
-        strategy: what ran.
-        software: name of what ran it, in `software.SOFTWARE`.
         precision: `fp16`, `bf16` or `fp32`.
         iteration_time_s: seconds of one iteration; None = it failed.
         peak_memory_bytes: of the fullest device; None = not measured.
         out_of_memory: whether memory ran out; None = not known.
-        trial_id: name within the source.
-        more: other things that were measured.
     """
     measured: dict[str, Any] = {"iteration_time_s": iteration_time_s, **(more or {})}
     if peak_memory_bytes is not None:

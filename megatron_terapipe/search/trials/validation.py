@@ -121,8 +121,6 @@ def validation_document(
     """All figures and all predictions.
 
     Args:
-        predicted: trials and predictions.
-        calibrated_on: files of trials that constants were fitted to.
         in_sample: how many of the trials are among those.
         num_folds: folds of the cross-validation; None without one.
         left_out: what was left out at a time instead; None = nothing.
@@ -198,8 +196,6 @@ def print_validation(document: dict[str, Any], console: Console, *, show_groups:
     """Print a line for each source with that of the naive model under it, and one for all together.
 
     Args:
-        document: the figures.
-        console: console to print to.
         show_groups: also print a line for each group.
     """
     table = Table(

@@ -16,11 +16,7 @@ class BadIteration(NumbersError):
 
 
 class RememberedBatches(Iterator[Any]):
-    """Micro-batches of a rank, of which those of the last iteration are kept.
-
-    Args:
-        batches: the micro-batches.
-    """
+    """Micro-batches of a rank, of which those of the last iteration are kept."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -41,8 +37,6 @@ class BadNumbers:
 
     Args:
         config: the section that says what follows.
-        engine: the engine.
-        note: takes a line for the log.
     """
 
     def __init__(self, config: NumbersConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
@@ -58,8 +52,6 @@ class BadNumbers:
         """Look at an iteration; every rank must, with the same loss.
 
         Args:
-            iteration: its number.
-            loss: its loss.
             batches: micro-batches of this rank, those of the iteration among them.
 
         Raises:
@@ -115,9 +107,6 @@ def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, wh
 
     Args:
         config: the section that says what follows.
-        engine: the engine.
-        what: the evaluation, in words.
-        loss: its loss.
 
     Returns:
         A line for the log if it is no number; None if it is one.

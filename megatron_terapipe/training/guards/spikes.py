@@ -57,25 +57,19 @@ class SpikeWatch:
 
 
 class Spikes(NamedTuple):
-    """Spikes of an iteration.
-
-    Attributes:
-        spiky_loss: whether its loss is one.
-        large_grads: whether the norm of its gradient is.
-        lines: each in words, for the log.
-        stops: whether the run is to end.
-    """
+    """Spikes of an iteration."""
 
     spiky_loss: bool
+    """Whether its loss is one."""
     large_grads: bool
+    """Whether the norm of its gradient is."""
     lines: tuple[str, ...]
+    """Each in words, for the log."""
     stops: bool
+    """Whether the run is to end."""
 
     def tell(self, note: Callable[[str], None]) -> None:
         """Note the spikes, or end the run.
-
-        Args:
-            note: takes a line for the log.
 
         Raises:
             NumbersError: if the run is to end.
@@ -104,8 +98,6 @@ class SpikeGuard:
         """Return the spikes of an iteration. What is no number is none.
 
         Args:
-            iteration: its number.
-            loss: its loss.
             grad_norm: norm of its gradient; None if its update was skipped.
         """
         loss_line = _line(*self._loss, f"the loss of iteration {iteration}", loss)

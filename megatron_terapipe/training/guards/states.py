@@ -11,9 +11,7 @@ def refuse_bad_states(engine: TokenSlicePipelineEngine, what: str, remedy: str) 
     """See that weights and optimizer states are numbers, on every rank; every rank must ask.
 
     Args:
-        engine: the engine.
         what: what has them, at the start of the line.
-        remedy: what to do, at its end.
 
     Raises:
         NumbersError: if some are NaN or infinite.
@@ -26,8 +24,6 @@ def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, eq
     """See that copies of weights and optimizer states are equal, on every rank; every rank must ask.
 
     Args:
-        engine: the engine.
-        iteration: iterations done.
         equal_after: iterations done when the copies were equal.
 
     Raises:

@@ -12,13 +12,7 @@ from megatron_terapipe.training.instruments.timers import Timers, seconds_over_r
 
 
 class Instruments:
-    """Instruments that the flags ask for.
-
-    Args:
-        logging: the logging section.
-        engine: the engine.
-        note: is told of profiles.
-    """
+    """Instruments that the flags ask for."""
 
     def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._engine, self._option = engine, logging.timing_log_option

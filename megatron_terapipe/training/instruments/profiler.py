@@ -23,13 +23,7 @@ class Recorder(Protocol):
 
 
 class Profiler:
-    """Records the iterations that the flags name, on the ranks that they name; ops and phases have names there.
-
-    Args:
-        logging: the logging section.
-        engine: the engine.
-        note: is told what was recorded.
-    """
+    """Records the iterations that the flags name, on the ranks that they name; ops and phases have names there."""
 
     def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._engine, self._note = engine, note
@@ -69,7 +63,6 @@ def recorder(logging: LoggingConfig, rank: int) -> Recorder:
     """Return what records a profile.
 
     Args:
-        logging: the logging section.
         rank: rank of this process, for the name of its file.
     """
     if not logging.use_pytorch_profiler:

@@ -12,13 +12,7 @@ Timers = dict[str, tuple[float, ...]]
 
 
 def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, option: TimingOption) -> Timers:
-    """Return the seconds that ranks spent in each phase since they were last asked; every rank must ask.
-
-    Args:
-        clock: clock of this rank.
-        engine: its engine.
-        option: of which ranks.
-    """
+    """Return the seconds that ranks spent in each phase since they were last asked; every rank must ask."""
     own = torch.tensor(list(clock.take().values()), dtype=torch.float64, device=engine.device)
     if option == "all":
         each = [torch.empty_like(own) for _ in range(dist.get_world_size())]

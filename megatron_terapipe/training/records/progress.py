@@ -24,7 +24,6 @@ class Progress:
         """Return the progress after one more iteration.
 
         Args:
-            batch_size: its samples.
             skipped: whether its update was skipped.
         """
         return replace(

@@ -12,13 +12,7 @@ from megatron_terapipe.training.reporting.reporter import Reporter
 
 
 def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
-    """Return the points of one iteration, by the name of their curve.
-
-    Args:
-        metrics: numbers of the iteration.
-        logging: the logging section.
-        world_size: number of ranks.
-    """
+    """Return the points of one iteration, by the name of their curve."""
     points: dict[str, float | None] = {"lm loss": metrics.lm_loss, "grad-norm": metrics.grad_norm}
     points["params-norm"] = metrics.params_norm
     points["num-zeros"] = metrics.num_zeros_in_grad
@@ -44,12 +38,7 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
 
 
 def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dict[str, float]:
-    """Return the points of one evaluation, by the name of their curve.
-
-    Args:
-        metrics: numbers of the evaluation.
-        logging: the logging section.
-    """
+    """Return the points of one evaluation, by the name of their curve."""
     points = {f"lm loss {metrics.part}": metrics.lm_loss}
     if logging.log_validation_ppl_to_tensorboard:
         points[f"lm loss {metrics.part} ppl"] = metrics.perplexity
@@ -57,13 +46,7 @@ def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dic
 
 
 class TensorBoard(Reporter):
-    """Writes each curve over iterations, and once more over samples, by which runs of different batches compare.
-
-    Args:
-        directory: for its files.
-        logging: what is written, and how often.
-        world_size: number of ranks.
-    """
+    """Writes each curve over iterations, and once more over samples, by which runs of different batches compare."""
 
     def __init__(self, directory: str, logging: LoggingConfig, world_size: int) -> None:
         # Imported here: the package is optional, and slow to import.
@@ -92,13 +75,7 @@ class TensorBoard(Reporter):
 
 
 class WeightsAndBiases(Reporter):
-    """Reports a run to a project.
-
-    Args:
-        logging: project, name and directory, and how often.
-        settings: configuration of the run, kept with it.
-        world_size: number of ranks.
-    """
+    """Reports a run to a project."""
 
     def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
         # Imported here: the package is optional, and slow to import.

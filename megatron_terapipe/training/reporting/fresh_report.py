@@ -18,7 +18,6 @@ class FreshReport(Reporter):
     """Writes the report anew whenever that takes less than a hundredth of the time since the last one.
 
     Args:
-        refresh: writes it.
         clock: tells seconds.
     """
 

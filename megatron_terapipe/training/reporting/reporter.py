@@ -26,11 +26,7 @@ class Reporter:
 
 
 class Reporters(Reporter):
-    """Several as one. A rank that does not speak has none.
-
-    Args:
-        reporters: told in this order.
-    """
+    """Several as one. A rank that does not speak has none."""
 
     def __init__(self, reporters: Sequence[Reporter] = ()) -> None:
         self._reporters = tuple(reporters)

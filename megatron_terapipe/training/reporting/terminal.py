@@ -18,9 +18,7 @@ class LogLines(Reporter):
     """Prints a line every `interval` iterations, one after the first, and all that is not an iteration at once.
 
     Args:
-        interval: iterations between lines.
         train_iters: the last iteration of the run.
-        timing_option: ranks whose timers are measured.
     """
 
     def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
@@ -98,7 +96,6 @@ def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> li
 
     Args:
         metrics: numbers of the iterations since the last line.
-        option: ranks whose timers were measured.
     """
     measured = [each.timers for each in metrics if each.timers is not None]
     heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
@@ -131,7 +128,6 @@ class ProgressBar(Reporter):
     """Moves on with every iteration; shows nothing where standard error is no terminal.
 
     Args:
-        done: iterations done before.
         train_iters: the last iteration of the run.
     """
 

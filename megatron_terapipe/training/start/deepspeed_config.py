@@ -20,7 +20,6 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
 
     Args:
         config: the whole configuration, because its flags decide over settings of every kind.
-        layout: the parallel axes over the ranks.
 
     Raises:
         ConfigError: if the batch cannot be dealt to the ranks, the file cannot be read, or it contradicts a flag.

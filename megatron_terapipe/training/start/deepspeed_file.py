@@ -71,7 +71,6 @@ def read_deepspeed_file(
     """Read the file that `--deepspeed-config` names; `auto` and null stand for what we decide.
 
     Args:
-        path: the file.
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
         optimizer: type and params of the optimizer that the file may repeat; DeepSpeed does not build it.
         needs_zero: whether a file that asks for ZeRO 0 is run under ZeRO 1.

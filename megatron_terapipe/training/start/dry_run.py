@@ -11,7 +11,6 @@ def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
     """Lines that say what would run, once every check has passed.
 
     Args:
-        config: the configuration.
         launch: this process, and how many ranks the run has.
 
     Raises:

@@ -25,17 +25,13 @@ STRATEGY_FILE = "strategy.json"
 
 
 class FoundStrategy(NamedTuple):
-    """A strategy that was found for a run.
-
-    Attributes:
-        strategy: the strategy.
-        place: where it comes from, for errors.
-        notices: lines for the start of the run.
-    """
+    """A strategy that was found for a run."""
 
     strategy: Strategy
     place: str
+    """Where it comes from, for errors."""
     notices: tuple[str, ...]
+    """Lines for the start of the run."""
 
 
 def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
@@ -43,7 +39,6 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
 
     Args:
         config: the configuration, its layout and batch left at their defaults.
-        constraints: what flags say of the strategy.
 
     Raises:
         UserError: if a file cannot be read, or no strategy can run.
@@ -94,12 +89,7 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def _ranks(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> Ranks:
-    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile, cluster or sizes do.
-
-    Args:
-        config: the configuration.
-        constraints: what flags say of the strategy.
-    """
+    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile, cluster or sizes do."""
     training = config.training
     if not training.dry_run:
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)

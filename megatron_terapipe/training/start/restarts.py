@@ -20,10 +20,6 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def going_on(config: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> CheckpointConfig:
     """Return the section of a run that its launcher may start again, or has.
 
-    Args:
-        config: as the flags say.
-        environment: variables of the launcher.
-
     Raises:
         ConfigError: if it could not go on from its own checkpoints, and from those alone.
     """

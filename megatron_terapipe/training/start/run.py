@@ -40,31 +40,26 @@ from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A prepared run: all of it that a rank knows without the others.
-
-    Attributes:
-        config: the configuration, its vocabulary size known.
-        launch: this process among all.
-        layout: the parallel axes over the ranks.
-        tokenizer: tokenizer of the data.
-        datasets: the samples of training, validation and test.
-        deepspeed_settings: the configuration of DeepSpeed.
-        checkpoint: directory and contents of the checkpoint to go on from, if there is one.
-        found_token_slices: whether the token slices of the configuration were found, and not given.
-        found_stages: whether the layers of its stages were, too.
-        tokenizer_settings: settings by which the tokenizer was built.
-    """
+    """A prepared run: all of it that a rank knows without the others."""
 
     config: Config
+    """The configuration, its vocabulary size known."""
     launch: LaunchEnvironment
     layout: ParallelLayout
+    """The parallel axes over the ranks."""
     tokenizer: Tokenizer
     datasets: DatasetSplits
+    """The samples of training, validation and test."""
     deepspeed_settings: dict[str, Any]
+    """The configuration of DeepSpeed."""
     checkpoint: tuple[Path, CheckpointInfo] | None
+    """Directory and contents of the checkpoint to go on from, if there is one."""
     found_token_slices: bool = False
+    """Whether the token slices of the configuration were found, and not given."""
     found_stages: bool = False
+    """Whether the layers of its stages were, too."""
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
+    """Settings by which the tokenizer was built."""
 
     @property
     def global_batch_size(self) -> int:
@@ -128,10 +123,6 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
 
     A dry run is for devices that are not here, and reads no samples.
 
-    Args:
-        config: the configuration.
-        launch: facts that the launcher gives to this process.
-
     Raises:
         UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError`, depending on the cause.
     """
@@ -187,10 +178,6 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
     """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for.
-
-    Args:
-        config: the configuration.
-        tokenizer: tokenizer of the data.
 
     Raises:
         ConfigError: if a smaller one is asked for.

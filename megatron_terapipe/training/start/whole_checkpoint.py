@@ -17,11 +17,6 @@ from megatron_terapipe.training.start.run import Run, prepare
 def with_whole_checkpoint(run: Run, given: Config, say: Callable[[str], None]) -> Run:
     """Return a run whose checkpoint, if it has one, is what was saved; every rank must call it at the same time.
 
-    Args:
-        run: the prepared run.
-        given: the configuration that it was prepared from.
-        say: is told what was found.
-
     Raises:
         AgreedCheckpointError: on every rank alike, if the checkpoint is damaged, and no other may or can be taken.
     """

@@ -53,14 +53,7 @@ class LearningRateSchedule:
     def from_config(
         cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
     ) -> "LearningRateSchedule":
-        """Read the schedule from the sections that decide it.
-
-        Args:
-            optimizer: the optimizer section.
-            training: the training section.
-            global_batch_size: samples of an iteration.
-            seq_length: tokens of a sample.
-        """
+        """Read the schedule from the sections that decide it."""
         in_samples = training.unit == "samples"
         samples_per_step = 1 if in_samples else global_batch_size
         steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)

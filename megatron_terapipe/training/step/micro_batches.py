@@ -20,12 +20,6 @@ def micro_batches(
     """Read a dataset from `consumed_samples` on, if this rank's stage reads any.
 
     Between the first and the last stage nothing is read, unless attention must know where documents begin.
-
-    Args:
-        run: the run.
-        engine: the engine that will take the micro-batches.
-        dataset: the samples.
-        consumed_samples: samples that are left out.
     """
     data = run.config.data
     if not engine.reads_data:

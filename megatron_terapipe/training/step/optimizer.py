@@ -39,7 +39,6 @@ def build_optimizer(
     With `--decoupled-lr` the word embedding and the output layer are a group of their own.
 
     Args:
-        config: the optimizer section.
         named_parameters: parameters by name of this rank's stage.
     """
     by_kind: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
@@ -74,10 +73,7 @@ def set_step_sizes(
     """Use a learning rate and a weight decay from the next step on.
 
     Args:
-        optimizer: the optimizer.
         learning_rate: learning rate of every parameter, but for those set apart.
-        of_ends: learning rate of those.
-        weight_decay: weight decay of the parameters that decay.
     """
     for group in optimizer.param_groups:
         group["lr"] = of_ends if group[APART] else learning_rate

@@ -39,8 +39,6 @@ class TrainingStep:
     """Trains one iteration after another.
 
     Args:
-        run: the prepared run.
-        engine: its engine.
         reporter: is told of every iteration.
     """
 
@@ -64,10 +62,6 @@ class TrainingStep:
 
     def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
         """Train on the next global batch.
-
-        Args:
-            progress: before it.
-            batches: micro-batches of this rank.
 
         Returns:
             Progress after it.
@@ -207,7 +201,6 @@ def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
     """Return the line of the log with the peak memory of each stage in MiB.
 
     Args:
-        iteration: iterations done.
         by_stage: peak memory of each stage, in bytes.
     """
     stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
@@ -215,22 +208,13 @@ def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
 
 
 def write_step(step: StepRecord, directory: Path) -> None:
-    """Write a measured iteration as JSON, for `terapipe plan --timeline`.
-
-    Args:
-        step: the iteration.
-        directory: directory to write to.
-    """
+    """Write a measured iteration as JSON, for `terapipe plan --timeline`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"iteration_{step.iteration:06d}.json").write_text(step.to_json())
 
 
 def write_drawings(step: StepRecord, directory: Path) -> str:
     """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it.
-
-    Args:
-        step: the iteration.
-        directory: directory to write to.
 
     Returns:
         The line for the log.

@@ -20,7 +20,6 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     ranks included.
 
     Args:
-        batch: one micro-batch, whole.
         token_slices: lengths of the token slices, or of this rank's parts of them.
     """
     # As numbers: the batch is still on the host, and the loss is on a device that would have to be sent tensors.
@@ -40,7 +39,6 @@ def split_batch_with_labels(batch: Batch, token_slices: TokenSlices) -> list[Tok
     """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them.
 
     Args:
-        batch: one micro-batch.
         token_slices: lengths of the token slices.
     """
     parts = split_batch(batch, token_slices)

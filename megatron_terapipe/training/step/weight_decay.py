@@ -31,12 +31,7 @@ class WeightDecaySchedule:
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig) -> "WeightDecaySchedule":
-        """Read the schedule from the sections that decide it.
-
-        Args:
-            optimizer: the optimizer section.
-            training: the training section.
-        """
+        """Read the schedule from the sections that decide it."""
         constant, style = optimizer.weight_decay, optimizer.weight_decay_incr_style
         start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
         return cls(

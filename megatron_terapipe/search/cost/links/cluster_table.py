@@ -14,27 +14,24 @@ Whole = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterTable:
-    """The nodes of a cluster, column by column; N nodes in the order of the hostfile.
-
-    Attributes:
-        node_of_device: [devices] index of the node that each device is in.
-        devices: the different devices.
-        device_of_node: [N] number among them of what each node holds.
-        inside_bandwidth: [N] bytes per second from one device to another of the node.
-        inside_latency_s: [N].
-        network_bandwidth: [N] bytes per second of one network card.
-        network_latency_s: [N].
-        num_network_cards: [N].
-    """
+    """The nodes of a cluster, column by column; N nodes in the order of the hostfile."""
 
     node_of_device: Whole
+    """[devices] index of the node that each device is in."""
     devices: tuple[Device, ...]
+    """The different devices."""
     device_of_node: Whole
+    """[N] number among them of what each node holds."""
     inside_bandwidth: Floats
+    """[N] bytes per second from one device to another of the node."""
     inside_latency_s: Floats
+    """[N]."""
     network_bandwidth: Floats
+    """[N] bytes per second of one network card."""
     network_latency_s: Floats
+    """[N]."""
     num_network_cards: Whole
+    """[N]."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> "ClusterTable":

@@ -35,8 +35,6 @@ def _round_s(
 
     Args:
         num_bytes: bytes of the whole sum.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
         network_share: part of the bytes that a node's network cards carry; None = as in a ring.
     """
     size = np.maximum(topology.size, 1)
@@ -62,8 +60,6 @@ def reduce_scatter_s(
 
     Args:
         num_bytes: bytes of the whole sum.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
     """
     return np.where(
         np.greater(topology.size, 1), _round_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
@@ -75,8 +71,6 @@ def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
 
     Args:
         num_bytes: bytes of the whole.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
     """
     return reduce_scatter_s(num_bytes, topology, efficiency)
 
@@ -86,8 +80,6 @@ def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
 
     Args:
         num_bytes: bytes of the sum.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
     """
     size = np.maximum(topology.size, 1)
     round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes))
@@ -103,8 +95,6 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
 
     Args:
         num_bytes: bytes of one rank, its own part among them.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
     """
     size = np.maximum(topology.size, 1)
     in_a_node = size / topology.num_nodes
@@ -125,7 +115,6 @@ def transfer_bandwidth(
     Args:
         bandwidth: bytes per second of the link.
         crosses_nodes: whether the message goes to another node.
-        efficiency: constants of the hardware.
     """
     return bandwidth * np.where(
         crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
@@ -146,34 +135,27 @@ def transfer_s(
         bandwidth: bytes per second of its link, by the data sheet.
         latency_s: seconds of latency of its link.
         crosses_nodes: whether the link is a network, not one inside a node.
-        efficiency: constants of the hardware.
     """
     return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s
 
 
 class Messages(NamedTuple):
-    """Messages between neighbouring stages, of B boundaries and S token slices; other arrays that broadcast will do.
-
-    Attributes:
-        num_bytes: [B, S] of the activation of one token slice.
-        bandwidth: [B] bytes per second of the link, by the data sheet.
-        latency_s: [B].
-        crosses_nodes: [B] whether it is the network.
-    """
+    """Messages between neighbouring stages, of B boundaries and S token slices; other arrays that broadcast will do."""
 
     num_bytes: Floats
+    """[B, S] of the activation of one token slice."""
     bandwidth: Floats
+    """[B] bytes per second of the link, by the data sheet."""
     latency_s: Floats
+    """[B]."""
     crosses_nodes: NDArray[np.bool_]
+    """[B] whether it is the network."""
 
 
 def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
     """Return the seconds of messages, until all tensor-parallel ranks of the next stage have them; arguments broadcast.
 
     Args:
-        sent: the messages.
-        topology: links between tensor-parallel ranks.
-        efficiency: constants of the hardware.
         in_parts: whether each tensor-parallel rank sends its part, which the receivers gather.
     """
     num_bytes, bandwidth, latency_s, crosses_nodes = sent

@@ -26,23 +26,20 @@ Whole = NDArray[np.int64]
 
 
 class GroupTopology(NamedTuple):
-    """Number of ranks and nodes of a group, and the links between them; numbers or arrays.
-
-    Attributes:
-        size: ranks of the group.
-        num_nodes: nodes that they are on.
-        inside_bandwidth: bytes per second of the slowest link inside those nodes.
-        inside_latency_s: seconds of latency of those links.
-        network_bandwidth: bytes per second that the group gets of the network cards of a node, others sharing them.
-        network_latency_s: seconds of latency of the network.
-    """
+    """Number of ranks and nodes of a group, and the links between them; numbers or arrays."""
 
     size: ScalarOrArray
+    """Ranks of the group."""
     num_nodes: ScalarOrArray
+    """Nodes that they are on."""
     inside_bandwidth: ScalarOrArray
+    """Bytes per second of the slowest link inside those nodes."""
     inside_latency_s: ScalarOrArray
+    """Seconds of latency of those links."""
     network_bandwidth: ScalarOrArray
+    """Bytes per second that the group gets of the network cards of a node, others sharing them."""
     network_latency_s: ScalarOrArray
+    """Seconds of latency of the network."""
 
     def at(self, index: Any) -> "GroupTopology":
         """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
@@ -54,36 +51,30 @@ ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
 
 
 class LayerLinks(NamedTuple):
-    """Links between the ranks that share a layer.
-
-    Attributes:
-        tensor: those between tensor-parallel ranks.
-        sequence: those between sequence-parallel ranks.
-    """
+    """Links between the ranks that share a layer."""
 
     tensor: GroupTopology
+    """Those between tensor-parallel ranks."""
     sequence: GroupTopology = ALONE
+    """Those between sequence-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """Links of the groups of one axis, per pipeline rank; the slowest group's.
-
-    Attributes:
-        size: ranks of a group.
-        num_nodes: [P] nodes that it is on.
-        inside_bandwidth: [P] bytes per second inside the nodes.
-        inside_latency_s: [P].
-        network_bandwidth: [P] bytes per second that a group gets of a node's network cards.
-        network_latency_s: [P].
-    """
+    """Links of the groups of one axis, per pipeline rank; the slowest group's."""
 
     size: int
+    """Ranks of a group."""
     num_nodes: Floats
+    """[P] nodes that it is on."""
     inside_bandwidth: Floats
+    """[P] bytes per second inside the nodes."""
     inside_latency_s: Floats
+    """[P]."""
     network_bandwidth: Floats
+    """[P] bytes per second that a group gets of a node's network cards."""
     network_latency_s: Floats
+    """[P]."""
 
     def at(self, rank: int) -> GroupTopology:
         """Return the links of the groups of one pipeline rank, as numbers."""
@@ -101,53 +92,45 @@ class GroupLinks:
 
 
 class RankKind(NamedTuple):
-    """Pipeline ranks that compute alike.
-
-    Attributes:
-        ranks: [n] which they are.
-        devices: their different devices.
-        links: links between the ranks that share their layers.
-    """
+    """Pipeline ranks that compute alike."""
 
     ranks: Whole
+    """[n] which they are."""
     devices: tuple[Device, ...]
+    """Their different devices."""
     links: LayerLinks
+    """Links between the ranks that share their layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryLinks:
-    """Links between a pipeline rank and the next, the slowest of the pairs that talk.
-
-    Attributes:
-        bandwidth: [P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first.
-        latency_s: [P].
-        crosses_nodes: [P] whether it is the network.
-    """
+    """Links between a pipeline rank and the next, the slowest of the pairs that talk."""
 
     bandwidth: Floats
+    """[P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first."""
     latency_s: Floats
+    """[P]."""
     crosses_nodes: NDArray[np.bool_]
+    """[P] whether it is the network."""
 
 
 @dataclass(frozen=True)
 class RankGroups:
     """The groups of a layout on a cluster.
 
-    Attributes:
-        cluster: where.
-        layout: sizes of the axes.
-        placement: device of the cluster for each rank; None = in the order of the hostfile.
-        replicas: data-parallel ranks whose devices, tensor-parallel groups and boundaries count; None = all. The others
-            use links at the same time all the same.
-
     Raises:
         ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
     """
 
     cluster: ClusterTable
+    """Where."""
     layout: ParallelLayout
+    """Sizes of the axes."""
     placement: Sequence[int] | None = None
+    """Device of the cluster for each rank; None = in the order of the hostfile."""
     replicas: tuple[int, ...] | None = None
+    """Data-parallel ranks whose devices, tensor-parallel groups and boundaries count; None = all. The others use links
+    at the same time all the same."""
 
     def __post_init__(self) -> None:
         """Check the placement."""
@@ -319,19 +302,16 @@ class RankGroups:
 
 
 class _PartsOnNodes(NamedTuple):
-    """The parts of groups that stand on one node each, group by group. There are no more of them than ranks.
-
-    Attributes:
-        nodes: [parts] node of each.
-        num_ranks: [parts] ranks of the group on this node.
-        starts: [groups] index of the first part of each group.
-        num_nodes: [groups] nodes of each group.
-    """
+    """The parts of groups that stand on one node each, group by group. There are no more of them than ranks."""
 
     nodes: Whole
+    """[parts] node of each."""
     num_ranks: Whole
+    """[parts] ranks of the group on this node."""
     starts: Whole
+    """[groups] index of the first part of each group."""
     num_nodes: Whole
+    """[groups] nodes of each group."""
 
 
 def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:

@@ -32,34 +32,29 @@ LOSS_BYTES = 4
 
 
 class TokenMemory(NamedTuple):
-    """Bytes of one token of one sequence in one layer.
-
-    Attributes:
-        activations: kept from forward to backward; in a layer whose keys and values are kept for whole sequences,
-            without those.
-        key_values: keys and values, kept for whole sequences while one of their token slices is live.
-        key_value_gradients: sums of their gradients, for all token slices but the last of a sequence.
-        logits: what head and loss keep, held to a limit where software has one (`logit_limits`).
-        working: what the backward of the layer holds more while it runs: what it computes again, and gradients.
-        freed_by_input_gradient: how much less than `activations` waits for the weight gradients, where the backward is
-            in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
-            that is more.
-        scores: what the backward holds more of attention that is written out, `SCORE_LIMIT` at most.
-        recomputed: what the backward computes again of all layers of the stage at once, and holds while it runs.
-        window_gradients: of a sequence, not of a token: sums of the gradients of keys and values in the reach of a
-            sliding window, where a sequence has several token slices. Its keys and values are among `activations`: each
-            token slice's are freed by its own backward (docs/adr/0035).
-    """
+    """Bytes of one token of one sequence in one layer."""
 
     activations: ScalarOrArray
+    """Kept from forward to backward; in a layer whose keys and values are kept for whole sequences, without those."""
     key_values: ScalarOrArray
+    """Keys and values, kept for whole sequences while one of their token slices is live."""
     key_value_gradients: ScalarOrArray
+    """Sums of their gradients, for all token slices but the last of a sequence."""
     logits: ScalarOrArray
+    """What head and loss keep, held to a limit where software has one (`logit_limits`)."""
     working: ScalarOrArray
+    """What the backward of the layer holds more while it runs: what it computes again, and gradients."""
     freed_by_input_gradient: ScalarOrArray
+    """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
+    of products, and the gradients of their outputs (docs/adr/0017). Below zero where that is more."""
     scores: ScalarOrArray = 0.0
+    """What the backward holds more of attention that is written out, `SCORE_LIMIT` at most."""
     window_gradients: ScalarOrArray = 0.0
+    """Of a sequence, not of a token: sums of the gradients of keys and values in the reach of a sliding window, where a
+    sequence has several token slices. Its keys and values are among `activations`: each token slice's are freed by its
+    own backward (docs/adr/0035)."""
     recomputed: ScalarOrArray = 0.0
+    """What the backward computes again of all layers of the stage at once, and holds while it runs."""
 
     def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
         """Return the bytes of a layer whose stage is computed again; here nothing was.
@@ -100,8 +95,6 @@ def token_memory(
     Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
 
     Args:
-        layer: the layer.
-        software: the trainer.
         element_bytes: bytes of an activation.
         tensor_parallel_size: ranks that share the layer.
         recompute: `none`, `selective`, `full` or `stage`.
@@ -160,7 +153,6 @@ def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
     """Limits of a trainer on logits, in bytes; infinite if it has none.
 
     Args:
-        software: the trainer.
         element_bytes: bytes of an activation.
     """
     if software.logits_at_once is None:

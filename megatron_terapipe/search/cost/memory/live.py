@@ -24,36 +24,33 @@ Numbers = NDArray[np.float64]
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline.
-
-    Attributes:
-        activations: kept from forward to backward.
-        key_values: keys and values of all its layers.
-        key_value_gradients: their gradients.
-        logits: kept by head and loss.
-        working: held in addition by a backward while it runs.
-        freed: part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more.
-        scores: held in addition to `working` by attention that is written out, `SCORE_LIMIT` at most.
-        window_gradients: of a whole micro-batch, not of a token: gradients of keys and values in the reach of sliding
-            windows, where sequences have several token slices.
-        head_working: `working` of the head, which is separate because it has a limit.
-        limits: of logits and of `head_working` on a rank, in bytes.
-        recomputed: held by a backward while it runs, of all layers of its stage.
-        is_recomputed: whether stages are computed again: logits are there in the backward alone.
-    """
+    """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline."""
 
     activations: Numbers
+    """Kept from forward to backward."""
     key_values: Numbers
+    """Keys and values of all its layers."""
     key_value_gradients: Numbers
+    """Their gradients."""
     logits: Numbers
+    """Kept by head and loss."""
     working: Numbers
+    """Held in addition by a backward while it runs."""
     freed: Numbers
+    """Part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more."""
     scores: Numbers | float = 0.0
+    """Held in addition to `working` by attention that is written out, `SCORE_LIMIT` at most."""
     window_gradients: Numbers | float = 0.0
+    """Of a whole micro-batch, not of a token: gradients of keys and values in the reach of sliding windows, where
+    sequences have several token slices."""
     head_working: Numbers | float = 0.0
+    """`working` of the head, which is separate because it has a limit."""
     limits: LogitLimits = LogitLimits(inf, inf)
+    """Of logits and of `head_working` on a rank, in bytes."""
     recomputed: Numbers | float = 0.0
+    """Held by a backward while it runs, of all layers of its stage."""
     is_recomputed: bool = False
+    """Whether stages are computed again: logits are there in the backward alone."""
 
 
 class Held(NamedTuple):
@@ -74,13 +71,7 @@ _TURNS = np.array([result(Op(kind, 0, 0, 0)).kind is OpKind.INPUT_GRADIENT for k
 
 
 def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
-    """Return the ops of a rank as arrays.
-
-    Args:
-        schedule: its name in `SCHEDULES`.
-        shape: extent of the pipeline.
-        rank: the pipeline rank.
-    """
+    """Return the ops of a rank as arrays."""
     return OpColumns.of(list(SCHEDULES[schedule](shape, rank)))
 
 
@@ -89,7 +80,6 @@ def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
 
     Args:
         schedule: its name in `SCHEDULES`; every rank has as many ops.
-        shape: extent of the pipeline.
     """
     orders = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
     together = max(MOST_OPS_AT_ONCE // max(len(orders[0].kind), 1), 1)
@@ -104,12 +94,6 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     """Smallest number of micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
 
     More of them only repeat the steady state; `gpipe` and `breadth-first`, which hold them all, have none.
-
-    Args:
-        schedule: name of the schedule.
-        num_ranks: pipeline ranks.
-        num_token_slices: token slices of a micro-batch.
-        num_micro_batches: micro-batches of an iteration.
     """
     if schedule in KEEPING_ALL:
         return num_micro_batches

@@ -15,23 +15,20 @@ from megatron_terapipe.search.software.description import Software
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOverheads:
-    """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table.
-
-    Attributes:
-        framework_bytes: on each device: context, kernels, workspaces of libraries.
-        communicator_bytes: buffers of one communicator that a rank is in, whatever it sends.
-        state_factor: memory taken for a byte of weights, gradients and optimizer state.
-        activation_factor: memory taken for a byte of what comes and goes, with what the allocator cannot use.
-        working_factor: bytes that an op holds while it runs, in those that its formula counts.
-        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit.
-    """
+    """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table."""
 
     framework_bytes: float = constant(3.0e9, 0.7)
+    """On each device: context, kernels, workspaces of libraries."""
     communicator_bytes: float = constant(0.5e9, 0.7)
+    """Buffers of one communicator that a rank is in, whatever it sends."""
     state_factor: float = constant(1.02, 0.03)
+    """Memory taken for a byte of weights, gradients and optimizer state."""
     activation_factor: float = constant(1.06, 0.08)
+    """Memory taken for a byte of what comes and goes, with what the allocator cannot use."""
     working_factor: float = constant(1.0, 0.5)
+    """Bytes that an op holds while it runs, in those that its formula counts."""
     usable_share: float = 1.0
+    """Part of a device's memory that predictions may fill; above it, a strategy is said not to fit."""
 
 
 ON_CPU = MemoryOverheads(
@@ -44,7 +41,6 @@ def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
     """Constants before anything was measured.
 
     Args:
-        cluster: what it is made of.
         software: the trainer, which says what its allocator cannot use of a GPU.
     """
     if not any(node.device.is_gpu for node in cluster.nodes):
@@ -56,31 +52,28 @@ ScalarOrArray = NDArray[np.float64] | float
 
 
 class Counted(NamedTuple):
-    """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other.
-
-    Attributes:
-        weights: what products read.
-        gradients: sums over micro-batches.
-        optimizer: copies in fp32, and moments.
-        step: more while the optimizer steps, when no activation is left.
-        activations: kept from forward to backward, at the peak.
-        key_values: of live token slices, with gradients.
-        logits: logits, and what the loss keeps.
-        working: what the op of the peak holds while it runs.
-        buffers: messages between stages, and ZeRO's buckets.
-        communicators: how many the rank is in.
-    """
+    """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other."""
 
     weights: ScalarOrArray
+    """What products read."""
     gradients: ScalarOrArray
+    """Sums over micro-batches."""
     optimizer: ScalarOrArray
+    """Copies in fp32, and moments."""
     step: ScalarOrArray
+    """More while the optimizer steps, when no activation is left."""
     activations: ScalarOrArray = 0.0
+    """Kept from forward to backward, at the peak."""
     key_values: ScalarOrArray = 0.0
+    """Of live token slices, with gradients."""
     logits: ScalarOrArray = 0.0
+    """Logits, and what the loss keeps."""
     working: ScalarOrArray = 0.0
+    """What the op of the peak holds while it runs."""
     buffers: ScalarOrArray = 0.0
+    """Messages between stages, and ZeRO's buckets."""
     communicators: ScalarOrArray = 0.0
+    """How many the rank is in."""
 
     def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
         """Add the bytes that are allocated and freed within an iteration; arguments broadcast.
@@ -93,12 +86,7 @@ class Counted(NamedTuple):
 
 
 def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
-    """Peak bytes of a rank; arguments broadcast.
-
-    Args:
-        counted: counted memory.
-        overheads: constants of the memory model.
-    """
+    """Peak bytes of a rank; arguments broadcast."""
     states = counted.weights + counted.gradients + counted.optimizer
     fixed = overheads.framework_bytes + counted.communicators * overheads.communicator_bytes
     return (
@@ -110,12 +98,7 @@ def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
 
 
 def assemble(counted: Counted, overheads: MemoryOverheads) -> RankMemory:
-    """Peak memory of a rank, by kind; the kinds add up to `total_bytes`.
-
-    Args:
-        counted: counted memory.
-        overheads: constants of the memory model.
-    """
+    """Peak memory of a rank, by kind; the kinds add up to `total_bytes`."""
     # The optimizer steps when the last activation is gone: the peak is of the one or of the other.
     steps = float(counted.step) > float(_moving(counted, overheads))
     factor = 0.0 if steps else overheads.activation_factor

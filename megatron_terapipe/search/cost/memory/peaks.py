@@ -42,21 +42,18 @@ the gradient that it works on."""
 
 @dataclass(kw_only=True)
 class MemoryModel:
-    """Memory of strategies of one workload on one cluster.
-
-    Attributes:
-        workload: the model.
-        cluster: what it runs on.
-        software: what trains it.
-        precision: `fp16`, `bf16` or `fp32`.
-        overheads: what no count of tensors says; left out, the defaults of the cluster's devices.
-    """
+    """Memory of strategies of one workload on one cluster."""
 
     workload: Workload
+    """The model."""
     cluster: Cluster
+    """What it runs on."""
     software: Software = TERAPIPE
+    """What trains it."""
     precision: str = "bf16"
+    """`fp16`, `bf16` or `fp32`."""
     overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
+    """What no count of tensors says; left out, the defaults of the cluster's devices."""
     counter: LayerCounter = field(init=False, repr=False)
     _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
     _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
@@ -73,7 +70,6 @@ class MemoryModel:
         """Peak memory of every pipeline rank: of the moment in which it holds the most.
 
         Args:
-            strategy: how it is trained.
             activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
                 first; None = as the schedule does.
             copies: what waits on hosts, of as many micro-batches as `micro_batches_of_peak`; None = nothing.
@@ -90,7 +86,6 @@ class MemoryModel:
         """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`.
 
         Args:
-            strategy: the strategy.
             activation_limit: largest activation memory of an `optimised` schedule; None = its default.
             copies: what waits on hosts; None = nothing.
         """
@@ -114,7 +109,6 @@ class MemoryModel:
 
         Args:
             parameters: [...] parameters of each rank.
-            layout: how the ranks are laid out.
             zero_stage: 0 or 1.
         """
         copies = layout.num_weight_copies
@@ -133,7 +127,6 @@ class MemoryModel:
         """Return the bytes of the messages that a rank holds.
 
         Args:
-            pipeline_parallel_size: pipeline ranks.
             sequences: [...] sequences of one message on one of the ranks that share it, less than 1 for a token slice.
         """
         if pipeline_parallel_size == 1:
@@ -147,7 +140,6 @@ class MemoryModel:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
 
         Args:
-            layout: how the ranks are laid out.
             recompute: `none`, `selective`, `full` or `stage`.
             sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
             key_value_gradients: type in which gradients of keys and values are kept.

@@ -26,29 +26,24 @@ ScalarOrArray = NDArray[np.float64] | float
 
 
 class RankBytes(NamedTuple):
-    """Bytes of one parameter on a rank; arguments that were arrays make arrays.
-
-    Attributes:
-        weights: what products read.
-        gradients: sums over micro-batches.
-        optimizer: copies in fp32, and moments.
-        step: more while the optimizer steps; by then no activations are held.
-    """
+    """Bytes of one parameter on a rank; arguments that were arrays make arrays."""
 
     weights: ScalarOrArray
+    """What products read."""
     gradients: ScalarOrArray
+    """Sums over micro-batches."""
     optimizer: ScalarOrArray
+    """Copies in fp32, and moments."""
     step: ScalarOrArray
+    """More while the optimizer steps; by then no activations are held."""
 
 
 def state_bytes(software: Software, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> RankBytes:
     """Bytes of one parameter, an array as `data_parallel_size` [...] is.
 
     Args:
-        software: the trainer.
         precision: `fp16`, `bf16` or `fp32`.
         zero_stage: 0 or 1.
-        data_parallel_size: ranks that may divide some of them.
     """
     each = software.state(precision, zero_stage).parameter
     return RankBytes(*(each.on_rank(name, data_parallel_size) for name in RankBytes._fields))
@@ -58,10 +53,8 @@ def bucket_bytes(software: Software, precision: str, parameters: ScalarOrArray, 
     """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
 
     Args:
-        software: the trainer.
         precision: `fp32`, `fp16` or `bf16`.
         parameters: parameters of a rank, a number or an array of any shape [...].
-        zero_stage: ZeRO stage.
     """
     element = software.state(precision, zero_stage).bucket_element_bytes
     return 2 * element * np.minimum(parameters, software.bucket_elements)

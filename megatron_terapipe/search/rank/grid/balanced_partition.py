@@ -29,8 +29,6 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
     Args:
         counter: knows the kind of each layer.
         grid: the grid; the first value of each axis counts.
-        groups: links and devices of its layout.
-        tables: prices layers.
     """
     times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
     for kind in groups.kinds:
@@ -46,11 +44,7 @@ def balanced_partition(
     """Deal the layers of a model to stages.
 
     Args:
-        problem: the model.
         layer_times_s: [P, all layers] forward and backward of one micro-batch on the device of each pipeline rank.
-        num_ranks: P.
-        model_chunks: stages of each rank.
-        num_micro_batches: M, for layers that differ.
     """
     workload = problem.workload
     first, end = workload.first_dealt, workload.end_dealt

@@ -34,12 +34,7 @@ class GridMemory:
     """Says which strategies of one grid may fit. Bytes are counted once for each stage partition, and kept."""
 
     def __init__(self, grid: StrategyGrid, model: MemoryModel) -> None:
-        """Count what all partitions share.
-
-        Args:
-            grid: the grid.
-            model: prices memory.
-        """
+        """Count what all partitions share."""
         self._grid, self._model = grid, model
         self._known_held: dict[tuple[object, ...], Held] = {}
         self._known_totals: dict[tuple[object, ...], Floats] = {}
@@ -100,7 +95,6 @@ class GridMemory:
         """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not.
 
         Args:
-            groups: devices of the layout.
             counts: layers of each rank, by number of model chunks and place on the axis `partition`.
             headroom: share of each device that must stay free for the second.
         """
@@ -130,7 +124,6 @@ class GridMemory:
         """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid].
 
         Args:
-            groups: devices of the layout.
             counts: layers of each rank, by number of model chunks and place on the axis `partition`; others are inf.
         """
         grid, overheads = self._grid, self._model.overheads
@@ -237,11 +230,7 @@ def live_token_slices(
     """Return how many token slices, of one stage each, are live on a rank when it holds most.
 
     Args:
-        schedule: its name.
-        num_ranks: pipeline ranks.
-        model_chunks: stages of each rank.
         rank: the rank, or an array that broadcasts.
-        num_micro_batches: micro-batches; broadcasts.
         num_token_slices: token slices of each; broadcasts.
     """
     most = model_chunks * num_micro_batches * num_token_slices + 0.0 * np.asarray(rank)
@@ -259,8 +248,6 @@ def group_size(num_ranks: int, num_micro_batches: Floats, num_token_slices: Floa
     """Return the micro-batches of the longest group that passes a model chunk together (`plan.schedules.interleaved`).
 
     Args:
-        num_ranks: pipeline ranks.
-        num_micro_batches: micro-batches; broadcasts.
         num_token_slices: token slices of each; broadcasts.
     """
     least = np.ceil(num_ranks / num_token_slices)

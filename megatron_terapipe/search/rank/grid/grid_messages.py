@@ -16,19 +16,16 @@ Floats = NDArray[np.float64]
 
 
 class MessageTimes(NamedTuple):
-    """Seconds of messages; the axes are those of ops.
-
-    Attributes:
-        first: [stages, B, S, 1, Q] that the first token slice has spent on its way to each stage.
-        last: [B, S, 1, Q] that the last token slice spends on its way from the first stage to the last.
-        usual: [B, S, 1, Q] that a token slice spends on its way through the first stages of all ranks and back.
-        busy: [B, 1, 1, Q] that the busiest channel, of one boundary and direction, sends in a micro-batch.
-    """
+    """Seconds of messages; the axes are those of ops."""
 
     first: Floats
+    """[stages, B, S, 1, Q] that the first token slice has spent on its way to each stage."""
     last: Floats
+    """[B, S, 1, Q] that the last token slice spends on its way from the first stage to the last."""
     usual: Floats
+    """[B, S, 1, Q] that a token slice spends on its way through the first stages of all ranks and back."""
     busy: Floats
+    """[B, 1, 1, Q] that the busiest channel, of one boundary and direction, sends in a micro-batch."""
 
 
 def message_times(
@@ -37,10 +34,6 @@ def message_times(
     """Return the times of messages between stages, as `CostModel` gives them to the simulator.
 
     Args:
-        grid: the grid.
-        groups: links of its layout.
-        model: cost model of a strategy.
-        counts: layers of each stage.
         splits: lengths of the token slices.
     """
     ranks, boundaries = grid.pipeline_parallel_size, len(counts.last_layers)

@@ -33,33 +33,31 @@ class RankOps:
 
     A bound follows each row's last rank, because the first token slice passes most stages before it; with several model
     chunks it also follows the last stage alone, which comes after all others. These are the N *followed* ones.
-
-    Attributes:
-        whole: [4, rows, B, S, R, Q] seconds of all token slices.
-        multiplicity: [rows] ranks that each row stands for.
-        first: row of the first rank.
-        last: row of the last rank.
-        completing: [4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients
-            of the first rank; of two devices, the slower one.
-        stages: [N] stage at which each of the followed begins.
-        followed: [4, N, B, S, R, Q] seconds of all token slices.
-        before: [4, N, B, S, R, Q] of the first token slice on all stages before, at least.
-        filling: [4, B, S, R, Q] of all token slices but the last on the first stage, at least.
-        turning: [4, B, S, R, Q] of the last token slice on all stages, at least.
-        put_off: [N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most.
     """
 
     whole: Floats
+    """[4, rows, B, S, R, Q] seconds of all token slices."""
     multiplicity: Floats
+    """[rows] ranks that each row stands for."""
     first: int
+    """Row of the first rank."""
     last: int
+    """Row of the last rank."""
     completing: Floats
+    """[4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients of the first
+    rank; of two devices, the slower one."""
     stages: Whole
+    """[N] stage at which each of the followed begins."""
     followed: Floats
+    """[4, N, B, S, R, Q] seconds of all token slices."""
     before: Floats
+    """[4, N, B, S, R, Q] of the first token slice on all stages before, at least."""
     filling: Floats
+    """[4, B, S, R, Q] of all token slices but the last on the first stage, at least."""
     turning: Floats
+    """[4, B, S, R, Q] of the last token slice on all stages, at least."""
     put_off: Floats
+    """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
 
 
 def rank_ops(
@@ -72,11 +70,7 @@ def rank_ops(
     """Return the ops of the ranks of a stage partition.
 
     Args:
-        grid: the grid.
-        groups: devices of its layout.
         of_kind: times of layers, for each kind of ranks on each of its devices.
-        counts: layers of each stage.
-        op_s: what an executor needs between two ops.
     """
     per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)

@@ -49,33 +49,24 @@ ProgressCallback = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class PricedGrid:
-    """The strategies of a grid that may win.
-
-    Attributes:
-        grid: the grid.
-        node_order: number of the node order.
-        partitions: bounds of stages by model chunks and place on the axis `partition`.
-        places: [n] flat index in the grid of each strategy that may fit the devices.
-        roomy: [n] whether it may leave the headroom free; the others cannot win.
-        estimate: [n] seconds in closed form.
-        bound: [n] seconds at least.
-    """
+    """The strategies of a grid that may win."""
 
     grid: StrategyGrid
     node_order: int
+    """Number of the node order."""
     partitions: dict[tuple[int, int], StagePartition]
+    """Bounds of stages by model chunks and place on the axis `partition`."""
     places: NDArray[np.int64]
+    """[n] flat index in the grid of each strategy that may fit the devices."""
     roomy: Flags
+    """[n] whether it may leave the headroom free; the others cannot win."""
     estimate: Floats
+    """[n] seconds in closed form."""
     bound: Floats
+    """[n] seconds at least."""
 
     def strategy(self, index: int, problem: SearchProblem) -> Strategy:
-        """Return a strategy, with its stage partition.
-
-        Args:
-            index: place in `places`.
-            problem: model, cluster and settings of the search.
-        """
+        """Return a strategy, with its stage partition."""
         place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
         strategy = self.grid.strategy(place, problem)
         if self.grid.partition[place[1]] == SOLVED:
@@ -96,11 +87,8 @@ def price_space(
     Arrays of a grid have the shape [micro-batch sizes, token slices, ...] of its `StrategyGrid`.
 
     Args:
-        problem: what is asked.
-        choices: values of each dimension.
         pricings: one for each node order.
         counts: counts what is rejected, those that cannot fit the memory among them.
-        progress: told about layouts.
     """
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
@@ -132,7 +120,6 @@ def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/start/deepspeed_config.py`).
 
     Args:
-        grid: the grid.
         precision: `bf16`, `fp16` or `fp32`.
     """
     coarse = precision == "bf16" and 1 in grid.zero

@@ -42,15 +42,12 @@ ONE_STAGE_EACH = ("1f1b", "zero-bubble")
 
 @dataclass(frozen=True)
 class GridTimes:
-    """Seconds of one iteration of each strategy of a grid.
-
-    Attributes:
-        estimate: [grid] in closed form.
-        bound: [grid] no schedule of it takes less.
-    """
+    """Seconds of one iteration of each strategy of a grid."""
 
     estimate: Floats
+    """[grid] in closed form."""
     bound: Floats
+    """[grid] no schedule of it takes less."""
 
 
 def grid_times(
@@ -65,10 +62,6 @@ def grid_times(
     """Price a grid.
 
     Args:
-        grid: the grid.
-        groups: links and devices of its layout.
-        cost_model: prices a strategy.
-        tables: prices layers.
         counts: layers of each rank, by number of model chunks and place on the axis `partition`; pairs that are missing
             are not priced.
         wanted: [O, P] pairs of a schedule and a partition that are priced.

@@ -23,19 +23,16 @@ Splits = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class OpTable:
-    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S splits, R recomputations, Q switches].
-
-    Attributes:
-        whole: seconds of all token slices of one micro-batch.
-        first: seconds of the first token slice.
-        last: seconds of the last token slice.
-        longest: seconds of the token slice that takes longest, for each part by itself.
-    """
+    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S splits, R recomputations, Q switches]."""
 
     whole: Floats
+    """Seconds of all token slices of one micro-batch."""
     first: Floats
+    """Seconds of the first token slice."""
     last: Floats
+    """Seconds of the last token slice."""
     longest: Floats
+    """Seconds of the token slice that takes longest, for each part by itself."""
 
     def of_micro_batches(self, rows: Sequence[int]) -> "OpTable":
         """Return the table of some of the micro-batch sizes, given by their places on the axis: [4, K, rows, ...]."""
@@ -49,7 +46,6 @@ class OpTables:
         """Prepare.
 
         Args:
-            cost_model: prices layers.
             micro_batch_sizes: all that any grid has; one table is for all of them, so that layouts can share it.
         """
         self._model = cost_model
@@ -61,8 +57,6 @@ class OpTables:
         """Return the table of op times [...] that a grid of strategies needs.
 
         Args:
-            grid: its axes.
-            device: the device that computes.
             links: links between the ranks that share its layers.
         """
         splits = self.splits(grid)

@@ -28,15 +28,12 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTimes:
-    """Seconds by stage, first layer and the layer behind the last; infinite where that is not possible.
-
-    Attributes:
-        period_s: [num_stages, L + 1, L + 1] what the stage spends on one micro-batch.
-        fill_s: [num_stages, L + 1, L + 1] what it adds to the time in which one micro-batch passes all stages.
-    """
+    """Seconds by stage, first layer and the layer behind the last; infinite where that is not possible."""
 
     period_s: Numbers
+    """[num_stages, L + 1, L + 1] what the stage spends on one micro-batch."""
     fill_s: Numbers
+    """[num_stages, L + 1, L + 1] what it adds to the time in which one micro-batch passes all stages."""
 
     @property
     def num_stages(self) -> int:
@@ -61,10 +58,6 @@ def stage_times(
 
     Args:
         layer_times_s: seconds of the layers, [L] or [stages, L].
-        num_stages: stages of the pipeline.
-        cut_times_s: as in `best_partition`.
-        blocking: as in `best_partition`.
-        allowed: as in `best_partition`.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -105,17 +98,13 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class SolvedPartition:
-    """The best stage partition.
-
-    Attributes:
-        partition: layers of each stage.
-        objective_s: (M - 1) x period of the slowest stage + sum of fills.
-        slowest_s: period of the slowest stage.
-    """
+    """The best stage partition."""
 
     partition: StagePartition
     objective_s: float
+    """(M - 1) x period of the slowest stage + sum of fills."""
     slowest_s: float
+    """Period of the slowest stage."""
 
 
 def best_partition(
@@ -132,7 +121,6 @@ def best_partition(
     Args:
         layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
         num_stages: stages, each of one layer at least.
-        num_micro_batches: M of one iteration.
         cut_times_s: [L + 1], or [num_stages - 1, L + 1] by boundary of stages: transfers of one micro-batch, both
             ways, where the layers before that index end a stage.
         blocking: whether a transfer keeps both its stages from computing; else it only delays the first micro-batch.
@@ -147,10 +135,6 @@ def best_partition(
 
 def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
     """Return the best partition for any times of stages.
-
-    Args:
-        times: times of stages.
-        num_micro_batches: micro-batches of an iteration.
 
     Raises:
         ConfigError: if no partition is allowed.

@@ -1,28 +1,19 @@
 """Objects that several parts of the JSON documents have, and what the schema says of dataclasses."""
 
-import re
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, WithJsonSchema
 
+from deepspeed_ext.plan.text.field_texts import field_texts
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import strategy_schema
-
-
-def attribute_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the meaning of each attribute of a class, as the docstring of the class says it."""
-    listed = (kind.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", listed, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
     """Return the JSON Schema of an object with the fields of a dataclass.
 
     Args:
-        kind: the dataclass.
-        texts: meaning of each field.
         **more: numbers that the object has beside these fields, and their meaning.
     """
     hints = get_type_hints(kind)
@@ -37,13 +28,11 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
 StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
-BreakdownObject = Annotated[
-    dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, attribute_texts(TimeBreakdown)))
-]
+BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
 """Seconds of an iteration by what they are spent on."""
 
 MemoryObject = Annotated[
-    dict[str, float], WithJsonSchema(object_schema(RankMemory, attribute_texts(RankMemory), total="sum of the others"))
+    dict[str, float], WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others"))
 ]
 """Bytes of a pipeline rank by what they hold."""
 

@@ -20,33 +20,28 @@ from megatron_terapipe.search.trials.trial import Trial
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Constants of one cluster.
-
-    Attributes:
-        source: who measured the trials; empty = nobody did, these are the defaults.
-        device: kinds of devices that they ran on.
-        several_nodes: whether on several nodes; None = some on one and some on several.
-        efficiency: of time; None = the defaults of the devices.
-        factors: on a measured profile, which then says the rest; None = trials were priced without one.
-        memory_overheads: of memory; None = the defaults of the devices.
-        intervals: of predicted times.
-        memory_sd: standard deviation of log(measured / predicted) peaks.
-        num_trials: trials with a time.
-        num_memory_trials: trials with a peak, or that ran out of memory.
-        notes: what was left out, a line each.
-    """
+    """Constants of one cluster."""
 
     source: str = ""
+    """Who measured the trials; empty = nobody did, these are the defaults."""
     device: str = ""
+    """Kinds of devices that they ran on."""
     several_nodes: bool | None = None
+    """Whether on several nodes; None = some on one and some on several."""
     efficiency: HardwareEfficiency | None = None
+    """Of time; None = the defaults of the devices."""
     factors: ProfileFactors | None = None
+    """On a measured profile, which then says the rest; None = trials were priced without one."""
     memory_overheads: MemoryOverheads | None = None
+    """Of memory; None = the defaults of the devices."""
     intervals: Intervals
     memory_sd: float = 0.12
+    """Standard deviation of log(measured / predicted) peaks."""
     num_trials: int = 0
     num_memory_trials: int = 0
+    """Trials with a peak, or that ran out of memory."""
     notes: tuple[str, ...] = ()
+    """What was left out, a line each."""
 
 
 KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
@@ -116,13 +111,7 @@ def calibration_of(
     """Put what trials said of time together with what they say of memory.
 
     Args:
-        trials: that times were fitted to.
-        memory_trials: those that memory is fitted to.
-        intervals: of times.
         num_trials: how many of them have a time.
-        efficiency: of time.
-        factors: on a measured profile.
-        notes: what was left out.
     """
     memory = fit_memory(memory_trials)
     spreads = {on_several_nodes(one.cluster) for one in trials}

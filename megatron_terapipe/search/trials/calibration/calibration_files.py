@@ -29,10 +29,6 @@ FORMAT, VERSION = "terapipe calibration", 2
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file.
 
-    Args:
-        path: the file.
-        calibrations: calibrations of one or several clusters.
-
     Raises:
         UserError: if it cannot be written.
     """

@@ -32,8 +32,6 @@ def calibrated_slopes(
 
     Args:
         calibration: fitted constants of the hardware, or factors on a profile.
-        model: prices the strategies with it.
-        strategies: n of them.
     """
     if calibration.factors is None:
         return strategy_sensitivities(model, strategies, model.efficiency, calibration.intervals.parameter_names)
@@ -51,8 +49,6 @@ class Calibrations:
 
     Args:
         trials: what was measured; none = nothing is calibrated.
-        ready: calibrations that were read from a file.
-        progress: told what is being fitted.
         profile: measured, on which factors are fitted instead of constants of the roofline; None = there is none.
     """
 
@@ -76,7 +72,6 @@ class Calibrations:
 
         Args:
             source: who measures; empty where nobody is known.
-            device: kinds of devices.
             several_nodes: whether there is more than one node.
         """
         key = source, device, several_nodes

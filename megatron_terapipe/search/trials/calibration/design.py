@@ -64,10 +64,7 @@ def propose_strategies(
     """The candidates whose measurement would make predictions of all of them surest, most telling first.
 
     Args:
-        model: prices them, with what is known so far.
-        candidates: strategies that can be run.
         calibration: what is known of its constants, and how surely.
-        num_trials: how many are wanted.
     """
     intervals = calibration.intervals
     slopes = calibrated_slopes(calibration, model, candidates)

@@ -61,11 +61,9 @@ def fit_constants(
 
     Args:
         errors: takes [p] logarithms of constant / start, and returns [n] log(predicted / measured).
-        prior: of the p constants.
         noise: standard deviation of the errors that right constants leave.
         large: error, in standard deviations, from which the loss grows no longer with its square.
         begin: [p] logarithms that the fit begins with; None = those of the prior.
-        **settings: of `scipy.optimize.least_squares`.
 
     Returns:
         [p] logarithms, and [p, p] the inverse of their covariance if the errors' standard deviation is `noise`.
@@ -113,8 +111,6 @@ def residual_sd_of(
     Args:
         errors: [n] log(predicted / measured).
         precision: [p, p] inverse of the covariance of the logarithms, the prior's part in it.
-        prior: of the p constants.
-        noise: standard deviation that the fit expected.
         large: error, in standard deviations, from which the loss grows no longer with its square.
     """
     # Of every constant the trials determine a part, and the prior the rest.
@@ -125,21 +121,16 @@ def residual_sd_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedEfficiency:
-    """HardwareEfficiency after some trials, and how sure it is.
-
-    Attributes:
-        efficiency: the most probable constants.
-        covariance: [p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the
-            prior.
-        residual_sd: standard deviation of log(measured / predicted) over the trials, large errors counted as the fit
-            counts them, the fit's freedom taken off.
-        groups: of the trials, and how far they are from each other.
-    """
+    """HardwareEfficiency after some trials, and how sure it is."""
 
     efficiency: HardwareEfficiency
     covariance: Floats
+    """[p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the prior."""
     residual_sd: float
+    """Standard deviation of log(measured / predicted) over the trials, large errors counted as the fit counts them, the
+    fit's freedom taken off."""
     groups: GroupEffects
+    """Of the trials, and how far they are from each other."""
 
 
 def fit_efficiency(sample: Sample) -> FittedEfficiency:

@@ -45,15 +45,12 @@ little of them."""
 
 
 class Unseen(NamedTuple):
-    """Predictions of each group by a fit that has not seen it.
-
-    Attributes:
-        errors: [n] log(predicted / measured).
-        variances: [n] that the fit expects of them.
-    """
+    """Predictions of each group by a fit that has not seen it."""
 
     errors: Floats
+    """[n] log(predicted / measured)."""
     variances: Floats
+    """[n] that the fit expects of them."""
 
 
 class GroupEffects:
@@ -61,8 +58,6 @@ class GroupEffects:
 
     Args:
         groups: of each of n trials.
-        share: omega, in widths of the prior.
-        offset: tau.
     """
 
     def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:

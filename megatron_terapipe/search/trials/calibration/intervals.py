@@ -50,20 +50,16 @@ trials of few groups may agree with each other by chance."""
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Intervals of predicted times.
-
-    Attributes:
-        coverage: share of measurements that shall be inside.
-        multiplier: half the width of an interval, in scales.
-        residual_sd: standard deviation of log(measured / predicted) that right constants leave.
-        covariance: [p, p] of the logarithms of the constants.
-        parameter_names: the p constants.
-    """
+    """Intervals of predicted times."""
 
     coverage: float
+    """Share of measurements that shall be inside."""
     multiplier: float
+    """Half the width of an interval, in scales."""
     residual_sd: float
+    """Standard deviation of log(measured / predicted) that right constants leave."""
     covariance: Floats
+    """[p, p] of the logarithms of the constants."""
     parameter_names: tuple[str, ...]
 
     def half_width(self, slopes: Floats) -> Floats:
@@ -114,8 +110,6 @@ def conformal(
     Args:
         errors: [n] log(predicted / measured) of the fit.
         slopes: [n, p] of log(time).
-        groups: of the trials.
-        prior: of the p constants.
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
         covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
     """
@@ -150,7 +144,6 @@ def conformal_quantile(scores: Floats, coverage: float) -> float:
 
     Args:
         scores: [n].
-        coverage: the probability.
     """
     rank = ceil((len(scores) + 1) * coverage)
     if rank <= len(scores):

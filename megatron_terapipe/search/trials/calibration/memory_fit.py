@@ -32,17 +32,13 @@ LARGE = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedMemory:
-    """Memory overheads after some trials.
-
-    Attributes:
-        overheads: the most probable constants.
-        residual_sd: standard deviation of log(measured / predicted) over the trials with a peak.
-        num_trials: how many said something of memory.
-    """
+    """Memory overheads after some trials."""
 
     overheads: MemoryOverheads
     residual_sd: float
+    """Standard deviation of log(measured / predicted) over the trials with a peak."""
     num_trials: int
+    """How many said something of memory."""
 
 
 class MemorySample:

@@ -104,8 +104,6 @@ def calibrate_on_profile(
     Trials of models that the profile has not measured say nothing of the factors, and are left out.
 
     Args:
-        trials: at least one.
-        profile: of these devices.
         memory_trials: those that memory is fitted to; None = the same.
 
     Raises:
@@ -153,10 +151,6 @@ def calibrate_on_profile(
 
 def factor_slopes(model: CostModel, strategies: Sequence[Strategy]) -> Floats:
     """How much each factor moves the times of strategies that nobody ran.
-
-    Args:
-        model: prices them with the factors that trials gave.
-        strategies: n of them.
 
     Returns:
         [n, p] change of log(time) with the logarithm of each factor, in the order of `PRIOR`.

@@ -19,21 +19,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sample:
-    """The trials of a sequence that say something about time. Make it with `of`.
-
-    Attributes:
-        trials: these trials.
-        models: cost model of each; those of one workload and cluster share it.
-        batches: each with the places of its trials.
-        measured: [n] seconds, measured or cut off.
-        cut_off: [n] whether it took at least so long.
-    """
+    """The trials of a sequence that say something about time. Make it with `of`."""
 
     trials: tuple[Trial, ...]
     models: tuple[CostModel, ...]
+    """Cost model of each; those of one workload and cluster share it."""
     batches: tuple[tuple[StrategyBatch, NDArray[np.int64]], ...]
+    """Each with the places of its trials."""
     measured: Floats
+    """[n] seconds, measured or cut off."""
     cut_off: NDArray[np.bool_]
+    """[n] whether it took at least so long."""
 
     @classmethod
     def of(cls, trials: Sequence[Trial]) -> "Sample":
@@ -88,7 +84,6 @@ class Sample:
         """Errors [n], log(predicted / measured); zero where a cut-off run is predicted to take longer.
 
         Args:
-            efficiency: constants of the hardware.
             ratio: simulated over closed-form seconds, [n].
         """
         errors = np.log(self.closed_form(efficiency) * ratio / self.measured)
@@ -102,11 +97,6 @@ STEP = 0.02
 def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
     """Slopes of log(time) of each trial.
 
-    Args:
-        sample: n trials.
-        efficiency: constants around which the slope is taken.
-        names: p constants.
-
     Returns:
         [n, p] change of log(time) with the logarithm of each constant.
     """
@@ -116,14 +106,7 @@ def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: 
 def strategy_sensitivities(
     model: CostModel, strategies: Sequence[Strategy], efficiency: HardwareEfficiency, names: Sequence[str]
 ) -> Floats:
-    """Sensitivities [n, p] of the predicted times of strategies that were not run.
-
-    Args:
-        model: cost model of the cluster.
-        strategies: n strategies.
-        efficiency: constants of the hardware.
-        names: names of p constants.
-    """
+    """Sensitivities [n, p] of the predicted times of strategies that were not run."""
     places: dict[tuple[object, ...], list[int]] = {}
     for index, strategy in enumerate(strategies):
         places.setdefault(batch_key(model, strategy), []).append(index)
@@ -159,7 +142,6 @@ def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> d
 
     Args:
         steps: changes of log(time) if all of some factors grow.
-        columns: the factors.
     """
     if not columns:
         return {}

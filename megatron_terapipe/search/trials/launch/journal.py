@@ -20,12 +20,7 @@ from megatron_terapipe.strategy import Strategy
 
 
 def explicit(strategy: Strategy, workload: Workload) -> Strategy:
-    """Return a strategy with its token slices and stages written out, so that two that run the same are equal.
-
-    Args:
-        strategy: the strategy.
-        workload: the model.
-    """
+    """Return a strategy with its token slices and stages written out, so that two that run the same are equal."""
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     return replace(
         strategy,
@@ -45,21 +40,16 @@ SOURCE = "terapipe-trial"
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """The trials of one model on one cluster in one precision.
-
-    Attributes:
-        path: the file; others' trials in it stay.
-        workload: the model; the trainer can build it.
-        cluster: where it runs.
-        precision: of matrix products.
-        batch: sequences of an iteration.
-    """
+    """The trials of one model on one cluster in one precision."""
 
     path: Path
+    """The file; others' trials in it stay."""
     workload: Workload
+    """The model; the trainer can build it."""
     cluster: Cluster
     precision: str
     batch: int
+    """Sequences of an iteration."""
 
     @property
     def group(self) -> str:
@@ -81,7 +71,6 @@ class Journal:
         """The strategies that have not been run yet, or in too few rounds, each once.
 
         Args:
-            strategies: to run.
             rounds: number of times that each is to be run, if it was not begun with fewer.
         """
         seen = {self._key(trial.strategy): trial for trial in self.trials()}
@@ -114,9 +103,6 @@ class Journal:
         """Add a trial, or what came of it so far.
 
         Args:
-            strategy: its strategy.
-            runs: results of its runs.
-            trial_id: its name in the file.
             rounds: number of runs that it will have; a line after a later one replaces this.
 
         Raises:

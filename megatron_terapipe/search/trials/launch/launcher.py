@@ -63,9 +63,6 @@ def free_port() -> int:
 def free_ports(number: int) -> list[int]:
     """Return as many such ports, each another one.
 
-    Args:
-        number: how many.
-
     Raises:
         ConfigError: if fewer are free.
     """
@@ -93,11 +90,6 @@ def _is_free(port: int) -> bool:
 @contextmanager
 def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
     """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts.
-
-    Args:
-        words: of its command.
-        hosts: other hosts on which it starts ranks.
-        **options: of `subprocess.Popen`.
 
     Yields:
         A process that ends when the launch does, with its exit code.

@@ -30,19 +30,16 @@ HOST_PREFIX = re.compile(r"^[\w.-]+: (?=(error|[\w.]+(Error|Exception)): )")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Result of a run.
-
-    Attributes:
-        iteration_time_s: median seconds of the iterations after the warm-up; None = it failed.
-        peak_memory_bytes: bytes of the fullest rank; None = the run did not get so far.
-        out_of_memory: whether memory ran out.
-        reason: why it failed, in one line; None if it did not.
-    """
+    """Result of a run."""
 
     iteration_time_s: float | None
+    """Median seconds of the iterations after the warm-up; None = it failed."""
     peak_memory_bytes: float | None = None
+    """Bytes of the fullest rank; None = the run did not get so far."""
     out_of_memory: bool = False
+    """Whether memory ran out."""
     reason: str | None = None
+    """Why it failed, in one line; None if it did not."""
 
 
 def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
@@ -50,9 +47,7 @@ def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -
 
     Args:
         exit_code: of the launcher; below 0 the signal that ended it.
-        output: of launcher and ranks together.
         metrics: the trainer's metrics file, which need not be there.
-        iterations: that it was to do.
     """
     times, peaks = read_metrics(metrics)
     peak = max(peaks, default=None)
@@ -99,24 +94,14 @@ def read_metrics(path: Path) -> tuple[list[float], list[float]]:
 
 
 def ran_out_of_memory(exit_code: int, output: str) -> bool:
-    """Whether a failed run ended for lack of memory: its output says so, or the operating system killed a rank.
-
-    Args:
-        exit_code: exit code of the launcher.
-        output: output of the run.
-    """
+    """Whether a failed run ended for lack of memory: its output says so, or the operating system killed a rank."""
     lowered = output.lower()
     killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
     return killed or any(words in lowered for words in MEMORY_WORDS)
 
 
 def failure(exit_code: int, output: str) -> str:
-    """Reason for a failed run: our own line, or the last line of a traceback, or the exit code.
-
-    Args:
-        exit_code: exit code of the launcher.
-        output: output of the run.
-    """
+    """Reason for a failed run: our own line, or the last line of a traceback, or the exit code."""
     # Over several hosts, each line stands behind the name of its host.
     lines = [HOST_PREFIX.sub("", line.strip()) for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -128,21 +113,16 @@ def failure(exit_code: int, output: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSettings:
-    """How strategies are run.
-
-    Attributes:
-        iterations: of each run.
-        timeout_s: after which a run is ended and counts as failed.
-        trainer: `pretrain_gpt.py`.
-        flags: more flags for it; without data among them, tokens are random.
-        keep: directory that keeps files and logs of each run; None = none is kept.
-    """
+    """How strategies are run."""
 
     iterations: int
     timeout_s: float
+    """After which a run is ended and counts as failed."""
     trainer: Path
     flags: tuple[str, ...] = ()
+    """More flags for it; without data among them, tokens are random."""
     keep: Path | None = None
+    """Directory that keeps files and logs of each run; None = none is kept."""
 
 
 def default_trainer() -> Path:
@@ -165,12 +145,7 @@ def run_strategy(
     """Run a strategy for a few iterations and return the result.
 
     Args:
-        strategy: the strategy.
-        model: the model section.
-        cluster: the machines.
         precision: `fp32`, `fp16` or `bf16`.
-        settings: options of the command.
-        name: name of its folder.
 
     Raises:
         ConfigError: if the launcher is not installed or cannot place the ranks so, or other hosts would read a word
@@ -199,14 +174,7 @@ def run_strategy(
 
 
 def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
-    """Return the words of the launch command.
-
-    Args:
-        launch: files and flags of the launch.
-        directory: folder of these files.
-        settings: options of the command `trial`.
-        metrics: file of the run's metrics.
-    """
+    """Return the words of the launch command."""
     where = (
         ["--hostfile", str(directory / "hostfile")]
         if launch.many_nodes

@@ -46,12 +46,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def supervise(command: Sequence[str], hosts: Sequence[str]) -> int:
-    """Run a command until it ends or the standard input is closed, and return its exit code.
-
-    Args:
-        command: its words.
-        hosts: other hosts on which it starts processes.
-    """
+    """Run a command until it ends or the standard input is closed, and return its exit code."""
     mark = uuid.uuid4().hex
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake)
@@ -87,12 +82,7 @@ def end_marked(mark: str) -> bool:
 
 
 def end_on(hosts: Sequence[str], mark: str) -> bool:
-    """End the marked processes of other hosts, and return whether all hosts did so.
-
-    Args:
-        hosts: their names.
-        mark: of the processes.
-    """
+    """End the marked processes of other hosts, and return whether all hosts did so."""
     if not hosts:
         return True
     # As DeepSpeed's launcher reaches them, which found Python and this package there.
