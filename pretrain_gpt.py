@@ -8,20 +8,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.programs.planned_ops import check_num_ops
+from deepspeed_ext.plan.ops import check_num_ops
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
-from deepspeed_ext.runtime.liveness.process_end import ProcessEnd
-from deepspeed_ext.runtime.liveness.watch import DIED_TOO
+from deepspeed_ext.runtime.health.processes import ProcessEnd
+from deepspeed_ext.runtime.health.rank_watch import DIED_TOO
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import Arguments, read_arguments
-from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
+from megatron_terapipe.arguments.build import Constraints, FoundStrategy
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
-from megatron_terapipe.planning.stated_ranks import stated_ranks
+from megatron_terapipe.planning import stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
-from megatron_terapipe.training.lost_ranks import LostRank, watch_over
-from megatron_terapipe.training.start.restarts import going_on
+from megatron_terapipe.training.recovery import LostRank, going_on, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -61,9 +60,8 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         with watch_over(launch, config, report.tell_end) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
-            from megatron_terapipe.training.start.run import prepare
-            from megatron_terapipe.training.start.run_in_words import start_of_log
-            from megatron_terapipe.training.start.whole_checkpoint import with_whole_checkpoint
+            from megatron_terapipe.training.run import prepare, with_whole_checkpoint
+            from megatron_terapipe.training.run_summary import start_of_log
             from megatron_terapipe.training.trainer import Trainer
 
             run = prepare(config, launch)
@@ -116,7 +114,7 @@ def _speaks_for_its_host() -> bool:
 
 
 def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
-    from megatron_terapipe.training.start.dry_run import dry_run
+    from megatron_terapipe.training.run_summary import dry_run
 
     lines = dry_run(arguments.config, launch)
     if launch.rank == 0:
@@ -125,7 +123,7 @@ def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
 
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
     # Imported where a search is asked for: it takes torch, and seconds.
-    from megatron_terapipe.training.start.found_strategy import find_strategy
+    from megatron_terapipe.training.auto_plan import find_strategy
 
     if config.training.dry_run and not will_use_cuda(os.environ):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

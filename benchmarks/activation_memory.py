@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from benchmarks.measuring.live_bytes import LiveBytes
+from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.workload import batches, benchmark_model, join, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
+from megatron_terapipe.config import ModelConfig, flops
 
 FP32_BYTES = 4
 

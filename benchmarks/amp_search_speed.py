@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import spearmanr
 
+from examples.amp.deepspeed_costs import read_profile
 from examples.amp.experiments import EXPERIMENTS
-from examples.amp.partitions import amp_partition
-from examples.amp.published_profile import read_profile
 from examples.amp.run import load_player
-from examples.amp.search import search
+from examples.amp.search import amp_partition, search
 from megatron_terapipe.strategy import Strategy
 
 AMP_SECONDS = {"homogeneous": 280.7, "het_cluster": 271.7, "het_model": 147.0}

@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.measuring.plain_llama import PlainLlama, mean_loss, train_step
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.data.samples.dataset_splits import build_datasets
-from megatron_terapipe.inference.whole_model import WholeModel
-from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
+from megatron_terapipe.data.datasets import build_datasets
+from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
 
 MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 --seq-length 512 --swiglu"

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.programs.device import Device, Events, check_programs
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.solve.orders import optimise
 
 DEVICES = {
     "32 queues": Device(hardware_queues=32),

@@ -31,11 +31,11 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.document_cuts import QUANTA, DocumentCuts
-from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.plan.solve.cuts import QUANTA, DocumentCuts
+from deepspeed_ext.runtime.attention.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.parallel.balance import balanced_token_slices, document_cuts
-from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.config.pipeline import balanced_token_slices, document_cuts
+from megatron_terapipe.data.loader import Batch
 
 Starts = tuple[int, ...]
 """Positions at which the documents of a sequence begin."""

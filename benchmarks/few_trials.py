@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.calibration.design import propose
-from megatron_terapipe.search.trials.calibration.fit import NOISE, fit_efficiency
-from megatron_terapipe.search.trials.calibration.intervals import uncalibrated
-from megatron_terapipe.search.trials.calibration.sample import Sample, sample_sensitivities
-from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.learn.calibration import uncalibrated
+from megatron_terapipe.search.learn.cluster_calibrations import propose
+from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency, sample_sensitivities
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 RANDOM_PICKS = 3
 """Random choices in each round."""

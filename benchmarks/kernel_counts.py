@@ -18,14 +18,13 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.measuring.kernel_counter import counting
+from benchmarks.measuring.counters import counting
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import CudaFlash
-from deepspeed_ext.runtime.sequence import sequence_state
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 SIZES = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 256}
 LLAMA = {

@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from megatron_terapipe.search.inputs.cluster import Device
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.attention_kernels import TILE
-from megatron_terapipe.search.op_times.kernel_efficiency import GENERATIONS
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.price.efficiency import GENERATIONS
+from megatron_terapipe.search.price.roofline import TILE
 
 Floats = NDArray[np.float64]
 

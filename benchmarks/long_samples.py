@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.document_cuts import DocumentCuts
-from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_terapipe.data.samples.batch import Batch
-from megatron_terapipe.data.samples.gpt_dataset import GPTDataset
+from deepspeed_ext.plan.solve.cuts import DocumentCuts
+from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents
+from megatron_terapipe.data.gpt_dataset import GPTDataset
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_terapipe.data.loader import Batch
 
 VOCAB, END = 50257, 0
 Result = TypeVar("Result")

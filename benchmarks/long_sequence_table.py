@@ -18,25 +18,18 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, product
 from pathlib import Path
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.cost.strategy_batch import StrategyBatch
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.answer.advice import RivalAdvice, compare_rival, why_it_does_not_fit
+from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, flops_utilization, strategy_text, time_text
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.strategy_batch import StrategyBatch
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.rivals import best_rival
 from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.report.figures import (
-    GIGABYTE,
-    bytes_text,
-    flops_utilization,
-    strategy_text,
-    time_text,
-)
-from megatron_terapipe.search.report.rivals import RivalAdvice, compare_rival, why_it_does_not_fit
-from megatron_terapipe.search.rivals.best import best_rival
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences_202611.md"

@@ -23,20 +23,19 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.measuring.live_bytes import LiveBytes
+from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import Section, progress
 from benchmarks.measuring.workload import batches, join, our_engine
 from benchmarks.measuring.worlds import World
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
+from deepspeed_ext.plan.programs.lowering import lowering_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.config.parallel.balance import balanced_token_slices
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.pipeline import balanced_token_slices
 
 FP32_BYTES = 4
 BREADTH_FIRST = "breadth-first"

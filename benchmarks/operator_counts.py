@@ -17,23 +17,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.kernel_counter import PRODUCTS, KernelCounter, counting
+from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import CudaFlash
-from deepspeed_ext.runtime.gradients import accumulated_gradients
-from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradient
-from deepspeed_ext.runtime.sequence import head_exchange, sequence_state
-from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.gradients import weight_gradients
+from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.activation import Activation
 from megatron_terapipe.model.attention import SelfAttention
-from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
+from megatron_terapipe.model.block import Activation, DropoutSite, residual_dropout
 from megatron_terapipe.model.embedding import WordEmbedding, tied_logits
 from megatron_terapipe.model.gpt import gpt_loss
 from megatron_terapipe.model.norm import NORMS
-from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks
 
 ROWS, TOKENS, HIDDEN, WORDS = 2, 256, 1024, 4000
 SIZES: dict[str, Any] = {
@@ -151,7 +148,7 @@ def _of_prefix(attention: tuple[Both, Both]) -> Counted:
 def _on_meta(module: nn.Module) -> nn.Module:
     """A module whose matrices have sums of their gradients in fp32, as `BF16_Optimizer` keeps them."""
     module = module.to("meta", PRECISION)
-    with patch.object(accumulated_gradients, "_adds_products", lambda *_: True):
+    with patch.object(weight_gradients, "_adds_products", lambda *_: True):
         for weight in module.parameters():
             if weight.dim() > 1:
                 total = torch.empty(weight.shape, dtype=torch.float32, device="meta")
@@ -223,11 +220,11 @@ def _exchanges(model: ModelConfig) -> Both:
         model.blocks[0].num_key_value_heads,
     )
     parts = [_numbers(ROWS, TOKENS, count, model.kv_channels) for count in (heads, of_keys, of_keys)]
-    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as forward:
-        there = head_exchange.to_all_tokens(*parts, ranks)
-        back = head_exchange.to_all_heads(_numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels), ranks)
+    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as forward:
+        there = sequence_state.to_all_tokens(*parts, ranks)
+        back = sequence_state.to_all_heads(_numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels), ranks)
     outputs = (*there, back)
-    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as backward:
+    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as backward:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     first, second = (
         Counted(each.kernels / 2, each.numbers, each.other_bytes)

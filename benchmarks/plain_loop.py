@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
 from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.parallel.balance import balanced_token_slices
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.config.pipeline import balanced_token_slices
+from megatron_terapipe.inference import WholeModel
 
 NUM_MICRO_BATCHES = 2
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring.workload import batches, join, our_engine
 from deepspeed_ext.plan.costs import Table
-from deepspeed_ext.plan.measured.comparison import measured_costs
+from deepspeed_ext.plan.measured import measured_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices

@@ -19,11 +19,11 @@ from benchmarks.measuring.worlds import World
 from deepspeed_ext.plan.measured import Comparison, measured_costs
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import Schedule, fixed
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.solve.orders import optimise
 from deepspeed_ext.plan.timeline import Timeline
-from megatron_terapipe.config.parallel.balance import balanced_token_slices
+from megatron_terapipe.config.pipeline import balanced_token_slices
 
 
 @dataclass(frozen=True)

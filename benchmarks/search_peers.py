@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring.markers import written_between
-from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.report import Section, progress, written_between
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
-from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
-from megatron_terapipe.search.trials.predicted import Predicted, deal_groups, predict_in_folds, predict_trials
-from megatron_terapipe.search.trials.read import read_trials
-from megatron_terapipe.search.trials.validation import summary
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.learn.validation import Predicted, deal_groups, predict_in_folds, predict_trials, summary
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "search-peers_202611.md"

@@ -20,16 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import read_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.rank.grid.grid_prices import price_space
-from megatron_terapipe.search.rank.placement import node_orders
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import read_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.grid_prices import price_space
+from megatron_terapipe.search.rank.node_orders import node_orders
+from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.measuring.report import Section, publish
-from megatron_terapipe.search.inputs.workload_files import parse_workload
-from megatron_terapipe.search.trials.launch.journal import explicit, same_run
+from megatron_terapipe.search.answer.trial_runs import explicit, same_run
+from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import Network, missing, network
 from tests.end_to_end.launching import DEEPSPEED, environment

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.parallel.balance import balanced_token_slices
+from megatron_terapipe.config.pipeline import balanced_token_slices
 
 
 def main(argv: Sequence[str] | None = None) -> None:

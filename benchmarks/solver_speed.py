@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve import PolynomialCosts, TerapipeProblem, op_costs, solve_token_slices
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
+from deepspeed_ext.plan.solve.cuts import CutGrid
+from deepspeed_ext.plan.solve.orders import optimise
 
 SEQ_LENGTH, NUM_STAGES = 131_072, 64
 GRANULARITY, MIN_LENGTH = 128, 1024

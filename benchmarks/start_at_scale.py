@@ -127,7 +127,7 @@ def measured(figures: Figures, what: str) -> Iterator[None]:
 def schedule(scale: Scale) -> Figures:
     """The program of one pipeline rank: order, check and lowering."""
     from deepspeed_ext.plan.schedules import schedule_named
-    from deepspeed_ext.runtime.execution.rank_programs import RankPrograms
+    from deepspeed_ext.runtime.executor import RankPrograms
 
     shape = PipelineShape(scale.stages, 1, scale.token_slices)
     programs = RankPrograms(
@@ -190,9 +190,9 @@ def checkpoint(scale: Scale) -> Figures:
     import torch.distributed as dist
 
     from deepspeed_ext.runtime.topology import layer_file
-    from megatron_terapipe.checkpoint.file_names import optimizer_files, state_file
-    from megatron_terapipe.checkpoint.find import check_files
+    from megatron_terapipe.checkpoint.directories import optimizer_files, state_file
     from megatron_terapipe.checkpoint.info import CheckpointInfo
+    from megatron_terapipe.checkpoint.verify import check_files
     from megatron_terapipe.config import ModelConfig
     from megatron_terapipe.model.gpt import layers_with_weights
     from tests.checkpoint.test_at_scale import LAYOUT, opened_by_one_rank
@@ -238,7 +238,7 @@ def checkpoint(scale: Scale) -> Figures:
 def weights(scale: Scale) -> Figures:
     """A rank's part of a matrix of GPT-3 175B, drawn by place."""
     from megatron_terapipe.model.initialization import normal
-    from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+    from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
     ranks = TensorParallelRanks(0, scale.tensor_ranks)
     return _drawn(scale, lambda: ranks.parameter(WIDTH, WIDTH, cut=0, initialize=normal(0.02)))
@@ -271,8 +271,8 @@ def datasets(scale: Scale) -> Figures:
     import numpy as np
 
     from megatron_terapipe.config import DataConfig
-    from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
-    from megatron_terapipe.data.samples.dataset_splits import build_datasets
+    from megatron_terapipe.data.datasets import build_datasets
+    from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 
     figures: Figures = {"documents": float(scale.documents), "samples": float(scale.samples)}
     document = np.zeros(40, np.uint16)

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.initialize import init_distributed
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.parallel.balance import balanced_token_slices
+from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.training.records.throughput import Throughput, peak_tflops_here
+from megatron_terapipe.training.instruments import Throughput, peak_tflops_here
 
 
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:

@@ -17,18 +17,17 @@ from itertools import accumulate, pairwise, permutations
 import numpy as np
 
 from benchmarks.measuring.report import Section, progress
-from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.optimise import optimise
-from deepspeed_ext.plan.schedules import OPTIMISED, schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.solve.orders import optimise
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.stages import pipeline_shape
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 MODEL_CHUNKS = (1, 2, 4)

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw.svg import render_comparison
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.render.svg import render_comparison
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 

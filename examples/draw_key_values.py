@@ -4,8 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_ext.plan.render.palette import op_colour
-from deepspeed_ext.plan.render.svg_elements import (
+from deepspeed_ext.plan.draw.elements import (
     CENTRED,
     HATCHED,
     INK,
@@ -15,6 +14,7 @@ from deepspeed_ext.plan.render.svg_elements import (
     SOFT,
     TRACK,
     document,
+    op_colour,
     rect,
     text,
 )

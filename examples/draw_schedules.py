@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import attention_costs
+from deepspeed_ext.plan.draw import render_comparison
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.render import render_comparison
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies

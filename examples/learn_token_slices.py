@@ -5,7 +5,6 @@
 Each `# %%` begins a cell in VS Code and Jupyter. docs/concepts/token-slices.md leads through the cells.
 """
 
-# %% What is used: torch for the toy model; from this project ops, the simulator and the drawings.
 import sys
 from collections import defaultdict, deque
 from pathlib import Path
@@ -15,10 +14,13 @@ import torch
 from torch import nn
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw import render_comparison, render_text
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.render import render_comparison, render_text
 from deepspeed_ext.plan.simulate import check_complete, simulate
+
+# %% What is used: torch for the toy model; from this project ops, the simulator and the drawings.
+
 
 STAGES, MICRO_BATCHES, TOKENS, HIDDEN = 3, 2, 512, 64
 F, B = OpKind.FORWARD, OpKind.BACKWARD

@@ -10,9 +10,14 @@ from shutil import rmtree
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
-from deepspeed_ext.plan.text.progress_line import ProgressLine
+from deepspeed_ext.plan.terminal import (
+    STANDARD_OUTPUT,
+    CommandParser,
+    ProgressLine,
+    add_json_flag,
+    run_command,
+    write_json,
+)
 from megatron_terapipe.errors import ConfigError
 
 TO_HUGGINGFACE = "to-huggingface"
@@ -105,8 +110,8 @@ def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: st
 
 def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+    from megatron_terapipe.checkpoint.conversion import export_checkpoint
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
-    from megatron_terapipe.huggingface.export import export_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
     tokenizer = export_checkpoint(
@@ -135,7 +140,7 @@ def _eod(directory: Path) -> int | None:
 
 
 def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
-    from megatron_terapipe.huggingface.importing import import_model
+    from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")
     checkpoint = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Any, get_type_hints
 
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.fields.options import option_of
+from megatron_terapipe.config.options import option_of
 from megatron_terapipe.errors import ConfigError
 
 

@@ -8,19 +8,23 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
-from deepspeed_ext.plan.text.progress_line import ProgressLine
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.terminal import (
+    STANDARD_OUTPUT,
+    CommandParser,
+    ProgressLine,
+    add_json_flag,
+    run_command,
+    write_json,
+)
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.rotation import for_length
+from megatron_terapipe.config.rotation import for_length
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_model
 
 if TYPE_CHECKING:
-    from megatron_terapipe.inference.whole_model import WholeModel
-
+    from megatron_terapipe.inference import WholeModel
 
 _MOST_UNASKED = 200
 """New tokens, where nobody says how many."""
@@ -143,9 +147,8 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
     text_before = _prompt(options)
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
-    from megatron_terapipe.data.text_stream import TextStream
-    from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
-    from megatron_terapipe.inference.generation import generate
+    from megatron_terapipe.data.tokenizer import TextStream, TokenizerSettings, build_tokenizer
+    from megatron_terapipe.inference import generate
 
     source = _model_folder(options) if is_model_folder(options.load) else _checkpoint(options)
     if options.tokenizer_type is not None:
@@ -209,8 +212,8 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
 
 
 def _model_folder(options: argparse.Namespace) -> _Source:
+    from megatron_terapipe.huggingface.folder_weights import FolderWeights
     from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
-    from megatron_terapipe.huggingface.weights.folder import FolderWeights
 
     if options.load_tag is not None:
         raise ConfigError(
@@ -235,7 +238,7 @@ def _empty(model: ModelConfig) -> "WholeModel":
     """A model whose weights nobody has drawn: on `meta` nothing is drawn only to be overwritten."""
     import torch
 
-    from megatron_terapipe.inference.whole_model import WholeModel
+    from megatron_terapipe.inference import WholeModel
 
     with torch.device("meta"):
         return WholeModel(model)

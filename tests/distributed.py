@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megatron_terapipe.search.trials.launch.launcher import free_port
+from megatron_terapipe.search.machine.launcher import free_port
 
 # Children are forked from a server that has imported the heavy packages once.
 _context = multiprocessing.get_context("forkserver")

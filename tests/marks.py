@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.plan.optimise import optimise
-from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
+from deepspeed_ext.plan.solve.list_scheduler import list_schedule
+from deepspeed_ext.plan.solve.orders import optimise
 from deepspeed_ext.pointwise import Pointwise
 from tests.distributed import run_distributed
 

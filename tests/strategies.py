@@ -4,11 +4,9 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.dependencies import prerequisites, result
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement, prerequisites, result
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices

@@ -12,9 +12,10 @@ from torch import Tensor
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import CACHE_FOLDER, Pointwise, check_cache_folder, is_compiled
-from deepspeed_ext.runtime.attention_kernels import plain
-from deepspeed_ext.runtime.sequence import positional_dropout
-from megatron_terapipe.model import activation, norm, rotary
+from deepspeed_ext.runtime.attention import kernels as plain
+from deepspeed_ext.runtime.attention import positional_dropout
+from megatron_terapipe.model import block as activation
+from megatron_terapipe.model import norm, rotary
 
 
 def numbers(*shape: int) -> Tensor:

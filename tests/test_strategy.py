@@ -10,7 +10,7 @@ from hypothesis import strategies as draw
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 FIELDS = [

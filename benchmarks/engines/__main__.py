@@ -18,12 +18,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.engines.catalogue import catalogue
-from benchmarks.engines.machine import Processors, machine, software
-from benchmarks.engines.pipelines.engine import Job
+from benchmarks.engines.page import table
+from benchmarks.engines.pipelines import Job, catalogue
 from benchmarks.engines.results import Document, Noise, Run
-from benchmarks.engines.table import table
-from benchmarks.engines.turns import Competition, gathered, product_times
+from benchmarks.engines.turns import Competition, Processors, gathered, machine, product_times, software
 from benchmarks.measuring.workload import join
 from megatron_terapipe.config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""What is kept of a measurement: every time, what was compared, and how quiet the machine was."""
+"""Results of a measurement: every time, the engines compared, how quiet the machine was, and the names in tables."""
 
 import json
 from collections.abc import Mapping
@@ -127,3 +127,27 @@ def _measured(fields: Mapping[str, Any]) -> Measured:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+PLAIN = "plain torch"
+DEEPSPEED = "DeepSpeed"
+TORCH = "torch.distributed.pipelining"
+OURS = "ours"
+IN_ONE_THREAD = Name(PLAIN, "one process, 1 thread")
+IN_TWO_THREADS = Name(PLAIN, "one process, 2 threads")
+PIPELINE_ENGINE = Name(DEEPSPEED, "PipelineEngine (1F1B)")
+
+
+def ours_with(num_token_slices: int) -> str:
+    """Return the name of our engine with so many token slices."""
+    return OURS if num_token_slices == 1 else f"{OURS}, {num_token_slices} token slices"
+
+
+def is_ours(each: Measured) -> bool:
+    """Whether this is our engine, with token slices or without."""
+    return each.engine.startswith(OURS)
+
+
+def is_rival(each: Measured) -> bool:
+    """Whether this is a pipeline of others."""
+    return each.engine in (DEEPSPEED, TORCH)

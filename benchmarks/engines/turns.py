@@ -1,24 +1,125 @@
 """Builds the engines, holds them against plain torch, and takes their times in turns. All ranks run this together.
 
-build     one that refuses the job gets a row that says why, and how many micro-batches it needs
-watch     a first step from the same weights: loss, gradients and peak memory; whoever disagrees is not timed
-rounds    a step of each; the order is turned on from round to round, and every second time reversed
+First the machine and how quiet it is, then whether an engine computes the losses and gradients of plain torch, then
+the turns.
 """
 
+import os
+import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from benchmarks.engines.agreement import TOLERANCE, Step, largest_difference, take_weights, watched_step
-from benchmarks.engines.catalogue import Entry
-from benchmarks.engines.pipelines.engine import Engine, Job
-from benchmarks.engines.pipelines.plain_gpt import Stage, plain_layers
+from benchmarks.engines.pipelines import Engine, Entry, Job, Stage, plain_layers
 from benchmarks.engines.results import Measured
+from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import one_line, progress
+
+
+def machine() -> str:
+    """Return processor, cores and memory, in words."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}, {memory:.0f} GiB"
+
+
+def software() -> dict[str, str]:
+    """Return the versions that matter, by name."""
+    return {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed", "numpy")}
+
+
+class Processors:
+    """Counts the time of all cores since it was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def _now(self) -> Mapping[str, float]:
+        return psutil.cpu_times()._asdict()
+
+    def shares(self, own_s: float) -> tuple[float, float]:
+        """Return the shares of the cores' time that other processes took, and that the host of the machine took.
+
+        Args:
+            own_s: seconds of processor time that the processes of the benchmark took.
+        """
+        spent = {name: after - self._start[name] for name, after in self._now().items()}
+        # Linux counts guests within user time, too.
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
+        stolen = spent.get("steal", 0.0)
+        busy = total - spent["idle"] - spent.get("iowait", 0.0) - stolen
+        return max(0.0, (busy - own_s) / total), stolen / total
+
+
+TOLERANCE = 1e-5
+"""Largest relative difference of engines that agree, in fp32: they add the same numbers up in other orders."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, watched."""
+
+    loss: float | None
+    """Mean over the micro-batches; None on a rank that knows none."""
+    gradients: Mapping[str, Tensor]
+    """Those the optimizer was given, by the names of the weights, each of its weight's shape [...]."""
+    peak_bytes: int
+    """Most bytes alive at once of those that the step made: activations, gradients, buffers."""
+
+
+def take_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
+    """Give an engine the weights that all start from.
+
+    Args:
+        weights: by name, each [...].
+    """
+    with torch.no_grad():
+        for name, weight in engine.weights.items():
+            weight.copy_(weights[name].view_as(weight))
+
+
+def watched_step(engine: Engine) -> Step:
+    """Run a step, and keep what is compared of it."""
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: object) -> None:
+        gradients.update({name: _gradient(weight) for name, weight in engine.weights.items()})
+
+    handle = engine.optimizer.register_step_pre_hook(keep)
+    with LiveBytes() as live:
+        loss = engine.step()
+    handle.remove()
+    return Step(loss, gradients, live.peak)
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    if weight.grad is None:
+        raise RuntimeError("a weight has no gradient when the optimizer steps")
+    return weight.grad.detach().clone()
+
+
+def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of two sets of gradients, as a share of the largest element of each gradient.
+
+    Args:
+        found: gradients by name, each [...].
+        expected: those of plain torch, of these names and maybe more, each with as many elements.
+    """
+    worst = 0.0
+    for name, gradient in found.items():
+        reference = expected[name].view_as(gradient)
+        worst = max(worst, ((gradient - reference).abs().max() / reference.abs().max()).item())
+    return worst
+
 
 MOST_MICRO_BATCHES = 8
 """How far the fewest micro-batches that an engine takes are looked for."""

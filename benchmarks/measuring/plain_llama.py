@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine of every position and half of the head: [N, D / 2] each."""

@@ -10,21 +10,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import Placement
-from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batches.cuts import CutByDocuments
+from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
+from deepspeed_ext.runtime.live_batch import CutByDocuments
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
-from megatron_terapipe.training.step.token_slice_batch import split_batch
+from megatron_terapipe.training.micro_batches import split_batch
 
 Name = TypeVar("Name")
 

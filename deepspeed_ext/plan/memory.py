@@ -30,7 +30,7 @@ from operator import itemgetter
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Span, Timeline
 

@@ -1,4 +1,16 @@
-"""Ops: the units of work that a schedule puts in order."""
+"""Ops: the units of work that a schedule puts in order, what each of them waits for, and how many can be planned.
+
+`DEPENDENCIES` states the data flow once; the simulators, the lowering, the optimiser and the critical path read it.
+
+Which ops must be done before an op may start: the data flow, stated once.
+
+    stage i - 1 |  F ------.                 .---> B or BI
+    stage i     |          '-> F ... B or BI-'     BW
+                                     |             ^
+                                     '-- of BI ----'      time to the right
+
+Token slices of a micro-batch on one stage: F of the first to the last, then B (or BI) of the last to the first.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +22,21 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 
-__all__ = ["LIVE_CHANGE", "Op", "OpKind", "PipelineShape", "Placement"]
+__all__ = [
+    "DEPENDENCIES",
+    "LIVE_CHANGE",
+    "Dependency",
+    "Op",
+    "OpKind",
+    "PipelineShape",
+    "Placement",
+    "prerequisites",
+    "reader_of",
+    "reading_stage",
+    "reads_of",
+    "received",
+    "result",
+]
 
 
 class OpKind(StrEnum):
@@ -175,3 +201,141 @@ class PipelineShape:
     def last_token_slice(self) -> int:
         """The token slice whose backward runs first."""
         return self.num_token_slices - 1
+
+
+class Dependency(NamedTuple):
+    """An op of kind `op` reads a result of kind `needed`, so far away. One outside the pipeline is not needed."""
+
+    op: OpKind
+    needed: OpKind
+    stage: int = 0
+    token_slice: int = 0
+
+
+_ACTIVATION = OpKind.FORWARD
+_GRADIENT = OpKind.INPUT_GRADIENT
+"""Kind of a result: an activation, or the gradient of one, whether the op that gives it is a BI or a whole B."""
+
+DEPENDENCIES = (
+    # The activation of the stage before, and the keys and values of the token slice before.
+    Dependency(OpKind.FORWARD, _ACTIVATION, stage=-1),
+    Dependency(OpKind.FORWARD, _ACTIVATION, token_slice=-1),
+    # Its own graph, the gradient of its activation, and that of its keys and values from the token slice after.
+    *(
+        dependency
+        for backward in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+        for dependency in (
+            Dependency(backward, _ACTIVATION),
+            Dependency(backward, _GRADIENT, stage=+1),
+            Dependency(backward, _GRADIENT, token_slice=+1),
+        )
+    ),
+    Dependency(OpKind.WEIGHT_GRADIENT, _GRADIENT),
+)
+"""The data flow as a table, which all that puts ops in order or times them reads."""
+
+_BY_KIND = {kind: [dependency for dependency in DEPENDENCIES if dependency.op is kind] for kind in OpKind}
+_RECEIVED = {dependency.op: dependency for dependency in DEPENDENCIES if dependency.stage}
+"""Result of another stage that an op reads: one thing at most, since stages form a chain."""
+_WAY = {dependency.needed: -dependency.stage for dependency in _RECEIVED.values()}
+"""Where the stage is that reads a result of its neighbour, by the kind of the result."""
+
+
+def reads_of(kind: OpKind) -> tuple[Dependency, ...]:
+    """Return the rows of the table for ops of one kind, of which simulators and searches make their arrays."""
+    return tuple(_BY_KIND[kind])
+
+
+def result(op: Op) -> Op:
+    """Return the result of an op, named as the op that gives no more: of a whole backward, its input gradient."""
+    return Op(_GRADIENT, *op[1:]) if op.kind is OpKind.BACKWARD else op
+
+
+def parts(op: Op) -> tuple[Op, ...]:
+    """Return the parts that an op computes: of a whole backward, both halves; of any other op, itself."""
+    if op.kind is not OpKind.BACKWARD:
+        return (op,)
+    return Op(OpKind.INPUT_GRADIENT, *op[1:]), Op(OpKind.WEIGHT_GRADIENT, *op[1:])
+
+
+def reading_stage(given: Op, shape: PipelineShape) -> int | None:
+    """Return the neighbouring stage that reads a result; None if there is none."""
+    way = _WAY.get(given.kind)
+    return None if way is None or not 0 <= given.stage + way < shape.num_stages else given.stage + way
+
+
+def reader_of(given: Op, shape: PipelineShape) -> Op | None:
+    """Return the op that reads a result, as a forward or an input gradient; None if no other stage reads it."""
+    stage = reading_stage(given, shape)
+    return None if stage is None else Op(given.kind, stage, given.micro_batch, given.token_slice)
+
+
+def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
+    """Return the results that an op reads, as `result` names them.
+
+    Args:
+        op: on any stage of the shape.
+    """
+    kind, stage, micro_batch, token_slice = op
+    num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
+    needed = []
+    for _, of_kind, stages, token_slices in _BY_KIND[kind]:
+        if 0 <= stage + stages < num_stages and 0 <= token_slice + token_slices < num_token_slices:
+            needed.append(Op(of_kind, stage + stages, micro_batch, token_slice + token_slices))
+    return tuple(needed)
+
+
+def received(op: Op, shape: PipelineShape) -> Op | None:
+    """Return the result of another stage that an op reads; None if it reads none.
+
+    Args:
+        op: on any stage of the shape.
+    """
+    dependency = _RECEIVED.get(op.kind)
+    if dependency is None or not 0 <= op.stage + dependency.stage < shape.num_stages:
+        return None
+    return Op(dependency.needed, op.stage + dependency.stage, op.micro_batch, op.token_slice)
+
+
+MOST_OPS = 2**25
+"""Ops of a step on all ranks. The simulator takes 2 us and 150 bytes for each: a minute and 5 GB for so many."""
+
+MOST_OPS_OF_RANK = 2**20
+"""Ops of a step on one rank. Its program takes 50 us and 2.5 kB for each: a minute and 3 GB for so many."""
+
+
+_US_PER_OP = 2
+
+_SLOW_OPS = 2**21
+"""More ops than this take so long that people want to know why nothing happens."""
+
+
+def num_ops(shape: PipelineShape) -> int:
+    """Forwards and backwards of a step on all ranks."""
+    return 2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
+
+
+def slow_planning(shape: PipelineShape) -> str | None:
+    """Return a line about the time that planning a step takes; None if it is short."""
+    count = num_ops(shape)
+    if count <= _SLOW_OPS:
+        return None
+    return f"planning a step of {count:,} forwards and backwards takes about {count * _US_PER_OP / 1e6:.0f} s"
+
+
+def check_num_ops(shape: PipelineShape, most: int = MOST_OPS) -> None:
+    """See that a step has no more ops than can be planned. Nothing of it has to be planned to know.
+
+    Raises:
+        PlanError: if it has more.
+    """
+    every = num_ops(shape)
+    of_rank = every // shape.num_ranks
+    if every <= most and of_rank <= MOST_OPS_OF_RANK:
+        return
+    count, limit, where = (every, most, "") if every > most else (of_rank, MOST_OPS_OF_RANK, " on each rank")
+    raise PlanError(
+        f"stages {shape.num_stages} x micro-batches {shape.num_micro_batches} x token slices {shape.num_token_slices} "
+        f"make a step of {count:,} forwards and backwards{where}, more than the {limit:,} that can be planned: give "
+        "larger micro-batches, a smaller batch, or fewer token slices"
+    )

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.programs.lowering import check_lowering
-from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import check_order
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.text_files import read_text
 
 __all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_schedule"]
 

@@ -1,5 +1,8 @@
 """Schedules: in what order each pipeline rank runs its ops. One pure generator per schedule, and a registry by name.
 
+Below them: closed forms of their bubble, where every op of a kind costs the same and transfers cost nothing, and of
+what 1f1b keeps; and a schedule that is found for the costs of a pipeline when its first op is asked for.
+
 The engine, the simulator, the memory estimate, the search and the pictures all read the generators in this file.
 Time runs to the right; F0.1 is the forward of token slice 1 of micro-batch 0. Two stages, two micro-batches, two
 token slices:
@@ -31,25 +34,40 @@ the other stages keep then lies idle for long, and may wait in host memory (ADR 
 
     breadth-first  rank 0 | 0F0.0 0F1.0 2F0.0 2F1.0  .     .    2B0.0 2B1.0 0B0.0 0B1.0
                    rank 1 |  .    1F0.0 1F1.0 3F0.0 3F1.0 3B0.0 3B1.0 1B0.0 1B1.0  .
+
+Closed forms: bubble ratios where every op of a kind costs the same and transfers cost nothing; what 1f1b keeps.
+
+P pipeline ranks, M micro-batches, S token slices, V model chunks. A bubble is as long as the ops of one token slice on
+one stage for each of the P - 1 ranks that a token slice passes on its way in and out, so it shrinks with all of the
+other three. tests/plan hold the simulator to these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
+from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.slicing import TokenSlices
+
+if TYPE_CHECKING:
+    from deepspeed_ext.plan.solve.orders import OptimisedSchedule
 
 __all__ = [
     "OPTIMISED",
     "SCHEDULES",
+    "ClosedForm",
     "Schedule",
     "backward_order",
     "breadth_first",
+    "closed_form",
     "fixed",
     "forward_order",
     "gpipe",
     "interleaved",
+    "memory_of_1f1b",
     "one_f_one_b",
     "rank_orders",
     "schedule_named",
@@ -221,3 +239,96 @@ def rank_orders(schedule: Schedule, shape: PipelineShape) -> list[list[Op]]:
 def fixed(orders: Sequence[Sequence[Op]]) -> Schedule:
     """A schedule that was written down or found by a solver: these orders, whatever the shape."""
     return lambda _, rank: iter(orders[rank])
+
+
+class ClosedForm(NamedTuple):
+    """A bubble ratio, and the formula that gives it."""
+
+    formula: str
+    bubble_ratio: float
+
+
+def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedForm | None:
+    """Return the bubble ratio of a schedule, if it has a closed form for this shape and these costs.
+
+    `gpipe` and `1f1b`: arXiv 2102.07988 and 2406.03488, bubble (P-1)/(MS+P-1). `interleaved`: arXiv 2104.04473 section
+    2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline; `breadth-first`, arXiv
+    2211.05953, has the same. `zero-bubble`: arXiv 2401.10241 section 3 for token slices, if the three parts cost the
+    same.
+    """
+    if not _is_uniform(costs):
+        return None
+    warmup, units = shape.num_ranks - 1, shape.num_micro_batches * shape.num_token_slices
+    if schedule in ("gpipe", "1f1b", "interleaved", "breadth-first") and shape.num_model_chunks == 1:
+        return ClosedForm("(P-1)/(MS+P-1)", warmup / (units + warmup))
+    round_and_round = schedule in ("interleaved", "breadth-first") and shape.placement is Placement.LOOPED
+    if round_and_round and units >= shape.num_ranks:
+        return ClosedForm("(P-1)/(VMS+P-1)", warmup / (shape.num_model_chunks * units + warmup))
+    if schedule == "zero-bubble" and _first(costs.forward) == _first(costs.backward) == _first(costs.weight_gradient):
+        makespan = 2 * units + max(units + warmup, shape.num_token_slices + 2 * warmup)
+        return ClosedForm("1-3MS/(2MS+max(MS+P-1,S+2(P-1)))", 1 - 3 * units / makespan)
+    return None
+
+
+def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
+    """Return the activations that 1f1b keeps on the first rank, counted in those of one whole micro-batch on it.
+
+    1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
+
+    Args:
+        token_slices: lengths of the token slices.
+    """
+    whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
+    return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)
+
+
+def _is_uniform(costs: OpCosts) -> bool:
+    tables = (costs.forward, costs.backward, costs.weight_gradient or costs.forward)
+    return costs.transfer == 0 and all(len({time for row in table for time in row}) == 1 for table in tables)
+
+
+def _first(table: tuple[tuple[float, ...], ...] | None) -> float | None:
+    return table[0][0] if table else None
+
+
+EFFORT = 0.2
+"""Effort of the search before a run starts: some seconds of one core, on every rank at once."""
+
+
+class FoundSchedule:
+    """A schedule that is found for each shape of the pipeline when it is first asked for. Every rank finds the same.
+
+    Args:
+        costs: costs of the ops of a shape, the same on all ranks.
+        token_slices: lengths of the token slices, which memory depends on.
+        memory_limit: activations of one micro-batch that a rank may hold; None for as many as `1f1b` does.
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[PipelineShape], OpCosts],
+        token_slices: TokenSlices,
+        memory_limit: float | None = None,
+    ) -> None:
+        self.costs = costs
+        """Costs that it is found for."""
+        self._token_slices, self._memory_limit = token_slices, memory_limit
+        self._found: dict[PipelineShape, OptimisedSchedule] = {}
+
+    def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
+        """Return the ops of a rank in order, as `plan.schedules.Schedule` says."""
+        return iter(self.found(shape).orders[rank])
+
+    def found(self, shape: PipelineShape) -> "OptimisedSchedule":
+        """Return the orders of all ranks, with their makespan in the unit of the costs."""
+        from deepspeed_ext.plan.solve.orders import optimise
+
+        if shape not in self._found:
+            cut = self._token_slices
+            if len(cut) != shape.num_token_slices:
+                cut = TokenSlices((1,) * shape.num_token_slices)
+            limit = self._memory_limit or memory_of_1f1b(shape, cut)
+            self._found[shape] = optimise(
+                shape, self.costs(shape), memory_limit=limit, lengths=cut.lengths, effort=EFFORT
+            )
+        return self._found[shape]

@@ -1,22 +1,47 @@
-"""A timeline: when each op ran. The simulator predicts one, the engine measures one, drawings show either."""
+"""A timeline: when each op ran. The simulator predicts one, the engine measures one, drawings show either.
+
+Its critical path is the chain of ops, transfers and host copies that ends last; all others have slack.
+
+What host copies wait for, and which ops wait for them, read off a timeline.
+
+    rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
+    to host             '[ 0.0 ]                       |
+    from host                              [ 0.1 ][ 0.0 ]*
+
+A copy to the host waited for its forward, a copy back for the op behind which it was posted; both for the one before
+them in their direction. An op waited for the copies back that it reads, and behind a drop for the copy to the host.
+A timeline does not say where copies were posted and which op read them: the last op that had ended counts, and the
+first backward that may read it and began behind its end. So what it says is never earlier than what was.
+
+The critical path of a timeline: the chain of ops and transfers that ends last, and the slack of all others.
+
+    rank 0 | [F0.0]*[F0.1]                    [B0.1] [B0.0]*
+                  '--->* transfer           .--------'
+    rank 1 |            [F0.0]*[F0.1]*[B0.1]*[B0.0]*          * = on the critical path
+
+From the op that ends last the path goes back: to what the op waited for last. That is the op before it on its rank, a
+result of its own rank, a transfer, or a copy between its device and the host; and a transfer waited for its op, or for
+the one before it on its channel. `copy_waits` says what copies wait for.
+"""
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
-from deepspeed_ext.plan.programs.program import Channel, Content
-from deepspeed_ext.plan.programs.reductions import Reduction
-from deepspeed_ext.plan.text.json_text import parse_json
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, prerequisites, reading_stage, result
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
+from deepspeed_ext.plan.programs.program import Channel, Content, Reduction
+from deepspeed_ext.plan.text_files import parse_json
 
-__all__ = ["Span", "Timeline", "Transfer", "executed_order"]
+__all__ = ["CriticalPath", "PathStep", "Reason", "Span", "Timeline", "Transfer", "critical_path", "executed_order"]
 
 
 class Span(NamedTuple):
@@ -170,3 +195,267 @@ def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:
 def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:
     """Per rank, the ops of a timeline without their times: to hold against a schedule."""
     return [[span.op for span in rank] for rank in timeline.spans]
+
+
+class CopyRun(NamedTuple):
+    """One way of a host copy."""
+
+    copy: TimedCopy
+    is_fetch: bool
+    """Whether it is the way back."""
+    start: float
+    end: float
+
+
+class Waited(NamedTuple):
+    """What a copy waited for; None for what there is not."""
+
+    op: Span | None
+    """The op behind which it was posted."""
+    before: CopyRun | None
+    """The copy before it in its direction."""
+    offload: CopyRun | None
+    """Of a copy back: the copy to the host, if it had ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWaits:
+    """Waits of a timeline that are due to host copies."""
+
+    of_copies: Mapping[CopyRun, Waited]
+    """What each copy waited for."""
+    of_ops: Mapping[Op, Sequence[CopyRun]]
+    """The copies that an op waited for."""
+
+
+def copy_waits(timeline: Timeline) -> CopyWaits:
+    """Return the waits of a timeline that are due to host copies."""
+    of_copies: dict[CopyRun, Waited] = {}
+    of_ops: dict[Op, list[CopyRun]] = defaultdict(list)
+    by_rank: dict[int, list[TimedCopy]] = defaultdict(list)
+    for copy in timeline.host_copies:
+        by_rank[timeline.shape.rank_of(copy.stage)].append(copy)
+    for rank, copies in by_rank.items():
+        _Rank(timeline.spans[rank]).add(copies, of_copies, of_ops)
+    return CopyWaits(of_copies, of_ops)
+
+
+class _Rank:
+    """The ops of one rank, by their places."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._starts, self._ends = [span.start for span in spans], [span.end for span in spans]
+        self._forwards: dict[tuple[int, int, int], int] = {}
+        self._turns: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, (op, _, _) in enumerate(spans):
+            if op.kind is OpKind.FORWARD:
+                self._forwards[op.stage, op.micro_batch, op.token_slice] = place
+            elif result(op).kind is OpKind.INPUT_GRADIENT:
+                self._turns[op.stage, op.micro_batch].append(place)
+
+    def add(
+        self, copies: Sequence[TimedCopy], of_copies: dict[CopyRun, Waited], of_ops: dict[Op, list[CopyRun]]
+    ) -> None:
+        """Add the waits of the rank."""
+        known = [copy for copy in copies if copy[1:4] in self._forwards]
+        before: CopyRun | None = None
+        offloads: dict[TimedCopy, CopyRun] = {}
+        for copy in sorted(known, key=lambda each: (each.offload_start, self._forwards[each[1:4]])):
+            place = self._forwards[copy[1:4]]
+            run = offloads[copy] = CopyRun(copy, False, copy.offload_start, copy.offload_end)
+            of_copies[run] = Waited(self._spans[place], before, None)
+            behind_drop = max(bisect_left(self._starts, copy.dropped), place + 1)
+            if behind_drop < len(self._spans):
+                of_ops[self._spans[behind_drop].op].append(run)
+            before = run
+        before = None
+        for copy in sorted(known, key=lambda each: (each.fetch_start, self._reader(each))):
+            reader = self._reader(copy)
+            posted = min(bisect_right(self._ends, copy.fetch_start), reader) - 1
+            run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
+            # Both may be posted at one place, and then nothing makes the way back wait.
+            there = offloads[copy] if offloads[copy].end <= copy.fetch_start else None
+            of_copies[run] = Waited(self._spans[posted] if posted >= 0 else None, before, there)
+            if reader < len(self._spans):
+                of_ops[self._spans[reader].op].append(run)
+            before = run
+
+    def _reader(self, copy: TimedCopy) -> int:
+        """Place of the first backward that reads what was copied; behind all ops if there is none."""
+        may_read = [
+            place
+            for place in self._turns[copy.stage, copy.micro_batch]
+            if self._spans[place].op.token_slice >= copy.token_slice
+            and (copy.content is Content.KEYS_AND_VALUES or self._spans[place].op.token_slice == copy.token_slice)
+        ]
+        behind = [place for place in may_read if self._starts[place] >= copy.fetch_end]
+        return min(behind or may_read[-1:], default=len(self._spans))
+
+
+class Reason(StrEnum):
+    """Kinds of events that a step of the critical path waited for."""
+
+    START = "start"
+    """Nothing: it is the first."""
+    RANK = "rank"
+    """Its rank was busy with the op before."""
+    DATA = "data"
+    """A result: of its own rank, or of another whose transfer took no time or was not recorded."""
+    TRANSFER = "transfer"
+    """A result that was on its way."""
+    CHANNEL = "channel"
+    """The transfer before it on its channel."""
+    COPY = "copy"
+    """A copy to the host that lets memory go, or one back that the op reads."""
+    LANE = "lane"
+    """The copy before it, in the same direction."""
+
+
+Event = Span | Transfer | CopyRun
+"""What a timeline consists of."""
+
+
+class PathStep(NamedTuple):
+    """One op, transfer or host copy on the critical path."""
+
+    event: Event
+    reason: Reason
+    """Kind of dependency between it and the step before."""
+    idle: float
+    """Time between the end of what it waited for and its start. Where times are measured: what nobody accounts for."""
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The critical path of a timeline."""
+
+    steps: tuple[PathStep, ...]
+    """First to last. If all times are simulated, each starts where the one before it ends, and together they take the
+    makespan."""
+    slack: dict[Op, float]
+    """By how much each op could end later without a longer makespan, if all else keeps its order and length."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops on the path."""
+        return tuple(step.event.op for step in self.steps if isinstance(step.event, Span))
+
+
+def critical_path(timeline: Timeline) -> CriticalPath:
+    """Find the chain that determines the makespan, and what may come later without harm.
+
+    Where several chains end at the same time, the one that stays on its rank longest is taken.
+
+    Args:
+        timeline: simulated, or measured. Of a measured one, each op waited for what ended last before it.
+
+    Raises:
+        PlanError: if ops stand in an order that nobody can have run.
+    """
+    return _Graph(timeline).critical_path()
+
+
+class _Wait(NamedTuple):
+    """An event cannot start before `time`, because of another event."""
+
+    time: float
+    lag: float
+    """How long after the end of that event, or before it if negative."""
+    reason: Reason
+    event: Event
+
+
+class _Graph:
+    """Events of a timeline, and what each waits for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._spans = {result(span.op): span for spans in timeline.spans for span in spans}
+        self._transfers = {transfer.op: transfer for transfer in timeline.transfers}
+        self._before_on_rank: dict[Op, Span] = {}
+        for spans in timeline.spans:
+            for before, span in pairwise(spans):
+                self._before_on_rank[span.op] = before
+        self._before_on_channel: dict[Op, Transfer] = {}
+        last: dict[Channel, Transfer] = {}
+        for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
+            if transfer.channel in last:
+                self._before_on_channel[transfer.op] = last[transfer.channel]
+            last[transfer.channel] = transfer
+        self._copies = copy_waits(timeline)
+
+    def _waits(self, event: Event) -> Iterator[_Wait]:
+        """Event that an event waits for; of several at the same time, the first."""
+        if isinstance(event, CopyRun):
+            waited = self._copies.of_copies[event]
+            if waited.op is not None:
+                yield _Wait(waited.op.end, 0.0, Reason.DATA, waited.op)
+            if waited.before is not None:
+                yield _Wait(waited.before.end, 0.0, Reason.LANE, waited.before)
+            if waited.offload is not None:
+                yield _Wait(waited.offload.end, 0.0, Reason.COPY, waited.offload)
+            return
+        if isinstance(event, Transfer):
+            producer = self._spans[event.op]
+            yield _Wait(producer.end, 0.0, Reason.DATA, producer)
+            if (ahead := self._before_on_channel.get(event.op)) is not None:
+                yield _Wait(ahead.sent, ahead.sent - ahead.end, Reason.CHANNEL, ahead)
+            return
+        if (before := self._before_on_rank.get(event.op)) is not None:
+            yield _Wait(before.end, 0.0, Reason.RANK, before)
+        for copy in self._copies.of_ops.get(event.op, ()):
+            yield _Wait(copy.end, 0.0, Reason.COPY, copy)
+        for needed in prerequisites(event.op, self._timeline.shape):
+            transfer = self._transfers.get(needed)
+            if transfer is not None and needed.stage != event.op.stage:
+                yield _Wait(transfer.end, 0.0, Reason.TRANSFER, transfer)
+            elif needed in self._spans:
+                yield _Wait(self._spans[needed].end, 0.0, Reason.DATA, self._spans[needed])
+
+    def critical_path(self) -> CriticalPath:
+        slack = self._slack()  # first, since it sees whether there is a path at all
+        event: Event = max((span for spans in self._timeline.spans for span in spans), key=lambda span: span.end)
+        steps = []
+        while (wait := max(self._waits(event), key=lambda each: each.time, default=None)) is not None:
+            steps.append(PathStep(event, wait.reason, event.start - wait.time))
+            event = wait.event
+        steps.append(PathStep(event, Reason.START, event.start - self._timeline.start))
+        return CriticalPath(tuple(reversed(steps)), slack)
+
+    def _slack(self) -> dict[Op, float]:
+        """Latest end minus end, from the last event to the first."""
+        latest: dict[Event, float] = {}
+        for event in reversed(self._in_order()):
+            allowed = latest.setdefault(event, self._timeline.end)
+            for wait in self._waits(event):
+                # The event it waits for must have ended early enough for this one to start in time.
+                due = allowed - (event.end - event.start) - wait.lag
+                latest[wait.event] = min(latest.get(wait.event, self._timeline.end), due)
+        spans = (span for spans in self._timeline.spans for span in spans)
+        return {span.op: max(latest[span] - span.end, 0.0) for span in spans}
+
+    def _in_order(self) -> list[Event]:
+        """All events, each after all that it waits for: also those that take no time, whose starts do not tell."""
+        followers: dict[Event, list[Event]] = defaultdict(list)
+        missing: dict[Event, int] = {}
+        events: list[Event] = [span for spans in self._timeline.spans for span in spans]
+        events += [*self._timeline.transfers, *self._copies.of_copies]
+        for event in events:
+            waits = list(self._waits(event))
+            missing[event] = len(waits)
+            for wait in waits:
+                followers[wait.event].append(event)
+        ready = deque(event for event in events if not missing[event])
+        ordered = []
+        while ready:
+            event = ready.popleft()
+            ordered.append(event)
+            for follower in followers[event]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    ready.append(follower)
+        if len(ordered) < len(events):
+            op = next(event.op for event in events if missing[event] and isinstance(event, Span | Transfer))
+            raise PlanError(f"op {op} stands before what it waits for: give the timeline of a run that ended")
+        return ordered

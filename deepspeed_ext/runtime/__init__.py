@@ -4,15 +4,15 @@ Knows nothing of any particular model. Start with `initialize`, then `engine`.
 """
 
 __all__ = [
-    "batches",
+    "attention",
+    "clocks",
     "cuda_environment",
     "engine",
     "gradients",
+    "health",
     "initialize",
     "launch",
-    "ledger",
-    "liveness",
+    "micro_batch",
     "module",
-    "sequence",
     "topology",
 ]

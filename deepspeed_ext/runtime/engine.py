@@ -18,30 +18,24 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import Instruction
-from deepspeed_ext.plan.programs.reductions import completing_ops
+from deepspeed_ext.plan.programs.program import Instruction, completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.runtime.batches.batch_loss import batch_loss
-from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
-from deepspeed_ext.runtime.batches.cuts import Cuts
-from deepspeed_ext.runtime.batches.same_data import SameData
-from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.execution.executor import METHODS, Executor
-from deepspeed_ext.runtime.execution.instructions import INSTRUCTION_CLASSES, ProgramSchedule
-from deepspeed_ext.runtime.execution.rank_links import RankLinks
-from deepspeed_ext.runtime.execution.rank_programs import RankPrograms
-from deepspeed_ext.runtime.execution.stage_ops import StageOps
-from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
-from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
+from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
+from deepspeed_ext.runtime.clocks import BackwardTimer, Observers, OpClock
+from deepspeed_ext.runtime.engine_base import SteppingEngine
+from deepspeed_ext.runtime.executor import INSTRUCTION_CLASSES, METHODS, Executor, ProgramSchedule, RankPrograms
+from deepspeed_ext.runtime.first_batch_checks import SameData
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
-from deepspeed_ext.runtime.gradients.stepping import SteppingEngine
-from deepspeed_ext.runtime.ledger.observers import BackwardTimer, Observers
-from deepspeed_ext.runtime.ledger.op_clock import OpClock
-from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch
+from deepspeed_ext.runtime.gradients.reductions import gradient_reductions
+from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients
+from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
+from deepspeed_ext.runtime.live_batch import BatchPlan, Cuts
+from deepspeed_ext.runtime.micro_batch import batch_loss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
+from deepspeed_ext.runtime.replay import ReplayingEngine
+from deepspeed_ext.runtime.stage_ops import StageOps
 
 __all__ = ["TokenSlicePipelineEngine"]
 

@@ -9,15 +9,13 @@ attend across token slices, and `batches` reads what Hugging Face's data loaders
 when a model is handed over.
 """
 
-from deepspeed_ext.transformers_layers.batches import labelled_tokens, split_batch, summed_loss
-from deepspeed_ext.transformers_layers.pipeline import gathered_state_dict, pipeline_layers
-from deepspeed_ext.transformers_layers.tiled_logits import TiledLogits
+from deepspeed_ext.transformers_layers.layers import TiledLogits
+from deepspeed_ext.transformers_layers.pipeline import (
+    gathered_state_dict,
+    labelled_tokens,
+    pipeline_layers,
+    split_batch,
+    summed_loss,
+)
 
-__all__ = [
-    "TiledLogits",
-    "gathered_state_dict",
-    "labelled_tokens",
-    "pipeline_layers",
-    "split_batch",
-    "summed_loss",
-]
+__all__ = ["TiledLogits", "gathered_state_dict", "labelled_tokens", "pipeline_layers", "split_batch", "summed_loss"]

@@ -1,20 +1,153 @@
-"""Pipeline layers around parts of a model of transformers."""
+"""Pipeline layers around parts of a model of transformers: attention in token slices, tiled logits, placed dropout.
 
-from collections.abc import Iterator
+A token of Llama 3 has 128,256 logits: 770 kB with what the loss keeps of them, beside 8 kB of hidden state.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.gradients.weight_gradients import linear
-from deepspeed_ext.runtime.sequence.sequence_state import Past
-from deepspeed_ext.transformers_layers.tiled_logits import TiledLogits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+"""Label of tokens that do not count."""
+LOGITS_AT_ONCE = 1 << 26
+"""Logits that exist together: 256 MB in fp32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledLogits:
+    """Output of a head whose logits are computed for some tokens at a time."""
+
+    hidden: Tensor
+    """[B, N, C]."""
+    project: Callable[[Tensor], Tensor]
+    """Function from hidden states [B, n, C] to logits [B, n, V]."""
+    vocabulary: int
+    """Logits V of a token."""
+
+    def compute(self) -> Tensor:
+        """Return all logits: [B, N, V]."""
+        return self.project(self.hidden)
+
+    def summed_loss(self, labels: Tensor, *, at_once: int = LOGITS_AT_ONCE) -> Tensor:
+        """Return the sum of the cross entropies of labelled tokens; the backward computes their logits again.
+
+        Args:
+            labels: [B, N]; -100 does not count.
+            at_once: logits that exist together at most; one token's at least.
+        """
+        length = max(at_once // (len(labels) * self.vocabulary), 1)
+        tiles = zip(self.hidden.split(length, dim=1), labels.split(length, dim=1), strict=True)
+        losses = [
+            # No layer of a head draws random numbers.
+            checkpoint(self._summed, hidden, tile, use_reentrant=False, preserve_rng_state=False)
+            for hidden, tile in tiles
+        ]
+        return torch.stack(losses).sum()
+
+    def _summed(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return summed_cross_entropy(self.project(hidden), labels)
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the cross entropies of labelled tokens, in fp32 at least.
+
+    Args:
+        logits: [B, N, V].
+        labels: [B, N]; -100 does not count.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+NAME = "token_slices"
+"""Attention implementation by which models call `attend`."""
+
+_WITHOUT_EFFECT = {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
+"""Keywords that attention functions get and that change no output."""
+
+
+def use_token_slices(model: "PreTrainedModel") -> None:
+    """Let the attention layers of a model see earlier token slices. Its own forward no longer works then.
+
+    Raises:
+        UserError: if its attention cannot be exchanged.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise UserError(
+            f"{type(model).__name__} does not call its attention by transformers' AttentionInterface, through which "
+            "token slices see earlier ones: write its layers yourself, as in docs/how-to/own-models.md"
+        )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    past: Past | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of a token slice to itself and to those before it.
+
+    Args:
+        query: [B, H, N, D].
+        key: [B, G, N, D].
+        value: [B, G, N, D].
+        attention_mask: none, since padding is on the right, where no token that counts sees it.
+        scaling: factor of the scores; 1 / sqrt(D) if None.
+        is_causal: whether attention is causal, where the model says so at each call.
+        sliding_window: tokens that a token attends to, itself included; None for all before it.
+        softcap: limit of the scores; None for none.
+        **others: what else a model hands to its attention.
+
+    Returns:
+        Output [B, N, H, D], and no weights.
+
+    Raises:
+        UserError: if the model asks for another attention.
+    """
+    name = type(module).__name__
+    if past is None:
+        raise UserError(
+            f"{name} attends without the `past` of a token slice: to run the model on its own again, call "
+            "model.set_attn_implementation('eager'); layers that keep `past` from it cannot be trained here"
+        )
+    if attention_mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UserError(f"{name} attends by a mask of its own, and token slices attend causally: no remedy is known")
+    asked = {key: given for key, given in others.items() if given is not None and key not in _WITHOUT_EFFECT}
+    if asked:
+        raise UserError(
+            f"{name} attends with {', '.join(sorted(asked))}, which token slices cannot: this model cannot be trained "
+            "here"
+        )
+    heads_last = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return past.attend(*heads_last, scale=scaling, dropout=dropout, window=sliding_window, softcap=softcap), None
 
 
 @dataclass(slots=True)

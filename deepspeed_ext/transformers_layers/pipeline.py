@@ -1,7 +1,8 @@
-"""The pipeline layers of a model of transformers, held against the model itself before they are given away."""
+"""The pipeline layers of a causal language model of transformers: parts, batches, and a check against the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,236 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.saving import gathered_by_first_rank
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from deepspeed_ext.runtime.stages import takes_past
-from deepspeed_ext.transformers_layers.attention import NAME, use_token_slices
-from deepspeed_ext.transformers_layers.layers import DecoderLayer, EmbeddingEnd, Head, TiedWords, tied_head
-from deepspeed_ext.transformers_layers.parts import Parts, parts_of
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.engine_base import gathered_by_first_rank
+from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, split_along_sequence
+from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.transformers_layers.layers import (
+    IGNORED,
+    NAME,
+    DecoderLayer,
+    EmbeddingEnd,
+    Head,
+    TiedWords,
+    TiledLogits,
+    summed_cross_entropy,
+    tied_head,
+    use_token_slices,
+)
 
-if TYPE_CHECKING:  # Who uses no model of transformers need not have it.
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Parts of a decoder, in the order in which they run."""
+
+    words: nn.Module
+    """Embedding of tokens."""
+    positions: nn.Embedding | None
+    """Embedding of positions, added to that of tokens; None where there is none."""
+    dropout: nn.Dropout | None
+    """Dropout of the embeddings; None where there is none."""
+    rotary: nn.Module | None
+    """Gives `position_embeddings` of the decoder layers; None where there are none."""
+    decoder_layers: nn.ModuleList
+    norm: nn.Module | None
+    """Norm behind the last decoder layer; None where there is none."""
+    head: nn.Linear
+    softcap: float | None
+    """Limit c of the logits: x becomes c tanh(x / c); None for none."""
+    layer_types: tuple[str, ...] | None
+    """Kind of attention of each decoder layer; None where all are of one."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head has the weight of the embedding."""
+        return self.head.weight is self.words.weight
+
+
+def parts_of(model: "PreTrainedModel") -> Parts:
+    """Return the parts of a model.
+
+    Raises:
+        UserError: if it is no decoder of tokens, or has a part of an unknown kind.
+    """
+    _check_kind(model)
+    base, head = model.base_model, model.get_output_embeddings()
+    outside = [name for name, child in model.named_children() if child not in (base, head)]
+    if outside or base is model or not isinstance(head, nn.Linear):
+        raise _unknown(model, outside[0] if outside else "head")
+    found: dict[str, Any] = {}
+    for name, child in base.named_children():
+        kind = _kind(child, model)
+        if kind is None or kind in found:
+            raise _unknown(model, f"{model.base_model_prefix}.{name} ({type(child).__name__})")
+        found[kind] = child
+    for kind in ("words", "decoder_layers"):
+        if kind not in found:
+            raise _unknown(model, f"without {kind.replace('_', ' ')}")
+    layer_types = getattr(model.config, "layer_types", None)
+    optional: dict[str, Any] = dict.fromkeys(("positions", "dropout", "rotary", "norm"))
+    parts = Parts(
+        **optional | found,
+        head=head,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        layer_types=None if layer_types is None else tuple(layer_types),
+    )
+    if parts.tied and head.bias is not None:
+        raise _unknown(model, "head with the embedding's weight and a bias")
+    return parts
+
+
+def _check_kind(model: "PreTrainedModel") -> None:
+    """Refuse models whose configuration says what they are."""
+    from transformers import PreTrainedModel
+
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"{name} is no model of transformers: hand over what AutoModelForCausalLM gives")
+    config = model.config
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise UserError(f"{name} has an encoder or cross-attention, and token slices are of causal decoders: use one")
+    if config.sub_configs:
+        raise UserError(f"{name} has models inside of it ({', '.join(config.sub_configs)}): hand over its text model")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if unknown := sorted(layer_types - {"full_attention", "sliding_attention"}):
+        raise UserError(f"{name} has layers of the type {unknown[0]}, which cannot be trained in token slices here")
+    if growing := _rope_types(config) & {"dynamic", "longrope"}:
+        raise UserError(
+            f"{name} has {' and '.join(growing)} rotary embeddings, which depend on the length of the sequence, and a "
+            "token slice does not know it: this model cannot be trained here"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            f"{name} adds a loss of its routers, which token slices leave out: set config.output_router_logits = False"
+        )
+    if getattr(config, "layerdrop", 0):
+        raise UserError(f"{name} leaves out layers at random (layerdrop={config.layerdrop}): set config.layerdrop = 0")
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UserError(
+            f"{name} has gradient checkpointing of its own: call model.gradient_checkpointing_disable(), and build the "
+            "pipeline module with activation_checkpoint_interval=1"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary embeddings; a configuration has one for all layers, or one by kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
+    return {str(entry.get("rope_type", "default")) for entry in each}
+
+
+def _kind(child: nn.Module, model: "PreTrainedModel") -> str | None:
+    """Which of the parts a child of the decoder is; None if it is none."""
+    name = type(child).__name__
+    if child is model.get_input_embeddings():
+        return "words"
+    if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
+        return "decoder_layers"
+    if name.endswith("RotaryEmbedding"):
+        return "rotary"
+    if type(child) is nn.Embedding:
+        return "positions"
+    if isinstance(child, nn.Dropout):
+        return "dropout"
+    return "norm" if "Norm" in name else None
+
+
+def _unknown(model: "PreTrainedModel", what: str) -> UserError:
+    return UserError(
+        f"{type(model).__name__} is built in a way that is not known here ({what}): write its layers yourself, as in "
+        "docs/how-to/own-models.md"
+    )
+
+
+ENTRIES = ("input_ids", "labels", "attention_mask")
+
+
+def split_batch(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+    """Split a micro-batch of a Hugging Face data loader into token slices.
+
+    The label of a token is the token itself, and -100 does not count, as in transformers: labels are shifted here. A
+    token slice weighs what makes the sum over token slices the mean over all labelled tokens of the micro-batch.
+
+    Args:
+        batch: a dict of `input_ids` [B, N], `labels` [B, N] and, if rows are padded on the right, `attention_mask`
+            [B, N].
+        token_slices: lengths of the token slices.
+
+    Raises:
+        UserError: if it is no such dict, is padded elsewhere, has labels on its padding, or none at all.
+    """
+    if not isinstance(batch, Mapping) or any(name not in batch for name in ENTRIES[:2]):
+        found = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise UserError(
+            f"the data loader yields {found}, and micro-batches of Hugging Face are dicts with 'input_ids' and "
+            "'labels': take a collator that yields them, such as DataCollatorForLanguageModeling(mlm=False)"
+        )
+    others = [name for name, entry in batch.items() if name not in ENTRIES and entry is not None]
+    if others:
+        raise UserError(
+            f"the data loader yields {others[0]!r}, which a model would take and token slices cannot: drop it in the "
+            "collator"
+        )
+    tokens, labels = batch["input_ids"], _shifted(batch["labels"])
+    if (mask := batch.get("attention_mask")) is not None:
+        _check_padding(mask, labels)
+    num_labelled = labelled_tokens(batch)
+    if not num_labelled:
+        raise UserError("a micro-batch has no label but -100, so its loss has no value: leave such rows out")
+    return [
+        TokenSliceBatch(part.inputs, part.labels, 1 / num_labelled)
+        for part in split_along_sequence((tokens, labels), token_slices)
+    ]
+
+
+def labelled_tokens(batch: Mapping[str, Any]) -> int:
+    """Number of tokens of a micro-batch that count in the loss, for the module's `loss_tokens`."""
+    return int((_shifted(batch["labels"]) != IGNORED).sum())
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """Labels [B, N] of the token after each, as transformers shifts them; the last one has none."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def summed_loss(logits: Tensor | TiledLogits, labels: Tensor) -> Tensor:
+    """Sum of the cross entropies of labelled tokens, in fp32 at least; `split_batch` makes the mean of it.
+
+    Args:
+        logits: [B, N, V], or what they are computed from, some tokens at a time.
+        labels: [B, N]; -100 does not count.
+    """
+    if isinstance(logits, TiledLogits):
+        return logits.summed_loss(labels)
+    return summed_cross_entropy(logits, labels)
+
+
+def _check_padding(mask: Tensor, labels: Tensor) -> None:
+    """Refuse padding that a token which counts would see: causal attention hides what is on the right alone.
+
+    Args:
+        mask: [B, N], 0 where a token is padding.
+        labels: [B, N] of the token after each.
+    """
+    if mask.dim() != 2:
+        raise UserError(f"attention_mask has the shape {tuple(mask.shape)}, and rows have one flag for each token")
+    keeps = mask.bool()
+    wrong = (keeps[:, 1:] & ~keeps[:, :-1]).any(dim=1)
+    if wrong.any():
+        raise UserError(
+            f"attention_mask hides tokens before others in row {int(wrong.nonzero()[0])}, and causal attention would "
+            "see them: pad on the right (tokenizer.padding_side = 'right')"
+        )
+    if ((labels != IGNORED) & ~keeps).any():
+        raise UserError("labels of padding count in the loss: give them the label -100")
+
 
 PROBE = TokenSlices((5, 1, 6))
 """Token slices in which the layers are held against the model."""

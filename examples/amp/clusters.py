@@ -7,8 +7,9 @@ passes 50 Gbit/s (AMP, section 5.1).
 
 from dataclasses import replace
 
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.library import device, machine
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.library import device, machine
 
 GIGABIT = 1e9 / 8
 T4_HALF_FLOPS = 24e12 / 0.75

@@ -14,15 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from examples.amp import clusters, models
-from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts
-from examples.amp.published_profile import read_profile, unthrottled
-from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster, Node
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.description import Operator, Software
+from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts, read_profile, unthrottled
+from megatron_terapipe.search.machine.cluster import Cluster, Node
+from megatron_terapipe.search.machine.software import Operator, Software
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.measured_layers import MeasuredDevice, MeasuredLayers
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import Workload
 
 PRECISION = "fp16"
 TENSOR_PARALLEL_SIZES = (1, 2, 4)

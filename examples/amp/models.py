@@ -7,8 +7,7 @@ src/homogeneous.py; TransGAN's generator megatron/model/trans_gan_gen.py with ex
 
 from itertools import chain
 
-from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
-from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.price.workload import Attention, Layer, Product, Workload
 
 SEQ_LENGTH = 1024
 HIDDEN_SIZE = 1024

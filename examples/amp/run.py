@@ -15,8 +15,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import PipelineShape
@@ -25,6 +23,8 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from examples.amp.experiments import EXPERIMENTS, Experiment
 from examples.amp.search import Priced, price, ranked, search, with_partition_of_amp
 from examples.amp.strategies import read_strategies
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 

@@ -22,16 +22,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from examples.terapipe.published import Setting
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.cluster import Cluster, Node
-from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
-from megatron_terapipe.search.inputs.library import device, machine
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.description import Operator
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.machine.cluster import Cluster, Node
+from megatron_terapipe.search.machine.library import device, machine
+from megatron_terapipe.search.machine.software import Operator
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import Attention, Layer, Product, Workload
 from megatron_terapipe.strategy import Strategy
 
 LAYER_LAUNCH_S = 1.45e-3

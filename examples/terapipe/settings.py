@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from deepspeed_ext.plan.errors import UserError
 from examples.terapipe.hardware import cost_model_of, strategy_of
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP, Setting
 from megatron_terapipe.search.rank.token_slices import solve_batch, solve_cut
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 
 GRANULARITY = 8
 """Tokens that lengths are multiples of, as in TeraPipe."""

@@ -5,7 +5,7 @@ help and a field cannot lack its flag. `python -m megatron_terapipe.arguments` p
 """
 
 from megatron_terapipe.arguments.build import Arguments, build_config, parse_arguments, read_arguments
-from megatron_terapipe.arguments.flags import Flag, flags
-from megatron_terapipe.arguments.reference import markdown
+from megatron_terapipe.arguments.help import markdown
+from megatron_terapipe.arguments.parser import Flag, flags
 
 __all__ = ["Arguments", "Flag", "build_config", "flags", "markdown", "parse_arguments", "read_arguments"]

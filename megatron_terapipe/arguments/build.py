@@ -1,31 +1,219 @@
-"""Build the configuration from a command line, and from the files and presets that it names."""
+"""Build the configuration from a command line, and from the files that it names.
+
+words -> CommandLine -> strategy file -> preset, model folder or checkpoint -> DeepSpeed file -> sections -> Config
+
+Read `read_arguments` first. A model comes from flags, a preset, a `config.json`, a checkpoint or a folder of Hugging
+Face; a strategy from a file, or from the search (`--strategy auto`).
+"""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
 
-from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
-from megatron_terapipe.arguments.flags import flags
-from megatron_terapipe.arguments.help_text import asked_for, trainer_help
-from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
-from megatron_terapipe.arguments.model_sources import (
-    how_to_load_a_model,
-    preset_settings,
-    take_model_folder,
-    take_model_from_checkpoint,
+from megatron_terapipe.arguments.foreign_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.help import asked_for, trainer_help
+from megatron_terapipe.arguments.parser import CommandLine, flags, notices, read_command_line
+from megatron_terapipe.checkpoint.directories import (
+    latest_checkpoint,
+    names_model_folder,
+    no_checkpoint,
+    readable_checkpoint,
 )
-from megatron_terapipe.arguments.notices import notices
-from megatron_terapipe.arguments.parser import CommandLine, read_command_line
-from megatron_terapipe.arguments.searched_strategy import StrategyFinder, constraints_of, without_strategy
-from megatron_terapipe.checkpoint.directories import names_model_folder
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.fields.json_files import read_json
-from megatron_terapipe.config.fields.options import flag
-from megatron_terapipe.config.parallel.parallel import AUTO
-from megatron_terapipe.config.training.precision import PrecisionConfig
-from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.deepspeed import DeepSpeedValues
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.parsing import read_json
+from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
+from megatron_terapipe.config.training import PrecisionConfig
+from megatron_terapipe.errors import CheckpointError, ConfigError
+from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
+from megatron_terapipe.huggingface.families.settings import CONFIG_FILE
+from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
+from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+
+
+def preset_settings(name_or_path: str) -> Mapping[str, Any]:
+    """Return the fields of the model section that `--model-preset` stands for.
+
+    Args:
+        name_or_path: a name of the list, or a `config.json` of Hugging Face, or the folder that holds it.
+
+    Raises:
+        UserError: if it is neither, or our models cannot be such a model.
+    """
+    if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
+        if not Path(name_or_path).exists() and not name_or_path.endswith(".json"):
+            raise ConfigError(
+                f"--model-preset {name_or_path} is not here, and nothing is downloaded: download {CONFIG_FILE} of the "
+                "model, and give its path"
+            )
+        return read_fields(name_or_path, "--model-preset")
+    return find_preset(name_or_path).settings
+
+
+def take_model_from_checkpoint(given: dict[str, Any]) -> None:
+    """Fill in the model section. Where a flag says otherwise, the checkpoint is held against it when it is loaded."""
+    checkpoint = CheckpointConfig(
+        **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
+    )
+    found = readable_checkpoint(str(checkpoint.load), checkpoint.tag, or_previous=checkpoint.load_previous_if_damaged)
+    if found is None:
+        raise CheckpointError(no_checkpoint(str(checkpoint.load)))
+    _, info = found
+    if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
+        # Of the model it counts the end of a document, too.
+        given.setdefault("vocab_size", info.tokenizer["vocab_size"])
+    # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
+    left_out = () if info.was_trained else ("seq_length",)
+    _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
+
+
+def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Take settings of a model that no flag says; but for those that follow from a scaling of rotations by flags."""
+    scaled = given.keys() & {"rotary_scaling", "rotary_scaling_factor"}
+    follow = {"rotary_attention_factor"} if scaled else set()
+    if given.get("rotary_scaling", "longrope") != "longrope":
+        follow |= {"rotary_short_factors", "rotary_long_factors"}
+    if scaled and settings.get("rotary_scaling") == "none":
+        follow |= {"rotary_scaling", "rotary_scaling_factor"}
+    for name, value in settings.items():
+        if name not in follow:
+            given.setdefault(name, value)
+
+
+def how_to_load_a_model(load: str) -> str:
+    """Return how a run gets its model from `--load`, for a command line that gives no sizes of a model.
+
+    Args:
+        load: the directory, which is no folder of Hugging Face.
+    """
+    if latest_checkpoint(load) is not None:
+        return f"--use-checkpoint-args takes the model from --load {load}"
+    return (
+        f"--load {load} holds no model: neither a checkpoint, nor {CONFIG_FILE} and weights of Hugging Face, which are "
+        "not downloaded here"
+    )
+
+
+def take_model_folder(given: dict[str, Any]) -> None:
+    """Begin with the model of the folder that `--load` names: its settings, its tokenizer, its weights alone.
+
+    A run that has saved checkpoints already goes on from the newest, so that the same command starts it and starts it
+    again; the folder then says what the model is, and the checkpoint is held against that.
+
+    Raises:
+        UserError: if the folder cannot be read, our models cannot be such a model, or other flags do not fit.
+    """
+    load, save = str(given["load"]), given.get("save")
+    for name in ("load_tag", "ckpt_step"):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"{flag(name)} {given[name]} names a checkpoint, and --load {load} is a model of Hugging Face: drop it"
+            )
+    if save is not None and is_model_folder(save):
+        raise ConfigError(f"--save {save} holds a model of Hugging Face: name another directory for checkpoints")
+    _fill_in(given, read_fields(load, "--load"))
+    if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
+        _take_tokenizer(given, Path(load))
+    given.pop("use_checkpoint_args", None)
+    resumed = save is not None and latest_checkpoint(save) is not None
+    given["load"], given["finetune"] = (save, False) if resumed else (load, True)
+
+
+def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
+    found = tokenizer_of(folder)
+    if not found and not given.get("mock_data"):
+        raise ConfigError(f"--load {folder} has no tokenizer that is known here: add --tokenizer-type and its files")
+    given.update(found)
+
+
+NOT_SEARCHED = (
+    *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "no_pipeline_parallel"),
+    *(
+        "model_chunk_placement",
+        "pipeline_model_parallel_layout",
+        "schedule_memory_limit",
+        "gradient_accumulation_steps",
+        "rampup_batch_size",
+    ),
+    *("recompute_method", "recompute_num_layers"),
+)
+"""Fields that lay out a run in a way that the search does not know."""
+
+BATCH = "global_batch_size"
+
+Constraints = Mapping[str, tuple[Any, ...]]
+"""Values that dimensions of a strategy may have, by name."""
+
+
+class FoundStrategy(Protocol):
+    """A strategy that was found for a run."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+
+    @property
+    def place(self) -> str:
+        """Where it comes from, for errors: `auto`, or the file of an earlier start of the run."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines for the start of the run."""
+
+
+class StrategyFinder(Protocol):
+    """Finds the strategy of a run."""
+
+    def __call__(self, config: Config, constraints: Constraints) -> FoundStrategy:
+        """Return the strategy.
+
+        Args:
+            config: the configuration, its layout and batch left at their defaults.
+            constraints: what flags say of the strategy, the global batch size among it.
+        """
+        ...
+
+
+def constraints_of(given: Mapping[str, Any]) -> Constraints:
+    """Return what is said of the dimensions of a strategy, by the name of the dimension.
+
+    Raises:
+        ConfigError: if a value is none that the search tries, or the batch is not given.
+    """
+    if given.get(BATCH) is None:
+        raise ConfigError(f"--strategy auto searches for one batch, and none is given: add {flag(BATCH)}")
+    for name in NOT_SEARCHED:
+        if given.get(name):
+            raise ConfigError(f"--strategy auto does not search with {flag(name)} {given[name]}: drop one of the two")
+    found: dict[str, tuple[Any, ...]] = {BATCH: (given[BATCH],)}
+    for each in DIMENSIONS:
+        value = given.get(each.setting or "")
+        if value is None or each.name == BATCH or (each.name == "token_slices" and value == AUTO):
+            continue
+        text = {True: "on", False: "off", AUTO: SOLVED}.get(value, str(value)) if _is_word(value) else str(value)
+        try:
+            found[each.name] = each.parse(text)
+        except ConfigError:
+            raise ConfigError(
+                f"--strategy auto does not search with {flag(each.setting or each.name)} {value}: drop one of the two"
+            ) from None
+    return found
+
+
+def without_strategy(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields that no strategy sets, with a micro-batch, which every configuration has."""
+    settings = {each.setting for each in DIMENSIONS}
+    return {name: value for name, value in given.items() if name not in settings} | {"micro_batch_size": 1}
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, (bool, str))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

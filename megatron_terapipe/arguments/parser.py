@@ -1,23 +1,161 @@
-"""Parse words into values of fields: `argparse`, set up from the fields, with errors of ours."""
+"""The flags of the trainer, derived from the fields of `Config`, and the parser of the command line.
+
+fields of the sections -> flags() -> argparse, with errors of ours -> CommandLine -> notices at the start of the run
+"""
 
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron_terapipe.arguments.flags import Flag, flags, title_of
-from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
-from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS, Values
-from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
-from megatron_terapipe.arguments.megatron_flags.other_names import OTHER_NAMES
-from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.arguments.megatron_flags.unsupported_flags import FAMILIES
+from megatron_terapipe.arguments.foreign_flags import (
+    ACCEPTED_FLAGS,
+    FAMILIES,
+    IDLE_FLAGS,
+    NEUTRAL_FLAGS,
+    OTHER_NAMES,
+    REFUSED_FLAGS,
+    Values,
+)
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.fields.options import flag, one_of
+from megatron_terapipe.config.options import Option, choices_of, field_help, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
+
+METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """A flag, as its field describes it."""
+
+    section: str
+    """Field of `Config` that holds the section."""
+
+    name: str
+    """Field of the section."""
+
+    kind: type[Any]
+    """Type of one value: int, float, str or bool."""
+
+    repeated: bool
+    """Whether it takes several values."""
+
+    default: object
+    """Default of the field; MISSING if the flag is required."""
+
+    choices: tuple[str | int, ...]
+    """Values accepted; empty if any of the type."""
+
+    help: str
+    """Purpose of the flag."""
+
+    option: Option
+    """Other spellings, and what the field cannot say."""
+
+    @property
+    def metavar(self) -> str:
+        """Name of the value in the help text."""
+        if self.choices:
+            return "{" + ",".join(map(str, self.choices)) + "}"
+        return self.option.metavar or METAVARS.get(self.kind, "")
+
+    @property
+    def default_text(self) -> str:
+        """Default in words; empty if it needs none."""
+        if self.option.derived:
+            return self.option.derived
+        if self.default is MISSING:
+            return "required"
+        return "" if self.default is None or self.kind is bool else f"{self.default}"
+
+
+@cache
+def flags() -> tuple[Flag, ...]:
+    """Yield all flags, section by section."""
+    return tuple(_flags())
+
+
+def _flags() -> Iterator[Flag]:
+    for section, section_class in get_type_hints(Config).items():
+        hints, texts = get_type_hints(section_class), field_help(section_class)
+        for declared in fields(section_class):
+            kind, repeated = _value_type(hints[declared.name])
+            yield Flag(
+                section=section,
+                name=declared.name,
+                kind=kind,
+                repeated=repeated,
+                default=declared.default,
+                choices=choices_of(section_class, declared),
+                help=texts[declared.name] + _range(option_of(declared)),
+                option=option_of(declared),
+            )
+
+
+def _range(declared: Option) -> str:
+    """Return the sentence that says which numbers a flag takes; empty if it takes all, or no numbers."""
+    bounds = declared.bounds
+    return f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""
+
+
+def title_of(section: str) -> str:
+    """First line of the docstring of a section, without its full stop."""
+    section_class = get_type_hints(Config)[section]
+    return (section_class.__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+
+def _value_type(hint: Any) -> tuple[type[Any], bool]:
+    """Return the type of one value of a field, and whether the field holds several."""
+    if isinstance(hint, type):
+        return hint, False
+    first = get_args(hint)[0]
+    if isinstance(first, type):
+        return first, get_origin(hint) is tuple
+    # A Literal, or the Literal of `Literal | None`.
+    return (type(first), False) if not get_args(first) else _value_type(first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherDefault:
+    """A default of Megatron's that differs from ours."""
+
+    field: str
+    """The field."""
+
+    theirs: str
+    """Their default."""
+
+    trains: Callable[[Config], bool] = lambda config: False
+    """Whether a training under a configuration is another one by it; never, for what is only reported."""
+
+
+OTHER_DEFAULTS = (
+    OtherDefault(field="hidden_dropout", theirs="0.1", trains=lambda config: True),
+    OtherDefault(field="attention_dropout", theirs="0.1", trains=lambda config: True),
+    OtherDefault(
+        field="initial_loss_scale",
+        theirs="2**32",
+        trains=lambda config: config.precision.fp16 and config.precision.loss_scale is None,
+    ),
+    OtherDefault(field="eval_iters", theirs="100"),
+    OtherDefault(field="log_interval", theirs="100"),
+    OtherDefault(field="distributed_timeout_minutes", theirs="10"),
+    OtherDefault(field="num_workers", theirs="2"),
+)
+"""All of them, those that change a training first."""
+
+
+def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
+    ours = {each.name: each.default for each in flags()}
+    for each in OTHER_DEFAULTS:
+        if each.field not in given and each.trains(config):
+            yield f"{flag(each.field)} {ours[each.field]:g} (there {each.theirs})"
+
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -308,3 +446,15 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def notices(line: CommandLine, config: Config) -> Iterator[str]:
+    """Yield the lines that rank 0 prints at the start.
+
+    Args:
+        line: the command line, with what files add to it.
+    """
+    if line.idle:
+        yield f"These flags concern operation only and have no effect here: {', '.join(line.idle)}"
+    if differing := list(differing_defaults(line.given, config)):
+        yield f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}"

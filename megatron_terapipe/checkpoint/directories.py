@@ -1,14 +1,56 @@
-"""The directory of a checkpoint. Needs no torch, so that flags can use it."""
+"""Directories of checkpoints: names of their files, which one to load, and how a new one takes its place.
+
+Needs no torch, so that flags can use it.
+"""
 
 import re
 from pathlib import Path
+from shutil import rmtree
 
-from megatron_terapipe.checkpoint.file_names import LATEST, REPLACED
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
-from megatron_terapipe.config.files.checkpoint import checkpoint_tag
+from megatron_terapipe.checkpoint.manifest import ASIDE, MANIFEST_FILE, Manifest, replace_durably, sync_folder
+from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
+
+LATEST = "latest"
+"""File that holds the tag of the newest whole checkpoint."""
+
+REPLACED = ".replaced"
+"""Ends the name of a checkpoint while another takes its name."""
+
+DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that was found damaged, and kept aside."""
+
+BF16_PREFIX = "bf16_"
+"""Begins the names of the optimizer's files in bf16."""
+
+
+def _model_rank(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int) -> str:
+    """Number of a rank within one replica of the model, stage by stage."""
+    return f"mp_rank_{stage * tensor_parallel_size + tensor_parallel_rank:02d}"
+
+
+def state_file(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int) -> str:
+    """File of a rank's counters and, where the optimizer's state is not partitioned, of that state.
+
+    Args:
+        tensor_parallel_rank: the rank among those that share the stage.
+    """
+    return f"{_model_rank(stage, tensor_parallel_rank, tensor_parallel_size)}_model_states.pt"
+
+
+def optimizer_files(
+    stage: int, tensor_parallel_rank: int, tensor_parallel_size: int, data_parallel_size: int
+) -> list[str]:
+    """Files of a rank's partitioned optimizer state, one for each replica, without the prefix of bf16.
+
+    Args:
+        tensor_parallel_rank: the rank among those that share the stage.
+    """
+    rank = _model_rank(stage, tensor_parallel_rank, tensor_parallel_size)
+    return [f"zero_pp_rank_{replica}_{rank}_optim_states.pt" for replica in range(data_parallel_size)]
+
 
 _LONGEST_NAME = 200
 """Bytes of the longest name of a checkpoint: file systems take 255, and others are made of it."""
@@ -187,3 +229,65 @@ def _directory(load: Path, tag: str) -> Path | None:
 def _iteration(tag: str) -> int | None:
     match = re.fullmatch(rf"global_step(\d{{1,18}})({re.escape(REPLACED)})?", tag)
     return None if match is None else int(match[1])
+
+
+def put_in_place(partial: Path, directory: Path) -> None:
+    """Give a whole checkpoint its name, in place of an older one of that name, and let `latest` point to it.
+
+    Whoever dies in between leaves a whole one that is found: under the name, or beside it with `.replaced`.
+    """
+    replaced = directory.with_name(f"{directory.name}{REPLACED}")
+    if directory.exists():
+        rmtree(replaced, ignore_errors=True)
+        directory.rename(replaced)
+    partial.rename(directory)
+    sync_folder(directory.parent)
+    replace_durably(directory.with_name(LATEST), directory.name)
+    rmtree(replaced, ignore_errors=True)
+
+
+def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
+    """Keep so many whole checkpoints up to an iteration, and nothing of those that were never done.
+
+    Later ones, of a run that was set back, and others' files stay. One that is not whole is no one's reserve: it does
+    not count, and stays.
+
+    Args:
+        iteration: the last that was saved.
+        keep_last: number of checkpoints to keep; None for all.
+    """
+    for path in save.iterdir():
+        if re.fullmatch(rf"global_step\d+{re.escape(ASIDE)}", path.name):
+            rmtree(path, ignore_errors=True)
+    if keep_last is None:
+        return
+    saved = {
+        int(match[1]): path
+        for path in save.iterdir()
+        if (match := re.fullmatch(r"global_step(\d{1,18})", path.name)) and (path / RUN_FILE).is_file()
+    }
+    whole = [each for each in sorted(saved) if each <= iteration and _is_whole(saved[each])]
+    for older in whole[:-keep_last]:
+        # Under another name first: what is half removed bears no checkpoint's name.
+        going = saved[older].rename(save / f"{saved[older].name}{ASIDE}")
+        rmtree(going, ignore_errors=True)
+
+
+def keep_aside(directory: Path, instead: Path) -> Path:
+    """Take a damaged checkpoint out of the way, where no later save removes it; return its new directory."""
+    replace_durably(directory.with_name(LATEST), instead.name)
+    names = (f"{directory.name}{DAMAGED}{number or ''}" for number in range(10_000))
+    aside = next(path for name in names if not (path := directory.with_name(name)).exists())
+    directory.rename(aside)
+    sync_folder(directory.parent)
+    return aside
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether all files are there with their sizes; of a checkpoint without a manifest, as far as is known."""
+    try:
+        if CheckpointInfo.read(directory).has_manifest or (directory / MANIFEST_FILE).exists():
+            Manifest.read(directory).check_sizes(directory)
+    except CheckpointError:
+        return False
+    return True

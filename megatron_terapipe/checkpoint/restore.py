@@ -1,4 +1,4 @@
-"""Gives an engine the weights and the optimizer's state of a checkpoint, however each of them lies on ranks.
+"""Loads a checkpoint into an engine, on every rank, however each of them lies on ranks.
 
 Every parameter is read as this rank's part of the whole, and goes to where DeepSpeed keeps it. So neither side knows
 how the other is laid out. Of the optimizer's state only those elements are read that this rank's optimizer works on.
@@ -15,11 +15,10 @@ from torch import Tensor
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.engine_state import destination_of
-from megatron_terapipe.checkpoint.index import SavedRun
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.model_folder import weights_of
-from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
-from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare
+from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun
+from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare, weights_of
+from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.model.gpt import vocabulary_parts
 
@@ -130,3 +129,32 @@ def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:
     key, _, rest = rest.partition(".")
     specs = enumerate(module._layer_specs)
     return next(index for index, spec in specs if isinstance(spec, TiedLayerSpec) and spec.key == key), rest
+
+
+def load_checkpoint(
+    engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, config: CheckpointConfig
+) -> None:
+    """Load a checkpoint that `find_checkpoint` found, whatever layout either has.
+
+    Args:
+        saved: facts that the first rank read for all.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or lacks a parameter.
+    """
+    restore(engine, directory, info, saved, weights_only=config.weights_only)
+    if config.weights_only:
+        # The masks of dropout go by the step, so a run that goes on counts on.
+        engine.global_steps = 0 if config.finetune else info.iteration
+        return
+    engine.global_steps, engine.skipped_steps = saved.counters["global_steps"], saved.counters["skipped_steps"]
+    engine.global_samples = info.consumed_samples
+    if engine.fp16_enabled():
+        _go_on_scaling(engine.optimizer.loss_scaler, saved.loss_scaler)
+
+
+def _go_on_scaling(ours: object, theirs: object | None) -> None:
+    """Go on from where an adaptive loss scale was. A fixed one is what the flags say."""
+    for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+        if getattr(ours, "dynamic", False) and hasattr(ours, name) and hasattr(theirs, name):
+            setattr(ours, name, getattr(theirs, name))

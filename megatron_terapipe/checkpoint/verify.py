@@ -1,20 +1,123 @@
-"""Sees that the content of every file is what was saved, before any of it is used."""
+"""Finds the checkpoint to go on from, and verifies that it is whole before any of it is used.
+
+`find_checkpoint` runs before any process group exists and looks at names and sizes; `verify_checkpoint` reads every
+file once, each on one of the ranks.
+"""
 
 import heapq
 from collections.abc import Mapping
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch.distributed as dist
 
-from deepspeed_ext.plan.text.progress_line import Progress, unseen
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
-from megatron_terapipe.checkpoint.directories import manifest_of
-from megatron_terapipe.checkpoint.find import check_files, files_to_load
-from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
-from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.checkpoint.directories import (
+    BF16_PREFIX,
+    manifest_of,
+    names_model_folder,
+    no_checkpoint,
+    optimizer_files,
+    readable_checkpoint,
+    state_file,
+)
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
+from megatron_terapipe.checkpoint.saved_weights import folder_info, folder_weights
+from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
+from megatron_terapipe.model.gpt import layers_with_weights
+
+
+def find_checkpoint(
+    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, looks_at_files: bool = True
+) -> tuple[Path, CheckpointInfo] | None:
+    """The checkpoint that a run continues from, known to fit; None to start afresh.
+
+    Args:
+        model: the run's model section, with its vocabulary size known.
+        looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
+            checkpoint says of its run alone.
+
+    Raises:
+        CheckpointError: if there must be one and is not, or it does not fit.
+    """
+    if config.load is None:
+        return None
+    from_folder = names_model_folder(config.load)
+    if from_folder:
+        found = Path(config.load), folder_info(Path(config.load), model)
+    else:
+        found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged)
+    if found is None:
+        # Whoever names one checkpoint in place of the directory above it would train from the beginning.
+        if (Path(config.load) / RUN_FILE).is_file() or config.exit_on_missing_checkpoint or config.finetune:
+            raise CheckpointError(no_checkpoint(config.load))
+        return None
+    directory, info = found
+    extends = config.extend_positions and config.weights_only
+    info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
+    # Of a damaged one that another may replace, all ranks learn at the same time, once they have met.
+    if looks_at_files and not config.load_previous_if_damaged:
+        check_files(directory, info, model, weights_only=config.weights_only)
+    return directory, info
+
+
+def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
+    """Check that every file is there and was written to its end, so that no rank finds out alone.
+
+    The directory is listed once. What the manifest says of sizes is held against it; where there is none, each file is
+    opened and read at its end.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or damaged.
+    """
+    if is_model_folder(directory):
+        folder_weights(directory, info).check()
+        return
+    manifest = manifest_of(directory, info)
+    if manifest is not None:
+        names = files_to_load(directory, info, model, weights_only=True) if weights_only else None
+        manifest.check_sizes(directory, names)
+    for name in files_to_load(directory, info, model, weights_only=weights_only):
+        # Tensors are saved as zip archives, whose table of contents comes last.
+        if manifest is None and not is_zipfile(directory / name):
+            raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
+
+
+def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
+    """Return the names of the files with tensors that a run loads.
+
+    Raises:
+        CheckpointError: naming the first that is missing.
+    """
+    tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
+    names = [
+        layer_file(*info.place(layer, part))
+        for layer in layers_with_weights(model)
+        for part in range(info.num_parts(layer))
+    ]
+    if not weights_only:
+        names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
+        if info.partitioned:
+            names += [
+                name
+                for stage in stages
+                for rank in tensor_ranks
+                for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
+            ]
+    there = {path.name for path in directory.iterdir()}
+    found = []
+    for name in names:
+        spelled = next((each for each in (name, f"{BF16_PREFIX}{name}") if each in there), None)
+        if spelled is None:
+            raise CheckpointError(damage(directory, f"lacks {name}"))
+        found.append(spelled)
+    return found
 
 
 def verify_checkpoint(

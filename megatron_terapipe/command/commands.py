@@ -1,4 +1,4 @@
-"""The table of all commands. Help, completion of shells and docs/reference/commands.md read it.
+"""The table of all commands, and the text of `terapipe --help`. Completion and docs/reference/commands.md read it, too.
 
 A command is one line here, and a module with two functions:
 
@@ -8,6 +8,7 @@ A command is one line here, and a module with two functions:
 The module is imported when its command is called, so that no command waits for what another needs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -38,7 +39,7 @@ SEARCH = Command(
     "find out how to train a model on a cluster: a strategy, its time and its memory",
     "megatron_terapipe.search.__main__",
     tuple(
-        Command(name, summary, f"megatron_terapipe.search.command.{name}")
+        Command(name, summary, f"megatron_terapipe.search.answer.{name}_command")
         for name, summary in (
             ("rank", "find the best strategies of a model on a cluster, and explain why"),
             ("predict", "predict time and memory of strategies that you name"),
@@ -107,7 +108,7 @@ GROUPS = (
             Command(
                 "schema",
                 "print the JSON Schema of a file that you write or read",
-                "megatron_terapipe.command.schema",
+                "megatron_terapipe.file_formats.table",
             ),
             Command(
                 "completion",
@@ -121,3 +122,51 @@ GROUPS = (
 
 COMMANDS = {command.name: command for group in GROUPS for command in group.commands}
 """The commands by name."""
+
+
+SUMMARY = "Train GPTs whose sequences are pipelined in token slices; plan such runs; prepare data and models for them."
+
+
+def overview(prog: str) -> str:
+    """Return the help of the command as a whole; `prog` is what people type."""
+    return "\n".join(_lines(prog)) + "\n"
+
+
+def listed() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the title of each group with its commands: the words that call one, and what it is for."""
+    return [
+        (
+            group.title,
+            [
+                line
+                for command in group.commands
+                for line in (
+                    [(f"{command.name} {part.name}", part.summary) for part in command.parts]
+                    or [(command.name, command.summary)]
+                )
+            ],
+        )
+        for group in GROUPS
+    ]
+
+
+def _lines(prog: str) -> Iterator[str]:
+    groups = listed()
+    width = max(len(name) for _, commands in groups for name, _ in commands)
+    yield SUMMARY
+    yield ""
+    yield f"usage: {prog} COMMAND [flags]"
+    for title, commands in groups:
+        yield from ("", f"{title}:")
+        yield from (f"  {name:<{width}}  {summary}" for name, summary in commands)
+    yield from ("", "flags:")
+    yield f"  {'-h, --help':<{width}}  show this text; with a command, show its flags"
+    yield f"  {'--version':<{width}}  print the versions of this project, Python, torch and DeepSpeed"
+    yield from ("", "examples:")
+    yield f"  {prog} search rank llama2-7b hostfile --device A100-80GB --global-batch-size 64"
+    yield f"  {prog} train --hostfile hostfile --model-preset llama2-7b --seq-length 4096 ..."
+    yield f"  {prog} generate --help"
+    yield from (
+        "",
+        "read on: README.md, docs/index.md; every command and flag: docs/reference/commands.md, arguments.md",
+    )

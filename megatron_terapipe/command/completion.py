@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from megatron_terapipe.command.all_parsers import tree
+from deepspeed_ext.plan.terminal import CommandParser, run_command
+from megatron_terapipe.command.main import tree
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.devices import DEVICES
 from megatron_terapipe.errors import ConfigError
@@ -94,8 +94,8 @@ def script(shell: str) -> str:
 def names_of_values() -> Mapping[str, tuple[str, ...]]:
     """Return the names that stand for a value, by the value's name in help texts or by the flag."""
     # Imported here, for these names alone.
-    from megatron_terapipe.search.command.shared_flags import TRAINERS
-    from megatron_terapipe.search.inputs.library import MACHINES
+    from megatron_terapipe.search.answer.flags import TRAINERS
+    from megatron_terapipe.search.machine.library import MACHINES
 
     schedules = (*SCHEDULES, OPTIMISED)
     return {

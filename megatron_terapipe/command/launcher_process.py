@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from deepspeed_ext.plan.text.command_line import INTERRUPTED
+from deepspeed_ext.plan.terminal import INTERRUPTED
 
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""

@@ -1,13 +1,40 @@
-"""The entry of `terapipe`: finds the command that the words name, and runs it."""
+"""The entry of `terapipe`: finds the command that the words name, and runs it; and the parsers of all commands."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text.command_line import BAD_INPUT, nearest, run_command
-from megatron_terapipe.command.commands import COMMANDS
-from megatron_terapipe.command.overview import overview
+from deepspeed_ext.plan.terminal import BAD_INPUT, CommandParser, nearest, run_command
+from megatron_terapipe.command.commands import COMMANDS, GROUPS, SUMMARY, Command, Group, overview
+
+Builder = Callable[[str], CommandParser]
+
+
+def parsers(prog: str) -> Iterator[tuple[Group, Command, CommandParser]]:
+    """Yield each command with its group and its parser; `prog` is what people type before its name."""
+    for group in GROUPS:
+        for command in group.commands:
+            yield group, command, import_module(command.module).build_parser(f"{prog} {command.name}")
+
+
+def tree(prog: str) -> CommandParser:
+    """Return one parser whose sub-commands are all commands, with every flag; `prog` is what people type."""
+    parser = CommandParser(prog=prog, description=SUMMARY)
+    parser.add_argument("--version", action="version", version="", help="print versions")
+    commands: Any = parser.add_subparsers(metavar="COMMAND", parser_class=_built)  # type: ignore[call-overload]
+    for name, command in COMMANDS.items():
+        module = import_module(command.module)
+        # The help of some shows a part of their flags.
+        build: Builder = getattr(module, "whole_parser", module.build_parser)
+        commands.add_parser(name, help=command.summary, build=build)
+    return parser
+
+
+def _built(prog: str, build: Builder) -> CommandParser:
+    return build(prog)
+
 
 PROGRAM = "terapipe"
 

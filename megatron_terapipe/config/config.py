@@ -6,25 +6,26 @@ from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.fields.options import flag
-from megatron_terapipe.config.files.checkpoint import CheckpointConfig
-from megatron_terapipe.config.files.data import DataConfig
-from megatron_terapipe.config.files.deepspeed import DeepSpeedConfig
-from megatron_terapipe.config.files.logging import LoggingConfig
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.config.model.vocabulary_parts import why_vocabulary_stays_whole
-from megatron_terapipe.config.parallel.balance import balanced_token_slices, document_cuts
-from megatron_terapipe.config.parallel.parallel import AUTO, BALANCED, BY_DOCUMENTS, ParallelConfig
-from megatron_terapipe.config.training.batch import BatchConfig
-from megatron_terapipe.config.training.learning_rate_steps import LearningRateSteps
-from megatron_terapipe.config.training.numbers import NumbersConfig
-from megatron_terapipe.config.training.optimizer import OptimizerConfig
-from megatron_terapipe.config.training.precision import PrecisionConfig
-from megatron_terapipe.config.training.training import TrainingConfig
+from megatron_terapipe.config.batch import BatchConfig
+from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.deepspeed import DeepSpeedConfig
+from megatron_terapipe.config.logging import LoggingConfig
+from megatron_terapipe.config.model import ModelConfig, why_vocabulary_stays_whole
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.parallel import AUTO, BALANCED, BY_DOCUMENTS, ParallelConfig
+from megatron_terapipe.config.pipeline import balanced_token_slices, document_cuts
+from megatron_terapipe.config.training import (
+    LearningRateSteps,
+    NumbersConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_ext.plan.solve.document_cuts import DocumentCuts
+    from deepspeed_ext.plan.solve.cuts import DocumentCuts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

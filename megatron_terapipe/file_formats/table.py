@@ -1,10 +1,14 @@
-"""The table of the files that users write or read, each with its JSON Schema."""
+"""The files that users write or read, each with its JSON Schema, and the command `schema`, which prints one."""
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
+
+from deepspeed_ext.plan.terminal import CommandParser, run_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +37,23 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
     {
         "answer": FileFormat(
             "Answer of `terapipe search rank`, `predict`, `slices` and `trial`, which `--json` writes.",
-            f"{_SEARCH}.report.schema.schema:json_schema",
+            f"{_SEARCH}.answer.json_schema:json_schema",
         ),
         "model": FileFormat(
             "Model of the search: fields of the trainer's model section, or a preset and what is other than it says.",
-            f"{_SEARCH}.inputs.workload_files:model_schema",
+            f"{_SEARCH}.price.workload_files:model_schema",
         ),
-        "layers": FileFormat("Model of the search, layer by layer.", f"{_SEARCH}.inputs.workload_files:LayeredEntry"),
+        "layers": FileFormat("Model of the search, layer by layer.", f"{_SEARCH}.price.workload_files:LayeredEntry"),
         "cluster": FileFormat(
-            "Cluster of the search and of `--cluster`.", f"{_SEARCH}.inputs.node_entries:ClusterEntry"
+            "Cluster of the search and of `--cluster`.", f"{_SEARCH}.machine.cluster_files:ClusterEntry"
         ),
         "flat-cluster": FileFormat(
             "Cluster of equal nodes in a few flat fields, as lines of trials have it.",
-            f"{_SEARCH}.inputs.cluster_files:FlatCluster",
+            f"{_SEARCH}.machine.cluster_files:FlatCluster",
         ),
         "profile": FileFormat(
             "Measured times, which `terapipe search measure --json` writes and `--profile` reads.",
-            f"{_SEARCH}.op_times.profile_files:ProfileEntry",
+            f"{_SEARCH}.price.profile_files:ProfileEntry",
         ),
         "strategy": FileFormat(
             "A strategy, which `terapipe search rank --output` writes and `--strategy` reads; in files of "
@@ -58,43 +62,43 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "trial": FileFormat(
             "One line of a file of trials: a measured run, for `validate` and `--calibrate`.",
-            f"{_SEARCH}.trials.read:TrialEntry",
+            f"{_SEARCH}.learn.trials:TrialEntry",
         ),
         "calibration": FileFormat(
             "Constants fitted to trials, which `--save-calibration` writes and `--calibrate` reads.",
-            f"{_SEARCH}.trials.calibration.calibration_files:CalibrationsEntry",
+            f"{_SEARCH}.learn.cluster_calibrations:CalibrationsEntry",
         ),
         "costs": FileFormat(
-            "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.plan_inputs:costs_schema"
+            "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.plan_files:costs_schema"
         ),
         "token-bytes": FileFormat(
             "Bytes that a token keeps, which `--token-bytes` of `terapipe plan` reads.",
-            f"{_HERE}.plan_inputs:token_bytes_schema",
+            f"{_HERE}.plan_files:token_bytes_schema",
         ),
         "partition": FileFormat(
             "Layers of the stages, which `--stage-partition` of the trainer reads.",
-            f"{_HERE}.plan_inputs:partition_schema",
+            f"{_HERE}.plan_files:partition_schema",
         ),
         "plan": FileFormat(
             "Answer of `terapipe plan`, which `--json` writes and its `--timeline` reads.",
-            f"{_HERE}.timelines:plan_schema",
+            f"{_HERE}.plan_files:plan_schema",
         ),
         "timeline": FileFormat(
             "A measured step, which `--timeline` of the trainer writes and `--timeline` of `terapipe plan` reads.",
-            f"{_HERE}.timelines:timeline_schema",
+            f"{_HERE}.plan_files:timeline_schema",
         ),
         "trace": FileFormat(
             "A timeline for Perfetto and chrome://tracing: `--trace` of `terapipe plan` writes one, and so does a run "
             "beside its measured steps.",
-            f"{_HERE}.chrome_trace:trace_schema",
+            f"{_HERE}.plan_files:trace_schema",
         ),
         "metrics": FileFormat(
             "One line of the file of `--metrics-file`: an iteration, an evaluation or an event.",
-            "megatron_terapipe.run_report.metrics_schema:metrics_schema",
+            "megatron_terapipe.run_report.metrics_file:metrics_schema",
         ),
         "report": FileFormat(
             "Figures of training runs, which `terapipe report --json` writes.",
-            "megatron_terapipe.run_report.output.schema:json_schema",
+            "megatron_terapipe.run_report.report:json_schema",
         ),
         "ledger": FileFormat(
             "What a rank had done, did and waited for when its run stood still: `rank_00000.json` in the directory of "
@@ -114,15 +118,58 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             f"{_HERE}.run_files:tokenizer_schema",
         ),
         "preprocessed": FileFormat(
-            "Answer of `terapipe preprocess`, which `--json` writes.", f"{_HERE}.answers:preprocessed_schema"
+            "Answer of `terapipe preprocess`, which `--json` writes.", f"{_HERE}.run_files:preprocessed_schema"
         ),
         "converted": FileFormat(
-            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.answers:converted_schema"
+            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.run_files:converted_schema"
         ),
         "generated": FileFormat(
-            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.answers:generated_schema"
+            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.run_files:generated_schema"
         ),
-        "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.document:json_schema"),
+        "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.report:json_schema"),
     }
 )
 """All of them, by the name that `terapipe schema` takes."""
+
+
+DESCRIPTION = """Print the JSON Schema of a kind of file that you write or read, with which editors and scripts check
+it; or list all kinds."""
+
+EPILOG = """examples:
+  %(prog)s
+  %(prog)s cluster > cluster.schema.json
+
+Read on: docs/reference/files.md, the same as tables."""
+
+
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("file", nargs="?", choices=FILE_FORMATS, help="kind of file; list all if left out")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.file_formats.table") -> int:
+    """Print what is asked for, and return the exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(build_parser(prog).parse_args(argv).file))
+
+
+def _run(name: str | None) -> int:
+    if name is None:
+        width = max(map(len, FILE_FORMATS))
+        print(*(f"{name:<{width}}  {form.summary.replace('`', '')}" for name, form in FILE_FORMATS.items()), sep="\n")
+    else:
+        print(json.dumps(FILE_FORMATS[name].json_schema(), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile
 
-from megatron_terapipe.config.fields.json_files import read_json
+from megatron_terapipe.config.parsing import read_json
 
 GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 HUGGING_FACE_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"

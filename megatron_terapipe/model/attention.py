@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
-from megatron_terapipe.config.model.rotation import rotation_of
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
 from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
-from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 
 Made = TypeVar("Made")
 

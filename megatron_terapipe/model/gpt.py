@@ -6,22 +6,25 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS, output_layer
-from megatron_terapipe.config.model.rotation import rotation_of
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS, output_layer
+from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
-from megatron_terapipe.model.norm import NORMS
-from megatron_terapipe.model.rotary import RotaryTable
-from megatron_terapipe.model.vocabulary_stages import (
+from megatron_terapipe.model.embedding import (
     FirstVocabularyPart,
+    OutputLayer,
+    PositionEmbedding,
     VocabularyPart,
     VocabularyRows,
     VocabularySums,
+    WordEmbedding,
+    tied_logits,
 )
-from megatron_terapipe.tensor_parallel.logits import Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.logits import Logits
+from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.rotary import RotaryTable
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 
 def gpt_layers(

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from deepspeed_ext.pointwise import Pointwise
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.initialization import constant
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 
 class LayerNorm(nn.Module):

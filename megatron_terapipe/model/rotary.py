@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.pointwise import Pointwise
-from megatron_terapipe.config.model.rotation import Rotation
+from megatron_terapipe.config.rotation import Rotation
 
 WHOLE_TABLE_BYTES = 1 << 26
 """Largest table that is computed once for all positions: 131,072 of them in fp32, at 128 channels that turn."""

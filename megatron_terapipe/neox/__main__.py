@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text.text_files import write_text
+from deepspeed_ext.plan.terminal import CommandParser, run_command
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.conversion import Conversion
 from megatron_terapipe.neox.convert import convert, left_open
-from megatron_terapipe.neox.defaults import BEFORE_2023_12, SINCE_2023_12
-from megatron_terapipe.neox.settings_files import paths_of, read_settings
-from megatron_terapipe.planning.stated_ranks import slots_of_hosts
+from megatron_terapipe.neox.settings import BEFORE_2023_12, SINCE_2023_12, Conversion, paths_of, read_settings
+from megatron_terapipe.planning import slots_of_hosts
 
 LAUNCHER, SCRIPT = "deepy.py", "train.py"
 """NeoX's launcher, and what it starts: the only one of its programs that has a counterpart here."""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
-from deepspeed_ext.plan.text.text_files import write_text
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, run_command, write_json
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "python -m megatron_terapipe.run_report"
@@ -65,11 +64,10 @@ def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
 def _run(options: argparse.Namespace, prog: str) -> int:
     # Imported once the words are known to be good: checks of lines take pydantic, which takes a while.
     from megatron_terapipe.page.chart import chart_picture
-    from megatron_terapipe.run_report.metrics_schema import metrics_schema
-    from megatron_terapipe.run_report.output.page import charts_of, render_report
-    from megatron_terapipe.run_report.output.schema import json_schema, report_document
-    from megatron_terapipe.run_report.output.summary import summary
-    from megatron_terapipe.run_report.report import Sources, read_report
+    from megatron_terapipe.run_report.metrics_file import metrics_schema
+    from megatron_terapipe.run_report.page import charts_of, render_report
+    from megatron_terapipe.run_report.report import Sources, json_schema, read_report, report_document
+    from megatron_terapipe.run_report.text import summary
 
     if options.schema is not None:
         print(json.dumps(json_schema() if options.schema == "report" else metrics_schema(), indent=2))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
-from megatron_terapipe.training.records.events import RunEnd
+from megatron_terapipe.training.records import RunEnd
 
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that surely hold its last line."""
@@ -113,8 +113,8 @@ def _last_of(tail: bytes) -> dict[str, Any]:
 
 def _write_report(metrics_file: str, path: str) -> None:
     # Imported where a report is written: it takes pydantic, and a while.
-    from deepspeed_ext.plan.text.text_files import write_text
-    from megatron_terapipe.run_report.output.page import render_report
+    from deepspeed_ext.plan.text_files import write_text
+    from megatron_terapipe.run_report.page import render_report
     from megatron_terapipe.run_report.report import Sources, read_report
 
     # Whoever reads it meanwhile, or ends this process, finds a whole page or none.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
-from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.terminal import CommandParser, run_command
 from megatron_terapipe.command.commands import SEARCH
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.documents import suggestion
+from megatron_terapipe.search.machine.documents import suggestion
 
 DESCRIPTION = """\
 Find out how to train a model on a cluster: which strategy, how long an iteration takes, how much memory it needs."""

@@ -17,41 +17,30 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.health.rank_watch import RankWatch
+from deepspeed_ext.runtime.health.stall_watch import GRACE, STANDS_STILL, StallWatch, end_process, watch_this_rank
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
-from deepspeed_ext.runtime.ledger.stall_watch import (
-    GRACE,
-    STANDS_STILL,
-    StallWatch,
-    end_process,
-    watch_this_rank,
-)
-from deepspeed_ext.runtime.liveness.watch import RankWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
-from megatron_terapipe.checkpoint.index import saved_run
-from megatron_terapipe.checkpoint.load import load_checkpoint
+from megatron_terapipe.checkpoint.optimizer_state import saved_run
+from megatron_terapipe.checkpoint.restore import load_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
-from megatron_terapipe.tensor_parallel.logits import Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.logits import Logits
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.training.auto_plan import check_agreement
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
-from megatron_terapipe.training.guards.states import refuse_bad_states
-from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback, remedy
-from megatron_terapipe.training.start.found_plan import check_agreement
-from megatron_terapipe.training.start.run import Run, reading_ranks
-from megatron_terapipe.training.step.optimizer import build_optimizer
-from megatron_terapipe.training.step.token_slice_batch import (
-    documents_reader,
-    loss_tokens,
-    split_batch,
-    split_batch_with_labels,
-)
+from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
+from megatron_terapipe.training.number_guards import refuse_bad_states
+from megatron_terapipe.training.optimizer import build_optimizer
+from megatron_terapipe.training.recovery import LostRank, is_of_communication, keep_traceback, remedy
+from megatron_terapipe.training.run import Run, reading_ranks
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""

@@ -1,27 +1,270 @@
-"""The training loop."""
+"""The training loop, with its evaluations, its saves, and the conditions that end it early.
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from types import TracebackType
+Trainer.train: micro-batches -> TrainingStep -> reporters -> Evaluation -> Saves -> ExitConditions
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
+from operator import mul
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
+from deepspeed_ext.runtime.attention import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.errors import SaveError
+from megatron_terapipe.training.auto_plan import keep_schedule, keep_strategy, notes
 from megatron_terapipe.training.build_reporters import build_reporters
-from megatron_terapipe.training.evaluation import Evaluation
-from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
-from megatron_terapipe.training.guards.bad_numbers import BadIteration, RememberedBatches
-from megatron_terapipe.training.guards.states import refuse_different_copies
-from megatron_terapipe.training.records.events import RunEnd
-from megatron_terapipe.training.records.progress import Progress
-from megatron_terapipe.training.saves import Saves
-from megatron_terapipe.training.start.found_plan import keep_schedule, notes
-from megatron_terapipe.training.start.found_strategy import keep_strategy
-from megatron_terapipe.training.start.run import Run
-from megatron_terapipe.training.step.micro_batches import micro_batches
-from megatron_terapipe.training.step.step import TrainingStep
+from megatron_terapipe.training.micro_batches import micro_batches
+from megatron_terapipe.training.number_guards import (
+    BadIteration,
+    RememberedBatches,
+    check_evaluation,
+    refuse_bad_states,
+    refuse_different_copies,
+)
+from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
+from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.step import TrainingStep
+
+NEVER: Callable[[], bool] = lambda: False  # noqa: E731
+"""A signal that never comes."""
+
+
+class ExitReason(Enum):
+    """Reason for the end of a run, in the words of the log."""
+
+    SIGNAL = "a SIGTERM came"
+    DURATION = "--exit-duration-in-mins have passed"
+    INTERVAL = "--exit-interval is reached"
+
+
+class ExitConditions:
+    """Asks after every iteration whether the run ends with it, and gives every rank the same answer.
+
+    Args:
+        training: the section that sets the conditions.
+        signalled: whether this rank was told to end.
+        clock: seconds from some moment on; the run begins now.
+        agree: takes whether this rank would end and returns whether any would; every rank calls it at the same time.
+    """
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        *,
+        signalled: Callable[[], bool] = NEVER,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self._training = training
+        self._signalled, self._clock, self._agree = signalled, clock, agree or any_rank
+        self._start = clock()
+
+    def reason(self, iteration: int) -> ExitReason | None:
+        """Return why the run ends after this iteration, None if it goes on."""
+        training = self._training
+        # Signals and clocks reach ranks at different times, and a rank that leaves alone leaves the others hanging.
+        if training.exit_signal_handler and self._agree(self._signalled()):
+            return ExitReason.SIGNAL
+        if training.exit_duration_in_mins is not None:
+            minutes = (self._clock() - self._start) / 60
+            if self._agree(minutes > training.exit_duration_in_mins):
+                return ExitReason.DURATION
+        if training.exit_interval is not None and iteration % training.exit_interval == 0:
+            return ExitReason.INTERVAL
+        return None
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether it holds on any rank."""
+    flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+@contextmanager
+def heard_signal(wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Take SIGTERM as a request, not as the end; what is yielded tells whether it came.
+
+    Args:
+        wanted: whether to; if not, SIGTERM ends the process as ever.
+    """
+    if not wanted:
+        yield NEVER
+        return
+    heard: list[int] = []
+
+    def hear(number: int, _: FrameType | None) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Evaluation:
+    """Evaluates with the token slices that training uses.
+
+    Args:
+        reporter: is told of every evaluation.
+    """
+
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
+        self._run, self._engine, self._reporter = run, engine, reporter
+
+    def run(self, progress: Progress, part: Literal["validation", "test"] = "validation") -> None:
+        """Report the mean loss over the same samples every time, so that evaluations compare.
+
+        Args:
+            part: part of the data; if there is none, nothing happens.
+        """
+        datasets = self._run.datasets
+        dataset = datasets.valid if part == "validation" else datasets.test
+        if dataset is None:
+            return
+        eval_iters = self._run.config.logging.eval_iters
+        # Those of the full batch, also where training is still on the ramp to it.
+        num_micro_batches = self._run.config.num_micro_batches(self._run.layout.data_parallel_size)
+        per_token = self._run.config.training.calculate_per_token_loss
+        losses, weights = [], []
+        with micro_batches(self._run, self._engine, dataset, 0) as batches:
+            for _ in range(eval_iters):
+                losses.append(self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
+                weights.append(self._engine.num_loss_tokens() if per_token else 1.0)
+        metrics = EvaluationMetrics(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            part=part,
+            lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
+        )
+        self._reporter.evaluation(metrics)
+        what = f"{part} at iteration {progress.iteration}"
+        line = check_evaluation(self._run.config.numbers, self._engine, what, metrics.lm_loss)
+        if line is not None:
+            self._reporter.note(line)
+
+
+class Saves:
+    """Saves the checkpoints of a run, at once or in the background; every rank must call each method.
+
+    Raises:
+        SaveError: if the disk has no room for one checkpoint.
+    """
+
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
+        self._run, self._engine, self._reporter, self._config = run, engine, reporter, run.config.checkpoint
+        # A run that starts has saved nothing, not even its initial weights.
+        self._saved_iteration = run.start.iteration or None
+        self._background = BackgroundSaves(engine.device) if self._config.async_save else None
+        if self._config.save is not None and not run.config.training.skip_train:
+            self._look_ahead(Path(self._config.save))
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """Save a checkpoint, unless there is one of this iteration.
+
+        Args:
+            last: whether no more will follow: then its failure ends the run in any case.
+
+        Raises:
+            SaveError: if it cannot be saved, nor the one before, and training does not go on without.
+        """
+        if self._config.save is None or progress.iteration == self._saved_iteration:
+            return
+        start = time.perf_counter()
+        # One at a time.
+        self._tell(self._finish_background, last=False)
+        refuse_bad_states(
+            self._engine,
+            f"the model after iteration {progress.iteration}",
+            "nothing was saved; go on from a checkpoint before it",
+        )
+        info = self._run.checkpoint_info(progress)
+
+        def begin() -> list[str]:
+            unfinished = begin_save(
+                self._engine,
+                str(self._config.save),
+                info,
+                keep_last=self._config.keep_last_n_checkpoints,
+                in_memory=self._background is not None,
+            )
+            if self._background is None:
+                return unfinished.finish()
+            self._background.start(unfinished)
+            return [f" saving checkpoint {unfinished.directory} in the background"]
+
+        if self._tell(begin, last=last):
+            self._saved_iteration = progress.iteration
+            self._reporter.event(Saved(iteration=progress.iteration, seconds=time.perf_counter() - start))
+
+    def after_iteration(self) -> None:
+        """See whether a save in the background is done, without waiting for it.
+
+        Raises:
+            SaveError: if it failed, and training does not go on without.
+        """
+        if self._background is not None and self._background.is_done():
+            self._tell(self._finish_background, last=False)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            SaveError: if it cannot be saved.
+        """
+        self._tell(self._finish_background, last=True)
+
+    def _finish_background(self) -> list[str]:
+        return [] if self._background is None else self._background.finish()
+
+    def _tell(self, action: Callable[[], list[str]], *, last: bool) -> bool:
+        """Do something and tell what came of it; return whether it succeeded."""
+        try:
+            with self._engine.ledger.phase("saving"):
+                lines = action()
+        except SaveError as error:
+            if last or not self._config.train_on_if_save_fails:
+                raise
+            self._reporter.note(f" warning: {error}; training goes on")
+            return False
+        for line in lines:
+            self._reporter.note(line)
+        return True
+
+    def _look_ahead(self, save: Path) -> None:
+        """Find out now that the disk is too small, and not when days of training are to be saved."""
+        optimizer = self._run.config.optimizer.optimizer
+        size = bytes_to_save(self._engine, None if self._config.no_save_optim else optimizer)
+
+        def look() -> str | None:
+            there = next(each for each in (save, *save.absolute().parents) if each.exists())
+            check_room(there, size)
+            return room_warning(there, size, self._num_new(), self._config.keep_last_n_checkpoints)
+
+        if line := from_first_rank(look, error=SaveError):
+            self._reporter.note(line)
+
+    def _num_new(self) -> int:
+        """Checkpoints that this run will save, its last one included."""
+        interval, ahead = self._config.save_interval, self._run.train_iters - self._run.start.iteration
+        regular = 0 if interval is None else math.ceil(ahead / interval)
+        return max(regular, 1) + len(self._config.extra_save_iterations or ())
 
 
 class Trainer:

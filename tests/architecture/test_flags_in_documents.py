@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.arguments import flags, parse_arguments
-from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
-from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS
-from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
-from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.foreign_flags import ACCEPTED_FLAGS, IDLE_FLAGS, NEUTRAL_FLAGS, REFUSED_FLAGS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.strategy import DIMENSIONS
 from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_files, tree_of, where

@@ -12,12 +12,14 @@ LIGHT = (
     "deepspeed_ext.plan",
     "deepspeed_ext.runtime.cuda_environment",
     "deepspeed_ext.runtime.launch",
-    "deepspeed_ext.runtime.liveness",
+    "deepspeed_ext.runtime.health.processes",
+    "deepspeed_ext.runtime.health.rank_watch",
+    "deepspeed_ext.runtime.health.stall",
     "megatron_terapipe.config",
     "megatron_terapipe.strategy",
     "megatron_terapipe.arguments",
     "megatron_terapipe.planning",
-    "megatron_terapipe.training.lost_ranks",
+    "megatron_terapipe.training.recovery",
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",
     "megatron_terapipe.neox",
@@ -26,11 +28,11 @@ LIGHT = (
     "megatron_terapipe.run_report.own_report",
     "megatron_terapipe.search.__main__",
     "megatron_terapipe.doctor.__main__",
-    "megatron_terapipe.doctor.probe",
+    "megatron_terapipe.doctor.agent",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""
-SOLVERS = ("deepspeed_ext.plan.optimise", "deepspeed_ext.plan.solve")
+SOLVERS = ("deepspeed_ext.plan.solve",)
 """Those among them that compile kernels, and are imported only where something is to be solved."""
 
 

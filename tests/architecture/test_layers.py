@@ -12,16 +12,14 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 FAMILIES = ("megatron_terapipe.huggingface.families",)
+RECORDS = ("info", "manifest", "directories")
+"""Modules of checkpoint/ that need no torch."""
 
 
 def search(*folders: str) -> tuple[str, ...]:
     """What may be imported by those who may import some folders of the search."""
     return (
-        *PLAN,
-        *CONFIG,
-        "megatron_terapipe.strategy",
-        "megatron_terapipe.strategy_fields",
-        "megatron_terapipe.dimensions",
+        *(*PLAN, *CONFIG, "megatron_terapipe.devices", "megatron_terapipe.strategy", "megatron_terapipe.dimensions"),
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
     )
 
@@ -49,46 +47,29 @@ LAYERS = (
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
-    Layer(
-        ("megatron_terapipe.strategy", "megatron_terapipe.strategy_fields", "megatron_terapipe.dimensions"),
-        (*PLAN, *CONFIG),
-    ),
+    Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
     Layer(
         (
-            "megatron_terapipe.huggingface",
-            "megatron_terapipe.huggingface.families",
-            "megatron_terapipe.huggingface.families.*",
-            "megatron_terapipe.huggingface.tokenizer_files",
+            *("megatron_terapipe.huggingface", "megatron_terapipe.huggingface.families"),
+            *("megatron_terapipe.huggingface.families.*", "megatron_terapipe.huggingface.tokenizer_files"),
         ),
         CONFIG,
     ),
     Layer(
-        (
-            "megatron_terapipe.checkpoint",
-            "megatron_terapipe.checkpoint.info",
-            "megatron_terapipe.checkpoint.run_fields",
-            "megatron_terapipe.checkpoint.manifest",
-            "megatron_terapipe.checkpoint.file_names",
-            "megatron_terapipe.checkpoint.directories",
-        ),
+        ("megatron_terapipe.checkpoint", *(f"megatron_terapipe.checkpoint.{name}" for name in RECORDS)),
         (*PLAN, *CONFIG, *FAMILIES),
     ),
     Layer(
         ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),
         (
-            *PLAN,
-            *CONFIG,
-            *FAMILIES,
-            "megatron_terapipe.huggingface.tokenizer_files",
-            "megatron_terapipe.checkpoint.info",
-            "megatron_terapipe.checkpoint.directories",
+            *(*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.huggingface.tokenizer_files"),
+            *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.directories"),
             "megatron_terapipe.strategy",
-            "megatron_terapipe.strategy_fields",
         ),
     ),
     Layer(
         ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.arguments.megatron_flags.unsupported_flags"),
+        (*PLAN, *CONFIG, "megatron_terapipe.arguments.foreign_flags"),
         ("yaml",),
     ),
     Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),
@@ -103,17 +84,12 @@ LAYERS = (
         (*PLAN, "deepspeed_ext.runtime"),
         ("torch", "deepspeed.pipe", "deepspeed.runtime.pipe", "transformers"),
     ),
-    Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.*"),
-        (*(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.tensor_parallel"),),
+        (*PLAN, *CONFIG, "deepspeed_ext.pointwise"),
         ("torch",),
     ),
-    Layer(
-        ("megatron_terapipe.model.gpt",),
-        (*PLAN, *CONFIG, "megatron_terapipe.model", "megatron_terapipe.tensor_parallel"),
-        ("torch", "deepspeed.pipe"),
-    ),
+    Layer(("megatron_terapipe.model.gpt",), (*PLAN, *CONFIG, "megatron_terapipe.model"), ("torch", "deepspeed.pipe")),
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG),
@@ -121,151 +97,97 @@ LAYERS = (
     ),
     # safetensors is imported by name when files are opened.
     Layer(
-        ("megatron_terapipe.huggingface.weights", "megatron_terapipe.huggingface.weights.*"),
+        ("megatron_terapipe.huggingface.*",),
         (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.model"),
         ("torch",),
     ),
     Layer(
         ("megatron_terapipe.checkpoint.*",),
         (
-            *(*PLAN, *CONFIG, *FAMILIES, "deepspeed_ext.runtime", "megatron_terapipe.model"),
-            *("megatron_terapipe.checkpoint", "megatron_terapipe.huggingface.weights"),
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model"),
+            *("megatron_terapipe.checkpoint", "megatron_terapipe.huggingface"),
         ),
         ("torch", "deepspeed.pipe", "deepspeed.runtime.checkpoint_engine"),
     ),
     Layer(
-        ("megatron_terapipe.inference", "megatron_terapipe.inference.*"),
+        ("megatron_terapipe.inference",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
         ),
         ("torch", "deepspeed.pipe"),
     ),
-    Layer(
-        ("megatron_terapipe.huggingface.*",),
-        (
-            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.checkpoint"),
-            "megatron_terapipe.huggingface",
-        ),
-        ("torch",),
-    ),
     # The search, bottom first. scipy, rich and yaml are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
     Layer(
-        ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
-        (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.devices"),
-        ("pydantic", "pydantic_core", "yaml"),
+        ("megatron_terapipe.search.machine", "megatron_terapipe.search.machine.*"),
+        search(),
+        ("numpy", "pydantic", "pydantic_core", "yaml"),
     ),
     Layer(
-        ("megatron_terapipe.search.software", "megatron_terapipe.search.software.*"),
-        search("inputs"),
-        ("numpy", "pydantic"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
-        search("inputs", "software"),
+        ("megatron_terapipe.search.price", "megatron_terapipe.search.price.*"),
+        (*search("machine"), *FAMILIES),
         ("numpy", "pydantic", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
-        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
-        search("inputs", "software", "op_times"),
-        ("numpy",),
-    ),
-    Layer(
-        ("megatron_terapipe.search.space", "megatron_terapipe.search.space.*"),
-        search("inputs", "software", "op_times", "cost"),
-        ("numpy",),
-    ),
-    Layer(
         ("megatron_terapipe.search.rank", "megatron_terapipe.search.rank.*"),
-        search("inputs", "software", "op_times", "cost", "space"),
+        search("machine", "price"),
         ("numpy", "numba"),
     ),
     Layer(
-        ("megatron_terapipe.search.rivals", "megatron_terapipe.search.rivals.*"),
-        search("inputs", "software", "op_times", "cost"),
-        ("numpy",),
+        ("megatron_terapipe.search.learn", "megatron_terapipe.search.learn.*"),
+        search("machine", "price", "rank"),
+        ("numpy", "pydantic", "scipy", "rich"),
     ),
     # The run of a configuration, planned with the search's cost model and solvers.
-    Layer(
-        ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
-        search("inputs", "software", "op_times", "cost", "space", "rank", "trials"),
-    ),
+    Layer(("megatron_terapipe.planning",), search("machine", "price", "rank", "learn")),
     Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
         (
-            "deepspeed_ext.pointwise",
-            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
-            "megatron_terapipe.checkpoint",
-            "megatron_terapipe.tensor_parallel",
-            "megatron_terapipe.planning",
-            "megatron_terapipe.strategy",
-            "megatron_terapipe.strategy_fields",
-            "megatron_terapipe.devices",
+            *(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "deepspeed_ext.runtime"),
+            *("megatron_terapipe.model", "megatron_terapipe.data", "megatron_terapipe.checkpoint"),
+            *("megatron_terapipe.planning", "megatron_terapipe.strategy", "megatron_terapipe.devices"),
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
     Layer(("megatron_terapipe.page", "megatron_terapipe.page.*"), PLAN),
     Layer(
-        ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        (*search("inputs", "software", "op_times", "cost", "space", "rank", "rivals"), "megatron_terapipe.page"),
-        ("numpy", "pydantic", "rich"),
+        ("megatron_terapipe.search.answer", "megatron_terapipe.search.answer.*"),
+        (*search("machine", "price", "rank", "learn"), "megatron_terapipe.page"),
+        ("numpy", "pydantic", "rich", "tqdm"),
     ),
-    Layer(
-        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
-        search("inputs", "software", "op_times", "cost", "space", "rank", "report"),
-        ("numpy", "pydantic", "scipy", "rich"),
-    ),
-    # Of training it reads what the metrics file is made of, which needs no torch.
+    # Of training it reads the records of the metrics file, which need no torch.
     Layer(
         ("megatron_terapipe.run_report", "megatron_terapipe.run_report.*"),
-        (
-            *search("report"),
-            "megatron_terapipe.page",
-            "megatron_terapipe.training.records.events",
-            "megatron_terapipe.training.records.metrics",
-        ),
+        (*search("answer"), "megatron_terapipe.page", "megatron_terapipe.training.records"),
         ("pydantic",),
     ),
-    # The probe of the doctor travels to other hosts: it has the standard library alone.
-    Layer(
-        (
-            *("megatron_terapipe.doctor", "megatron_terapipe.doctor.facts"),
-            *("megatron_terapipe.doctor.probe", "megatron_terapipe.doctor.probe.*"),
-        )
-    ),
+    # The probe of the doctor is sent to other hosts: it has only the standard library.
+    Layer(("megatron_terapipe.doctor", *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe", "agent")))),
     Layer(
         ("megatron_terapipe.doctor.*",),
         (
-            *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment"),
-            *("megatron_terapipe.doctor.facts", "megatron_terapipe.doctor.probe"),
-            "megatron_terapipe.search.inputs.hostfile",
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
+            *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe", "agent")),
         ),
         ("packaging", "pydantic", "rich"),
     ),
-    # The forms of all files, as those say that write them.
+    # The schemas of all files, from the modules that write them.
     Layer(
         ("megatron_terapipe.file_formats", "megatron_terapipe.file_formats.*"),
         (
-            *(*search("report"), *PLAN, "deepspeed_ext.runtime.ledger.ledger_file"),
+            *(*search("answer"), *PLAN, "deepspeed_ext.runtime.health.stall"),
             *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.manifest"),
-            *("megatron_terapipe.data.preprocess", "megatron_terapipe.data.tokenizer_record"),
+            *("megatron_terapipe.data.preprocess", "megatron_terapipe.data.tokenizer_checks"),
         ),
         ("pydantic",),
     ),
-    # Commands put the parts together: they may import anything of ours, and nobody imports them.
+    # Commands put the parts together: they may import anything of ours, and no module imports them.
     Layer(
         (
-            "pretrain_gpt",
-            "megatron_terapipe.generate",
-            "megatron_terapipe.convert",
-            "megatron_terapipe.neox.__main__",
-            "megatron_terapipe.search.__main__",
-            "megatron_terapipe.search.command",
-            "megatron_terapipe.search.command.*",
-            "megatron_terapipe.search.measure*",
-            "megatron_terapipe.command.*",
-            "megatron_terapipe.__main__",
+            *("pretrain_gpt", "megatron_terapipe.generate", "megatron_terapipe.convert", "megatron_terapipe.__main__"),
+            *("megatron_terapipe.neox.__main__", "megatron_terapipe.command.*", "megatron_terapipe.search.__main__"),
+            *("megatron_terapipe.search.answer.*_command", "megatron_terapipe.search.measure*"),
         ),
         ("deepspeed_ext", "megatron_terapipe"),
         ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml", "shtab"),
@@ -323,15 +245,13 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_the_walk_sees_what_it_should() -> None:
-    assert "megatron_terapipe.config.model.flops" in imported_when_importing(
-        "megatron_terapipe.config.parallel.balance"
-    )
-    # For types alone, and within a function.
-    assert "deepspeed_ext.plan.optimise" not in imported_when_importing("megatron_terapipe.planning.pipeline_plan")
+def test_the_walk_sees_imports_at_import_time() -> None:
+    assert "megatron_terapipe.config.flops" in imported_when_importing("megatron_terapipe.config.pipeline")
+    # For types only, and within a function.
+    assert "deepspeed_ext.plan.solve.orders" not in imported_when_importing("megatron_terapipe.planning")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
     assert any(each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"]))
-    # A package runs before what is in it.
+    # A package runs before the modules in it.
     assert "megatron_terapipe.config" in imported_when_importing("megatron_terapipe.strategy")
 
 
@@ -340,32 +260,16 @@ def test_the_walk_sees_what_it_should() -> None:
     [
         ("deepspeed_ext.plan.ops", "math", True),
         ("deepspeed_ext.plan.ops", "torch", False),
-        ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batches.batch", False),
         ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.config.config", "megatron_terapipe.config.model.flops", True),
-        ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),
-        ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
-        ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.families.registry", True),
-        ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.weights.folder", False),
+        ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.planning", False),
         ("megatron_terapipe.huggingface.families.registry", "torch", False),
-        ("megatron_terapipe.training.start.run", "megatron_terapipe.huggingface.export", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
-        ("megatron_terapipe.model.block", "megatron_terapipe.tensor_parallel.ranks", True),
-        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.model.norm", False),
-        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model.model", False),
-        ("megatron_terapipe.model.gpt", "deepspeed", False),
-        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.cost.cost_model", True),
-        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.costs", True),
-        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.report.table", False),
-        ("megatron_terapipe.doctor.checks.devices", "megatron_terapipe.doctor.facts", True),
-        ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.doctor.checks.devices", False),
-        ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
-        ("megatron_terapipe.data.samples.loader", "megatron_terapipe.training.start.run", False),
-        ("megatron_terapipe.training.start.run", "megatron_terapipe.inference.generation", False),
-        ("megatron_terapipe.training.start.run", "tests.distributed", False),
+        ("megatron_terapipe.doctor.agent", "megatron_terapipe.errors", False),
+        ("megatron_terapipe.search.rank.search", "megatron_terapipe.search.answer.table", False),
+        ("megatron_terapipe.training.run", "tests.distributed", False),
     ],
 )
-def test_the_table_says_what_is_meant(module: str, target: str, allowed: bool) -> None:
+def test_the_table_allows_what_is_meant(module: str, target: str, allowed: bool) -> None:
     assert allows(LAYERS[height(module)], target) == allowed

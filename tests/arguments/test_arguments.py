@@ -9,9 +9,9 @@ from typing import get_type_hints
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.arguments import flags, markdown, parse_arguments
-from megatron_terapipe.arguments.help_text import MOST_USED, groups
+from megatron_terapipe.arguments.help import MOST_USED, groups
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_terapipe.arguments import parse_arguments, read_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
 
 BARE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --train-iters 10 --data-path corpus"
 

@@ -8,15 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
-from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
-from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS
-from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
-from megatron_terapipe.arguments.megatron_flags.other_names import OTHER_NAMES
-from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.arguments.megatron_flags.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
+from megatron_terapipe.arguments.foreign_flags import (
+    ACCEPTED_FLAGS,
+    FAMILIES,
+    IDLE_FLAGS,
+    NEUTRAL_FLAGS,
+    OTHER_NAMES,
+    REFUSED_FLAGS,
+    UNSUPPORTED_FLAGS,
+)
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.fields.options import flag
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 from megatron_terapipe.errors import ConfigError

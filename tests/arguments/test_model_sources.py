@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.errors import UserError
 
 REST = "--micro-batch-size 1 --lr 1e-3 --train-iters 5".split()
 SETTINGS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_terapipe.arguments import flags, read_arguments
-from megatron_terapipe.arguments.other_defaults import OTHER_DEFAULTS
+from megatron_terapipe.arguments.parser import OTHER_DEFAULTS
 
 REQUIRED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_efficiency import _attention_columns, _fit_attention, _fit_products, _memory_share
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.attention_kernels import TILE
-from megatron_terapipe.search.op_times.kernel_efficiency import GENERATIONS
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.price.efficiency import GENERATIONS
+from megatron_terapipe.search.price.roofline import TILE
 
 A100 = device("A100-SXM4-80GB")
 SIZES = np.array([512.0, 1024, 2048, 4096, 8192, 16384])

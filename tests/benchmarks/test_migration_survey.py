@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.migration_survey import gpt_neox
-from benchmarks.migration_survey.__main__ import main
-from benchmarks.migration_survey.attempts import Attempt, Outcome, outcome_of
-from benchmarks.migration_survey.megatron_lm import words_of
-from benchmarks.migration_survey.shell_scripts import attempts_of_scripts
-from benchmarks.migration_survey.table import as_json, table
+from benchmarks import migration_survey
+from benchmarks.migration_survey import (
+    Attempt,
+    Outcome,
+    as_json,
+    attempts_of_scripts,
+    main,
+    outcome_of,
+    table,
+    words_of,
+)
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 3"
 DATA = "--lr 1 --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --data-path corpus"
@@ -82,7 +87,7 @@ def test_what_is_not_a_line_of_ours_is_a_defect(monkeypatch: pytest.MonkeyPatch)
     def broken(words: object) -> None:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr("benchmarks.migration_survey.attempts.read_arguments", broken)
+    monkeypatch.setattr("benchmarks.migration_survey.read_arguments", broken)
     outcome = outcome_of(Attempt(origin="set", name="test"))
     assert outcome.is_defect and not outcome.passed
     assert outcome.line.startswith("IndexError: list index out of range (test_migration_survey.py:")
@@ -128,7 +133,9 @@ def test_models_of_neox_take_from_its_other_files_what_theirs_leave_open(tmp_pat
     }
     for name, text in texts.items():
         (configs / name).write_text(text)
-    found = {each.name: each for each in gpt_neox.attempts(tmp_path / "neox", _empty(tmp_path / "own"))}
+    found = {
+        each.name: each for each in migration_survey.attempts_of_gpt_neox(tmp_path / "neox", _empty(tmp_path / "own"))
+    }
     assert list(found) == ["broken.yml", "llama/alone.yml", "mamba.yml", "whole.yml"]
     assert "is not YAML" in found["broken.yml"].refusal
     assert found["mamba.yml"].refusal.startswith("attention_config mamba: Mamba layers are not in this trainer")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.measuring.markers import BEGIN, END, written_between
+from benchmarks.measuring.report import BEGIN, END, written_between
 from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, PAGE, SPEED_OF_PEERS, Figure, table
 
 

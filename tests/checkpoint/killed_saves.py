@@ -9,8 +9,7 @@ from pathlib import Path
 from megatron_terapipe.checkpoint.directories import readable_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import Manifest
-from megatron_terapipe.checkpoint.saving.file_writer import FileWriter
-from megatron_terapipe.checkpoint.saving.save import UnfinishedSave, _aside, _Part, _prepare
+from megatron_terapipe.checkpoint.save import FileWriter, UnfinishedSave, _aside, _Part, _prepare
 from tests.inference.checkpoints import checkpoint_info
 
 WATCHED = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod"}

@@ -9,10 +9,10 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.saving.save import save_checkpoint
-from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.start.run import Run
+from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, ROWS = 16, 257, 8

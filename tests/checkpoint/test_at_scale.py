@@ -19,9 +19,9 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint import index
-from megatron_terapipe.checkpoint.file_names import optimizer_files
-from megatron_terapipe.checkpoint.index import Fragment, Place, SavedRun, saved_run
+from megatron_terapipe.checkpoint import optimizer_state as index
+from megatron_terapipe.checkpoint.directories import optimizer_files
+from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun, saved_run
 from megatron_terapipe.checkpoint.restore import restore
 from megatron_terapipe.errors import CheckpointError
 from tests.checkpoint.runs import BEFORE, Way, info_of, run_of

@@ -11,8 +11,8 @@ import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.directories import existing_checkpoint, latest_checkpoint
-from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint

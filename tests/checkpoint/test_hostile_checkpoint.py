@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_terapipe import convert, generate
-from megatron_terapipe.checkpoint.index import load_file
+from megatron_terapipe.checkpoint.optimizer_state import load_file
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.huggingface.folder_weights import SavedTensors
+from megatron_terapipe.inference import WholeModel
 from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
 from tests.huggingface.models import MODELS, save, whole_model
 from tests.inference.checkpoints import MODEL, write_checkpoint

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, facts_of
-from megatron_terapipe.checkpoint.saving.durable import replace_durably, write_durably
+from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, facts_of, replace_durably, write_durably
 from megatron_terapipe.checkpoint.verify import shares
 from megatron_terapipe.errors import CheckpointError
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.errors import UserError
 from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
 
 REST = "--micro-batch-size 1 --lr 1e-3 --train-iters 5 --data-path unread".split()

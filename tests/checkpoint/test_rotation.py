@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
-from megatron_terapipe.checkpoint.directories import latest_checkpoint, passed_over, previous_tag
-from megatron_terapipe.checkpoint.saving.rotation import keep_aside, remove_older
+from megatron_terapipe.checkpoint.directories import (
+    keep_aside,
+    latest_checkpoint,
+    passed_over,
+    previous_tag,
+    remove_older,
+)
 from tests.checkpoint.killed_saves import found, save
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.errors import CheckpointError, UserError
+from megatron_terapipe.errors import CheckpointError
 from tests.inference.checkpoints import checkpoint_info
 
 VALUES: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_terapipe.checkpoint import save as saving
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.checkpoint.find import find_checkpoint
-from megatron_terapipe.checkpoint.saving import save as saving
-from megatron_terapipe.checkpoint.saving.save import save_checkpoint
+from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.training.build_engine import build_engine
 from tests.checkpoint.runs import Way, info_of, run_of

@@ -11,11 +11,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from megatron_terapipe.checkpoint import save as room
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.saving import room
-from megatron_terapipe.checkpoint.saving.background import BackgroundSaves
-from megatron_terapipe.checkpoint.saving.save import begin_save, save_checkpoint
+from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, save_checkpoint
 from megatron_terapipe.checkpoint.verify import verify_checkpoint
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.training.build_engine import build_engine

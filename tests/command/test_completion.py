@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.foreign_flags import IDLE_FLAGS
 from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.command.completion import SHELLS, script
 from megatron_terapipe.command.main import main

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Iterator
 
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
-from megatron_terapipe.command.all_parsers import tree
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.command.main import tree
 
 
 def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

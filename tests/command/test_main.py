@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text.command_line import CommandParser, nearest, run_command
+from deepspeed_ext.plan.terminal import CommandParser, nearest, run_command
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.command import main as main_module
-from megatron_terapipe.command.all_parsers import parsers
-from megatron_terapipe.command.commands import COMMANDS, GROUPS
-from megatron_terapipe.command.launcher_flags import split
-from megatron_terapipe.command.main import main, versions
-from megatron_terapipe.command.overview import listed
+from megatron_terapipe.command.commands import COMMANDS, GROUPS, listed
+from megatron_terapipe.command.main import main, parsers, versions
+from megatron_terapipe.command.train import split
 from tests.architecture.sources import ROOT, modules
 
 WIDE = 120

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from megatron_terapipe.command.all_parsers import parsers
+from megatron_terapipe.command.__main__ import markdown
+from megatron_terapipe.command.commands import listed
 from megatron_terapipe.command.completion import actions_of
-from megatron_terapipe.command.overview import listed
-from megatron_terapipe.command.reference import markdown
+from megatron_terapipe.command.main import parsers
 from tests.architecture.sources import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "commands.md"

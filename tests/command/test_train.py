@@ -8,19 +8,20 @@ import pytest
 
 import pretrain_gpt
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.arguments.flags import flags
-from megatron_terapipe.arguments.help_text import MOST_USED
+from megatron_terapipe.arguments.help import MOST_USED
+from megatron_terapipe.arguments.parser import flags
 from megatron_terapipe.command import train
-from megatron_terapipe.command.launcher_flags import (
+from megatron_terapipe.command.main import main
+from megatron_terapipe.command.train import (
+    build_parser,
     dry_run_words,
     is_launched,
     launch_command,
     launch_variables,
     split,
     trainer_file,
+    whole_parser,
 )
-from megatron_terapipe.command.main import main
-from megatron_terapipe.command.train_flags import build_parser, whole_parser
 from tests.architecture.sources import ROOT
 
 FLAGS = ["--num-layers", "2", "--lr", "-1"]

@@ -8,12 +8,12 @@ from typing import get_type_hints
 
 import pytest
 
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_terapipe.config.fields.options import field_help
-from megatron_terapipe.config.files.logging import LoggingConfig
-from megatron_terapipe.config.model.flops import block_forward_flops, linear_flops_per_token
+from megatron_terapipe.config.flops import block_forward_flops, linear_flops_per_token
+from megatron_terapipe.config.logging import LoggingConfig
+from megatron_terapipe.config.options import field_help
 from megatron_terapipe.errors import ConfigError
 
 REQUIRED = {
@@ -380,7 +380,7 @@ def test_every_field_has_a_docstring_and_a_name_of_its_own() -> None:
 def test_configuration_imports_no_torch() -> None:
     program = (
         "import sys, megatron_terapipe.arguments, megatron_terapipe.strategy, "
-        "megatron_terapipe.training.start.deepspeed_config, megatron_terapipe.training.step.lr_schedule; "
+        "megatron_terapipe.training.deepspeed_config, megatron_terapipe.training.optimizer_schedules; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

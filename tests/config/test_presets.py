@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import Config, ModelConfig
-from megatron_terapipe.config.model import flops
+from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 from megatron_terapipe.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, data_file, index_file
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, index_file
 from megatron_terapipe.data.preprocess import main
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.text_lines import read_lines
+from megatron_terapipe.data.preprocess import read_lines
 from megatron_terapipe.errors import DataError
 
 # Larger than what is read at once, also when compressed.

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.text_stream import TextStream
-from megatron_terapipe.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatron_terapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron_terapipe.data.subword_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_terapipe.data.tokenizer import ByteTokenizer, TextStream, Tokenizer
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 
 TEXT = "Hello world, caf\u00e9 \u4f60\u597d lower. Unseen words: W\u00f6rter, \u00e0 la carte"

@@ -7,11 +7,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megatron_terapipe.data import token_range as module
-from megatron_terapipe.data.files.index_cache import IndexCache
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_terapipe.data.token_range import check_token_ids, token_range
+from megatron_terapipe.data import tokenizer_checks as module
+from megatron_terapipe.data.file_arrays import IndexCache
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.data.tokenizer_checks import check_token_ids, token_range
 from megatron_terapipe.errors import DataError
 
 

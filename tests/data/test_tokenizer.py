@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.config.files.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.data.subword_tokenizers import GPT2BPETokenizer
 from megatron_terapipe.data.tokenizer import TOKENIZERS, ByteTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
-from megatron_terapipe.data.tokenizers.byte_pair_encoding import GPT2BPETokenizer
 from megatron_terapipe.errors import DataError
 
 SPACE = "\u0120"  # GPT-2's spelling of the byte 32

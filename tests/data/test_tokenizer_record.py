@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.data.preprocess import main
-from megatron_terapipe.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
-from megatron_terapipe.data.tokenizer_record import TokenizerRecord, check_tokenizer_records, record_file
-from megatron_terapipe.data.tokenizers.null import NullTokenizer
-from megatron_terapipe.errors import DataError, UserError
+from megatron_terapipe.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer_checks import TokenizerRecord, check_tokenizer_records, record_file
+from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 from tests.file_formats.forms import check_reader
 

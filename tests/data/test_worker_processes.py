@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_terapipe.data.map_ahead import map_ahead
-from megatron_terapipe.data.worker_processes import WorkerProcesses
+from megatron_terapipe.data.workers import WorkerProcesses, map_ahead
 from megatron_terapipe.errors import DataError
 
 

@@ -10,11 +10,9 @@ import pytest
 from rich.console import Console
 
 from megatron_terapipe.doctor.__main__ import main
-from megatron_terapipe.doctor.checks.all import findings
-from megatron_terapipe.doctor.document import document, json_schema
 from megatron_terapipe.doctor.facts import Examined
 from megatron_terapipe.doctor.findings import Level
-from megatron_terapipe.doctor.table import print_examination, summary
+from megatron_terapipe.doctor.report import document, findings, json_schema, print_examination, summary
 from tests.doctor.made import GIB, healthy, on
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.doctor import examination
-from megatron_terapipe.doctor.examination import Examination
+from megatron_terapipe.doctor.agent import Listener
+from megatron_terapipe.doctor.examination import Examination, local_command
 from megatron_terapipe.doctor.facts import Examined, Host
 from megatron_terapipe.doctor.launching import launching_here
-from megatron_terapipe.doctor.probe.links import Listener
-from megatron_terapipe.doctor.probes import local_command
 
 SLOW = ["sh", "-c", f"sleep 0.5; exec {shlex.join(local_command())}"]
 UNABLE = ["sh", "-c", 'read modules; read question; echo \'doctor: {"fault": "too many open files"}\'; read more']

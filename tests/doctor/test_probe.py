@@ -14,14 +14,19 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from megatron_terapipe.doctor import agent as links
+from megatron_terapipe.doctor.examination import Probe, ProbeLost, Refused, local_command
 from megatron_terapipe.doctor.facts import Device, HostFacts
-from megatron_terapipe.doctor.probe import links
-from megatron_terapipe.doctor.probe.devices import devices
-from megatron_terapipe.doctor.probe.folder import folder, sees_token, token_path, write_token
-from megatron_terapipe.doctor.probe.names import variables
-from megatron_terapipe.doctor.probe.resources import interfaces
-from megatron_terapipe.doctor.probe.software import digest_of
-from megatron_terapipe.doctor.probes import Probe, ProbeLost, Refused, local_command
+from megatron_terapipe.doctor.probe import (
+    devices,
+    digest_of,
+    folder,
+    interfaces,
+    sees_token,
+    token_path,
+    variables,
+    write_token,
+)
 
 TOKEN = "0f" * links.TOKEN_BYTES
 OTHER = "f0" * links.TOKEN_BYTES

@@ -25,10 +25,10 @@ from unittest.mock import patch
 import pytest
 
 import pretrain_gpt
+from megatron_terapipe.checkpoint.conversion import export_checkpoint
 from megatron_terapipe.command.commands import COMMANDS
-from megatron_terapipe.command.launcher_flags import split
 from megatron_terapipe.command.main import main as terapipe
-from megatron_terapipe.huggingface.export import export_checkpoint
+from megatron_terapipe.command.train import split
 from tests.architecture.sources import ROOT
 from tests.data.trained_tokenizers import train_hugging_face
 from tests.documents.blocks import blocks_of, inline_commands, written

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.strategy import Strategy
 from pretrain_gpt import main
 from tests.end_to_end.launching import MODEL, PIPELINE, TRAINING, flags

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.trials.read import read_trials
-from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, free_port, read_metrics
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.machine.launcher import free_port
+from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, read_metrics
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260}
 CLUSTER = {"nodes": [{"hosts": ["localhost"], "device": "cpu-core", "devices": 2}]}

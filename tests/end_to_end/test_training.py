@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.plan.command import main as plan_command
-from deepspeed_ext.plan.measured.step_record import StepRecord
+from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.timeline import executed_order
 from megatron_terapipe.run_report.report import Sources, read_report

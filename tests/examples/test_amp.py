@@ -10,9 +10,8 @@ import pytest
 
 from examples.amp import models
 from examples.amp.experiments import EXPERIMENTS
-from examples.amp.partitions import amp_partition
 from examples.amp.run import main
-from examples.amp.search import price, search, with_partition_of_amp
+from examples.amp.search import amp_partition, price, search, with_partition_of_amp
 from examples.amp.strategies import read_strategies
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.amp import models
-from examples.amp.published_profile import FOLDER, TENSOR_PARALLEL_SIZES, read_profile, unthrottled
+from examples.amp.deepspeed_costs import FOLDER, TENSOR_PARALLEL_SIZES, read_profile, unthrottled
 from megatron_terapipe.errors import DataError
 
 

@@ -12,10 +12,10 @@ import yaml
 from deepspeed.launcher.runner import parse_args as deepspeed_arguments
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.search.inputs.hostfile import parse_hostfile
-from megatron_terapipe.training.start.dry_run import dry_run
+from megatron_terapipe.search.machine.hostfile import parse_hostfile
+from megatron_terapipe.training.run_summary import dry_run
 from tests.architecture.sources import ROOT
 
 FOLDER = ROOT / "examples" / "clusters"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.trials.launch.launcher import free_port
+from megatron_terapipe.search.machine.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_model.py"

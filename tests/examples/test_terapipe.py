@@ -9,7 +9,7 @@ import pytest
 from examples.terapipe.hardware import PHYSICS, V100, cost_model_of, strategy_of
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP
 from examples.terapipe.settings import main, predicted
-from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.price.roofline import Roofline
 
 BY_NAME = {one.name: one for one in (*SETTINGS, *SWEEP)}
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.machine import software
+from benchmarks.measuring.device import software
 from benchmarks.measuring.report import Section, one_line, progress, publish
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak

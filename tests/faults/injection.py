@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.runtime.gradients.gradient_sums import accumulated_gradient
-from deepspeed_ext.runtime.numbers.states import states_of
+from deepspeed_ext.runtime.gradients.reductions import accumulated_gradient
+from deepspeed_ext.runtime.health.bad_states import states_of
 from megatron_terapipe.training import build_engine as engines
-from megatron_terapipe.training import saves
+from megatron_terapipe.training import trainer as saves
 
 Kind = Literal["loss", "output", "gradient", "weight gradient", "weight", "state", "bit", "spike"]
 """Where the number is wrong. `gradient` is that of a layer's output, `bit` flips one bit of a weight, and `spike`

@@ -31,7 +31,7 @@ def prepare(place: str) -> None:
     """
     from deepspeed_ext.plan.ops import OpKind
     from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
-    from megatron_terapipe.checkpoint.saving.save import UnfinishedSave
+    from megatron_terapipe.checkpoint.save import UnfinishedSave
     from megatron_terapipe.training import build_engine
 
     def in_a_backward(engine: Any, op: Any) -> bool:

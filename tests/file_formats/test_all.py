@@ -12,10 +12,10 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from megatron_terapipe.command.main import main
 from megatron_terapipe.file_formats.table import FILE_FORMATS
-from megatron_terapipe.search.inputs.cluster_files import is_flat, parse_cluster
-from megatron_terapipe.search.op_times.profile_files import profile_to_json
-from megatron_terapipe.search.trials.calibration.calibration import calibrate
-from megatron_terapipe.search.trials.calibration.calibration_files import read_calibrations, write_calibrations
+from megatron_terapipe.search.learn.calibration import calibrate
+from megatron_terapipe.search.learn.cluster_calibrations import read_calibrations, write_calibrations
+from megatron_terapipe.search.machine.cluster_files import is_flat, parse_cluster
+from megatron_terapipe.search.price.profile_files import profile_to_json
 from tests.architecture.sources import ROOT
 from tests.file_formats.forms import validate
 from tests.run_report.made_up import iteration, whole_run

@@ -8,11 +8,11 @@ import pytest
 
 from deepspeed_ext.plan.command import main
 from deepspeed_ext.plan.command.options import build_parser
-from deepspeed_ext.plan.command.sizes import parse_token_bytes
+from deepspeed_ext.plan.command.request import parse_token_bytes
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.memory import TokenBytes
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.partition import StagePartition
 from tests.file_formats.forms import check_reader, validate
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)

@@ -1,6 +1,6 @@
 """The schema of a strategy takes what the trainer and the search read."""
 
-from megatron_terapipe.config.fields.json_files import parse_json
+from megatron_terapipe.config.parsing import parse_json
 from megatron_terapipe.file_formats.table import FILE_FORMATS
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.file_formats.forms import check_reader, validate

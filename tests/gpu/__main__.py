@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.machine import Sharing, has_gpu, possible_sharings, software
+from benchmarks.measuring.device import Sharing, has_gpu, possible_sharings, software
 from benchmarks.measuring.report import Section, one_line, progress, publish
 from benchmarks.measuring.worlds import RankFailed, World
 from tests.gpu import marked, numerics

@@ -99,7 +99,7 @@ class Case:
         """The ops of every pipeline rank, in order."""
         if self.schedule != OPTIMISED:
             return rank_orders(schedule_named(self.schedule), self.shape)
-        from deepspeed_ext.plan.optimise import optimise
+        from deepspeed_ext.plan.solve.orders import optimise
 
         costs = OpCosts.uniform(self.shape, weight_gradient=1.0)
         found = optimise(self.shape, costs, memory_limit=float(self.num_micro_batches), effort=0.05)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu.machine import Sharing, join
+from benchmarks.measuring.device import Sharing, join
 from benchmarks.measuring.report import Section, progress
 from benchmarks.measuring.worlds import World
 from tests.gpu.pipelines import EXACT

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.gpu.machine import join
+from benchmarks.measuring.device import join
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.execution.executor import Around
+from deepspeed_ext.runtime.executor import Around
 from tests.gpu.cases import Case, Drain, DrainKind, Trial
 from tests.runtime import models
 from tests.runtime.training import Setup, batches_of, build

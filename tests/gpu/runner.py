@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu.machine import Sharing
+from benchmarks.measuring.device import Sharing
 from benchmarks.measuring.report import one_line
 from benchmarks.measuring.worlds import RankFailed, World
 from deepspeed_ext.plan.ops import Op

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import (
+from deepspeed_ext.runtime.attention import (
     AttentionKernel,
     CudaFlash,
     MemoryEfficient,
@@ -16,10 +16,10 @@ from deepspeed_ext.runtime.attention_kernels import (
     activate_flash_attention_3,
     kernel_for,
     kernel_of_runs_for,
+    sequence_state,
 )
-from deepspeed_ext.runtime.sequence import sequence_state
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.runtime.gradients.grad_norm import hold_back_bad_update
-from deepspeed_ext.runtime.numbers.bad_states import are_finite
-from deepspeed_ext.runtime.numbers.tensor_hash import hashes
+from deepspeed_ext.runtime.gradients.gradient_norm import hold_back_bad_update
+from deepspeed_ext.runtime.health.bad_states import are_finite
+from deepspeed_ext.runtime.health.consistency import hashes
 
 pytestmark = [
     pytest.mark.gpu,

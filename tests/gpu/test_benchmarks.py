@@ -2,9 +2,10 @@
 
 import pytest
 
-from benchmarks.gpu import operators, training_speed
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.machine import LOOPBACK, SHARINGS
+from benchmarks import gpu as operators
+from benchmarks import gpu as training_speed
+from benchmarks.gpu import main
+from benchmarks.measuring.device import LOOPBACK, SHARINGS
 from benchmarks.measuring.report import one_line
 from benchmarks.measuring.workload import benchmark_model
 from benchmarks.measuring.worlds import RankFailed
@@ -64,6 +65,6 @@ def test_ranks_that_share_a_device_have_it_as_their_first_and_another_host_each(
 
 
 def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.__main__.has_gpu", lambda: False)
+    monkeypatch.setattr("benchmarks.gpu.has_gpu", lambda: False)
     assert main([]) == 0
     assert capsys.readouterr().out == "no CUDA GPU here: nothing was run\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
-from benchmarks.gpu.machine import Sharing
+from benchmarks.measuring.device import Sharing
 from benchmarks.measuring.report import Section, publish
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed_ext.runtime.offload.host_copies import HostCopies
+from deepspeed_ext.runtime.offload import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed_ext.runtime.execution.executor import METHODS
+from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.training.build_engine import build_engine, process_group
 from tests.training.gpt_runs import Setup, batches, run_of
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 
 COMMON: dict[str, Any] = {
     "num_layers": 3,

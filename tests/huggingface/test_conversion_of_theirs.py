@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_terapipe.checkpoint.conversion import export_checkpoint, import_model
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.huggingface.export import export_checkpoint
 from megatron_terapipe.huggingface.families.registry import FAMILIES
-from megatron_terapipe.huggingface.importing import import_model
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 from tests.huggingface.models import logits
 
 transformers = pytest.importorskip("transformers")

@@ -9,14 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_terapipe.checkpoint.conversion import export_checkpoint, import_model
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.convert import main
-from megatron_terapipe.huggingface.export import export_checkpoint
-from megatron_terapipe.huggingface.importing import import_model
+from megatron_terapipe.huggingface.folder_weights import SavedTensors, write_tensors
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
-from megatron_terapipe.huggingface.weights.rules import Heads, attention, fused_attention, stacked, turned, vocabulary
-from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors, write_tensors
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.huggingface.weight_rules import Heads, attention, fused_attention, stacked, turned, vocabulary
+from megatron_terapipe.inference import WholeModel
 from tests.file_formats.forms import validate
 from tests.huggingface.models import MODELS, save, whole_model
 

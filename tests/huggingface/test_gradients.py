@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.registry import FAMILIES, read_model
-from megatron_terapipe.huggingface.weights.folder import meta_layer, rules_of
-from megatron_terapipe.huggingface.weights.layer_rules import split_layer
+from megatron_terapipe.huggingface.folder_weights import meta_layer, rules_of
+from megatron_terapipe.huggingface.weight_rules import split_layer
 from tests.distributed import run_distributed
 from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_steps
 

@@ -10,7 +10,7 @@ import torch
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 from tests.huggingface.models import MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")

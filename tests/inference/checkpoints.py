@@ -8,7 +8,7 @@ import torch
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 
 MODEL = ModelConfig(
     num_layers=2,

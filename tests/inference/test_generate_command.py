@@ -8,8 +8,7 @@ import pytest
 
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.generate import main
-from megatron_terapipe.inference.generation import generate
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel, generate
 from tests.file_formats.forms import validate
 from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.inference.generation import generate
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel, generate
 from tests.inference.checkpoints import MODEL
 from tests.model.configs import OF_FAMILIES, model_config
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 from tests.inference.checkpoints import MODEL, write_checkpoint
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.logits import LiveLogits, Logits
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 SEQ = 32
 

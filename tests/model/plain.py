@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
-from megatron_terapipe.config.model.rotation import Rotation, rotation_of
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
-from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.model.mlp import MLP
+from megatron_terapipe.model.block import MLP, TransformerBlock
 
 Masked = Callable[[Tensor, str], Tensor]
 """Applies dropout, told at which site."""

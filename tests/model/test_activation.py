@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model.block import Activation
 
 WRITTEN_OUT = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.config.model.block_shape import BlockShape
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import OF_FAMILIES, SEQ, llama_config, model_config
 
 ROWS = 4

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.attention.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.layers import BlockShape
 from megatron_terapipe.model.attention import SelfAttention
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
 from tests.model.configs import MODELS, SEQ, llama_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
-from megatron_terapipe.inference.whole_model import WholeModel
-from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.model.dropout import DropoutSite
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.model.block import DropoutSite, TransformerBlock
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
 from tests.model.configs import MODELS, SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights

@@ -9,15 +9,14 @@ from deepspeed.pipe import TiedLayerSpec
 from hypothesis import given, settings
 from torch.nn import functional as F
 
-from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.inference.whole_model import WholeModel
+from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, layers_with_weights, pipeline_partition
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import MODELS, llama_config, logits_of, model_config, models
 
 ALONE = TensorParallelRanks()

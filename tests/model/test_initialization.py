@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megatron_terapipe.model.initialization import normal
-from megatron_terapipe.model.philox import normal_blocks, philox
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.initialization import normal, normal_blocks, philox
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 ONES = 0xFFFFFFFF
 # The vectors of philox4x32 with 10 rounds in Random123's kat_vectors: counter, key, words.

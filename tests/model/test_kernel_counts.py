@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.kernel_counts import MODELS, SIZES, kernels
-from benchmarks.measuring.kernel_counter import compiled_kernels
+from benchmarks.measuring.counters import compiled_kernels
 from megatron_terapipe.config import ModelConfig
 
 MOST = {

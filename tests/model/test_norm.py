@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron_terapipe.model.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import model_config
 
 MODEL = model_config(hidden_size=12, layernorm_epsilon=1e-3)

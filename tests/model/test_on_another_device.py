@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
-from deepspeed_ext.runtime.sequence import sequence_state
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from megatron_terapipe.inference.whole_model import WholeModel
+from deepspeed_ext.runtime.attention import CudaFlash, CudaFlashOfRuns, sequence_state
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
 from tests.model.configs import OF_FAMILIES, SEQ, model_config
 

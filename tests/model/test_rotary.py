@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_terapipe.config.model.rotation import Rotation, frequencies_of_base
+from megatron_terapipe.config.rotation import Rotation, frequencies_of_base
 from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
 from tests.model import plain
 

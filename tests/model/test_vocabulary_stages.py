@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, output_layer, pipeline_partition
-from megatron_terapipe.model.vocabulary_stages import VocabularySums
+from megatron_terapipe.config.layers import output_layer
+from megatron_terapipe.model.embedding import VocabularySums
+from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 
 VOCAB = 250
 MODEL = ModelConfig(

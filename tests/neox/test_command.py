@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.neox.__main__ import main
-from megatron_terapipe.neox.settings_files import read_settings
+from megatron_terapipe.neox.settings import read_settings
 from tests.neox.test_conversion import LEAST
 
 pytest.importorskip("yaml")

@@ -8,14 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.arguments.megatron_flags.unsupported_flags import MODEL, TRAINING
-from megatron_terapipe.config import Config
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.conversion import Conversion
+from megatron_terapipe.config import Config, flops
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
 from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.defaults import BEFORE_2023_12
-from megatron_terapipe.neox.keys import MODELS, OPERATION, SWITCHES, TRAININGS, VALUES
+from megatron_terapipe.neox.settings import BEFORE_2023_12, MODELS, OPERATION, SWITCHES, TRAININGS, VALUES, Conversion
 
 LEAST = {
     "num_layers": 4,
@@ -243,7 +239,10 @@ def test_settings_and_their_flags(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"optimizer": {"type": "sm3", "params": {}}}, f"optimizer sm3: it can be adam or sgd: {TRAINING}"),
+        (
+            {"optimizer": {"type": "sm3", "params": {}}},
+            f"optimizer sm3: it can be adam or sgd: {TRAINING_CANNOT_BE_RUN}",
+        ),
         (
             {"optimizer": {"params": {"freeze_step": 3}}},
             "optimizer.params.freeze_step: the optimizer has no such param",
@@ -254,25 +253,32 @@ def test_settings_and_their_flags(changes: dict[str, Any], words: str) -> None:
         ),
         (
             {"soft_prompt_tuning": {"enabled": True}},
-            f"soft_prompt_tuning: there are no prompts that are trained: {MODEL}",
+            f"soft_prompt_tuning: there are no prompts that are trained: {MODEL_CANNOT_BE_TRAINED}",
         ),
         (
             {"tokenizer_type": "CharLevelTokenizer"},
             "tokenizer_type CharLevelTokenizer: it is not here: tokenize the data",
         ),
-        ({"train_epochs": 2}, f"train_epochs 2: its length is a number of iterations, train_iters: {TRAINING}"),
-        ({"train_impl": "dpo"}, f"train_impl dpo: training is on the next token: {TRAINING}"),
+        (
+            {"train_epochs": 2},
+            f"train_epochs 2: its length is a number of iterations, train_iters: {TRAINING_CANNOT_BE_RUN}",
+        ),
+        ({"train_impl": "dpo"}, f"train_impl dpo: training is on the next token: {TRAINING_CANNOT_BE_RUN}"),
         (
             {"fp16": {"enabled": True, "auto_cast": True}},
             "fp16.auto_cast: no flag decides it: give it in a file for --",
         ),
-        ({"num_experts": 4}, f"num_experts 4: mixtures of experts are not in this trainer: {MODEL}"),
-        ({"te_fp8_mha": True}, f"te_fp8_mha True: numbers of 8 bits and less are not in this trainer: {TRAINING}"),
-        ({"use_mup": True}, f"use_mup True: widths have no multipliers (muP): {MODEL}"),
+        ({"num_experts": 4}, f"num_experts 4: mixtures of experts are not in this trainer: {MODEL_CANNOT_BE_TRAINED}"),
+        (
+            {"te_fp8_mha": True},
+            f"te_fp8_mha True: numbers of 8 bits and less are not in this trainer: {TRAINING_CANNOT_BE_RUN}",
+        ),
+        ({"use_mup": True}, f"use_mup True: widths have no multipliers (muP): {MODEL_CANNOT_BE_TRAINED}"),
         ({"no_such_key": 1}, "no_such_key 1: no setting of NeoX that is known here: check how it is written"),
         (
             {"train_epochs": 2, "pos_emb": "alibi"},
-            f"pos_emb alibi: positions can be learned, rotary or none: {MODEL}; train_epochs 2: its length is a number",
+            f"pos_emb alibi: positions can be learned, rotary or none: {MODEL_CANNOT_BE_TRAINED}; "
+            "train_epochs 2: its length is a number",
         ),
     ],
 )

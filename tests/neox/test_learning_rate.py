@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.learning_rate import cut_off
-from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
+from megatron_terapipe.neox.convert import cut_off
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
 from tests.neox.test_conversion import converted, parsed
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.attention import layer_kinds
 from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.initial_weights import standard_deviation
+from megatron_terapipe.neox.model import layer_kinds, standard_deviation
 from tests.neox.test_conversion import LEAST, SMALL, converted, parsed
 
 WIDTH_256 = {"hidden_size": 256}

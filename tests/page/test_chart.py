@@ -5,17 +5,19 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_terapipe.page.axes import Axis, round_values, value_text
 from megatron_terapipe.page.chart import (
     HEIGHT,
     WIDTH,
+    Axis,
     Chart,
     Curve,
     Level,
     chart_figure,
     chart_picture,
     colour_of,
+    round_values,
     thinning_note,
+    value_text,
 )
 
 CHART = Chart(

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from megatron_terapipe.page.thinning import MOST_BINS, thinned
+from megatron_terapipe.page.chart import MOST_BINS, thinned
 
 
 def test_few_points_stay_as_they_are() -> None:

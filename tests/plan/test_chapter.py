@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
+from deepspeed_ext.plan.draw import render_comparison
 from deepspeed_ext.plan.memory import TokenBytes, host_memory_over_time, memory_over_time, peak, peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.render import render_comparison
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices

@@ -5,17 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.critical_path import Reason, critical_path
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
-from deepspeed_ext.plan.programs.host_copies import HostCopy
+from deepspeed_ext.plan.programs.host_copies import HostCopy, HostCopyPlan
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.timeline import Span, Timeline
+from deepspeed_ext.plan.timeline import Reason, Span, Timeline, critical_path
 from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)

@@ -2,18 +2,15 @@
 
 import pytest
 
-from deepspeed_ext.plan import dependencies
+from deepspeed_ext.plan import ops as dependencies
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
-from deepspeed_ext.plan.optimise import problem as arrays
-from deepspeed_ext.plan.optimise.anneal import anneal
-from deepspeed_ext.plan.optimise.bound import lower_bound
-from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.priority_rules import Priorities, PriorityRule
-from deepspeed_ext.plan.optimise.problem import SchedulingProblem
-from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, peaks, replay
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import compiled, simulate
+from deepspeed_ext.plan.solve import problem as arrays
+from deepspeed_ext.plan.solve.bound import lower_bound
+from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
+from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
 
 SHAPE = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=2)
 COSTS = OpCosts.uniform(SHAPE, weight_gradient=1.0, transfer=0.5)

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.memory import (
     peak_activation,
 )
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import StagePartition
 
 weights = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=9)
 

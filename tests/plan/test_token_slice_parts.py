@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.token_slice_parts import parts_of_all_ranks, parts_of_rank
+from deepspeed_ext.plan.slicing import TokenSlices, parts_of_all_ranks, parts_of_rank
 from tests.strategies import cuts
 
 

@@ -8,14 +8,13 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import read_arguments
-from megatron_terapipe.arguments.flags import flags
-from megatron_terapipe.arguments.searched_strategy import NOT_SEARCHED
+from megatron_terapipe.arguments.build import NOT_SEARCHED
+from megatron_terapipe.arguments.parser import flags
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.op_times.profile_files import write_profile
-from megatron_terapipe.search.trials.launch.journal import Journal
-from megatron_terapipe.search.trials.launch.run import Outcome
+from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
+from megatron_terapipe.search.price.profile_files import write_profile
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.start.found_strategy import STRATEGY_FILE, find_strategy
+from megatron_terapipe.training.auto_plan import STRATEGY_FILE, find_strategy
 from tests.search.op_times.profiles import profile
 from tests.search.trials.calibration.test_profile_calibration import CLUSTER as MACHINE
 from tests.search.trials.calibration.test_profile_calibration import STRATEGIES, WORKLOAD, truth_s

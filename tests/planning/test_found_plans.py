@@ -4,21 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan.closed_forms import memory_of_1f1b
-from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
+from deepspeed_ext.plan.schedules import SCHEDULES, FoundSchedule, memory_of_1f1b, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.cost_model import cost_model_of
-from megatron_terapipe.planning.pipeline_plan import (
-    check_schedule,
-    pipeline_schedule,
-    with_found_token_slices,
-)
+from megatron_terapipe.planning import check_schedule, cost_model_of, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.strategy import Strategy
 
 # Large enough that the ops of a token slice take longer than their launches.

@@ -5,7 +5,7 @@ import pytest
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.pipeline_plan import host_copies
+from megatron_terapipe.planning import host_copies
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --num-key-value-heads 2 --seq-length 32 --vocab-size 64"

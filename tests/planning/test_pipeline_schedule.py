@@ -11,7 +11,7 @@ from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule
+from megatron_terapipe.planning import check_schedule, pipeline_schedule
 from megatron_terapipe.strategy import Strategy
 
 REQUIRED = (

@@ -10,13 +10,12 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.planning.cost_model import cost_model_of
-from megatron_terapipe.planning.pipeline_plan import pipeline_schedule, with_found_token_slices
+from megatron_terapipe.planning import cost_model_of, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command import slices
-from megatron_terapipe.search.command.costs import costs_of
-from megatron_terapipe.search.command.shared_flags import cluster_of, model_of
-from megatron_terapipe.search.op_times.profile_files import write_profile
+from megatron_terapipe.search.answer import slices_command
+from megatron_terapipe.search.answer.flags import cluster_of, model_of
+from megatron_terapipe.search.learn.costs import costs_of
+from megatron_terapipe.search.price.profile_files import write_profile
 from megatron_terapipe.strategy import Strategy
 from tests.search.op_times.profiles import profile
 
@@ -107,7 +106,7 @@ def test_an_optimised_order_is_found_for_the_same_costs(case: Case, tmp_path: Pa
     ]
 
     parser = argparse.ArgumentParser()
-    slices.add_flags(parser)
+    slices_command.add_flags(parser)
     options = parser.parse_args(["-", *case.search, *case.model.split(), "--strategy", ""])
     cluster, _ = cluster_of(options)
     model = costs_of(options, model_of(options), cluster, options.precision).pricing_on(cluster).cost_model

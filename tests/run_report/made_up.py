@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.measured.step_record import StepRecord
+from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.records.events import Machine, RunEnd, RunStart, Saved
-from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics, Machine, RunEnd, RunStart, Saved
 
 STRATEGY = Strategy(pipeline_parallel_size=2, num_token_slices=2, token_slices=(16, 16), micro_batch_size=2)
 START = RunStart(

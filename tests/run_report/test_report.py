@@ -8,12 +8,11 @@ import jsonschema
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.run_report.incidents import told
-from megatron_terapipe.run_report.output.schema import json_schema, report_document
-from megatron_terapipe.run_report.output.summary import summary
-from megatron_terapipe.run_report.promise import UNKNOWN
-from megatron_terapipe.run_report.report import RunReport, Sources, read_report
-from megatron_terapipe.training.records.events import RunEnd
+from megatron_terapipe.run_report.comparison import UNKNOWN
+from megatron_terapipe.run_report.figures import told
+from megatron_terapipe.run_report.report import RunReport, Sources, json_schema, read_report, report_document
+from megatron_terapipe.run_report.text import summary
+from megatron_terapipe.training.records import RunEnd
 from tests.run_report.made_up import (
     GIB,
     START,

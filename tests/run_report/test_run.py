@@ -9,10 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.run_report.metrics_lines import line_of
-from megatron_terapipe.run_report.metrics_schema import metrics_schema
-from megatron_terapipe.run_report.run import read_runs
-from megatron_terapipe.training.records.events import Note
+from megatron_terapipe.run_report.metrics_file import line_of, metrics_schema, read_runs
+from megatron_terapipe.training.records import Note
 from tests.run_report.made_up import START, iteration, lines_of, whole_run, write_lines
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 

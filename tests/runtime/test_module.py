@@ -11,12 +11,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
-from deepspeed_ext.runtime.stages import stage_partition, takes_past
+from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule, stage_partition, takes_past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.settings import read_settings, settings_without_effect, without_settings
+from deepspeed_ext.runtime.initialize import read_settings, settings_without_effect, without_settings
 
 
 def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:

@@ -18,17 +18,7 @@ from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import BASE_SEED, Reference, WholePast, relative_error
 from tests.runtime.shared_layers import BETWEEN, FIRST, LAST, PLACE, SHARED, Words, layers, share
-from tests.runtime.training import (
-    LONG_STEP,
-    Setup,
-    as_numpy,
-    batches_of,
-    build,
-    by_step,
-    feed,
-    losses,
-    weights,
-)
+from tests.runtime.training import LONG_STEP, Setup, as_numpy, batches_of, build, by_step, feed, losses, weights
 
 CUT = (9, 1, 8, 6)
 

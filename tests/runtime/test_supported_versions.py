@@ -9,12 +9,7 @@ from packaging.requirements import Requirement
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime import supported_versions
-from deepspeed_ext.runtime.supported_versions import (
-    PRIVATE_NAMES,
-    SUPPORTED_DEEPSPEED,
-    SUPPORTED_TORCH,
-    check_versions,
-)
+from deepspeed_ext.runtime.supported_versions import PRIVATE_NAMES, SUPPORTED_DEEPSPEED, SUPPORTED_TORCH, check_versions
 from tests.architecture.sources import CODE, python_files, tree_of
 from tests.architecture.test_dependencies import declared
 

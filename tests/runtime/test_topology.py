@@ -5,8 +5,7 @@ import torch.distributed as dist
 from hypothesis import given
 
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
-from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import SequenceParallelRanks, TokenSliceTopology
 from tests.distributed import run_distributed
 from tests.runtime.training import Setup, build
 from tests.strategies import layouts

@@ -6,7 +6,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from megatron_terapipe.search.report.schema.schema import json_schema
+from megatron_terapipe.search.answer.json_schema import json_schema
 
 
 def checked(text: str) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
-from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.strategy_fields import SOLVED
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.rank.rules import SearchCounts, legal_grids
+from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flops=300e12, single_flops=20e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_terapipe.search import __main__ as search_program
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command import shared_flags as inputs
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.answer import flags as inputs
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from tests.architecture.sources import ROOT
 
 HEAVY = {"torch", "deepspeed", "numpy", "numba", "scipy", "rich", "yaml", "pyarrow", "tqdm", "pydantic"}
@@ -42,9 +42,9 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.Capt
 def test_overview_imports_nothing_heavy() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import megatron_terapipe.search.__main__, megatron_terapipe.search.command.shared_flags\n"
+        "import megatron_terapipe.search.__main__, megatron_terapipe.search.answer.flags\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
-        "import megatron_terapipe.search.inputs.workload_files, megatron_terapipe.search.inputs.cluster_files\n"
+        "import megatron_terapipe.search.price.workload_files, megatron_terapipe.search.machine.cluster_files\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ def test_overview_imports_nothing_heavy() -> None:
 
 def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
     found = SimpleNamespace(NAME="rank", HELP="ranks", EXAMPLES="", add_flags=add_flags, run=run)
-    monkeypatch.setattr(search_program, "import_module", lambda name: found if name.endswith(".rank") else None)
+    monkeypatch.setattr(search_program, "import_module", lambda name: found if name.endswith(".rank_command") else None)
 
 
 def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.planning.planned_run import check_trainable
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster, Node
-from megatron_terapipe.search.rank.placement import better_order, kind_key, node_orders, placement_of
+from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.machine.cluster import Cluster, Node
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
 from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from tests.search.problems import drawn, mixed_cluster, small_cluster, small_problem
 
 FEW = settings(max_examples=6)

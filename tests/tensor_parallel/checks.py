@@ -11,24 +11,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from megatron_terapipe.model.activation import Activation
-from megatron_terapipe.model.block import TransformerBlock
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from megatron_terapipe.model.block import Activation, TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
 from megatron_terapipe.model.initialization import normal
+from megatron_terapipe.model.logits import LiveLogits, Logits
 from megatron_terapipe.model.norm import LayerNorm
-from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import model_config
-from tests.tensor_parallel.whole_and_parts import (
-    ALONE,
-    assert_gradients,
-    complete_gradients,
-    drawn,
-    fill,
-    tokens_of,
-)
+from tests.tensor_parallel.whole_and_parts import ALONE, assert_gradients, complete_gradients, drawn, fill, tokens_of
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 MODEL = model_config(hidden_size=16, vocab_size=250, make_vocab_size_divisible_by=8)

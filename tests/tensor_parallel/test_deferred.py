@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model import tensor_parallel as products
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.gpt import gpt_layers
-from megatron_terapipe.tensor_parallel import products
-from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from tests.model.configs import model_config
 from tests.tensor_parallel.test_recomputation import BEFORE, drawn, inputs_of, layers_of
 

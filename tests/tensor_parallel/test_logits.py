@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring.live_bytes import LiveBytes
-from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
+from benchmarks.measuring.counters import LiveBytes
+from megatron_terapipe.model.logits import LiveLogits, Logits
 from tests.tensor_parallel.whole_and_parts import ALONE, drawn
 
 VOCABULARY, WIDTH, ROWS = 2048, 2, 2

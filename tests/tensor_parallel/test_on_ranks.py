@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.distributed import run_distributed
 from tests.tensor_parallel.checks import CHECKS
 from tests.tensor_parallel.whole_models import MODELS, whole_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_terapipe.tensor_parallel import products
+from megatron_terapipe.model import tensor_parallel as products
 
 TOKENS = torch.tensor([[0, 3, 3, 1, 7], [2, 3, 0, 0, 6]])
 

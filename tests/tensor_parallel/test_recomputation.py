@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model import tensor_parallel as products
+from megatron_terapipe.model.block import Activation
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
-from megatron_terapipe.tensor_parallel import products
-from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import model_config
 
 WIDTH = 12

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 ALONE = TensorParallelRanks()
 

@@ -7,13 +7,13 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from deepspeed_ext.runtime.stages import takes_past
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.module import takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
-from megatron_terapipe.tensor_parallel.logits import Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.logits import Logits
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model.configs import OF_FAMILIES, llama_config, model_config, uneven_layers
 from tests.tensor_parallel.whole_and_parts import ALONE, assert_gradients, complete_gradients
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config.model.pipeline_layers import output_layer
-from megatron_terapipe.data.samples.batch import Batch
-from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
+from megatron_terapipe.config.layers import output_layer
+from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.planning import with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.start.run import Run
+from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, NUM_LAYERS = 32, 257, 4

@@ -1,12 +1,12 @@
 """A run that is prepared but for its data: tests feed micro-batches of their own."""
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
-from megatron_terapipe.checkpoint.find import find_checkpoint
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.data.samples.dataset_splits import DatasetSplits
+from megatron_terapipe.data.datasets import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
-from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.start.run import Run
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.run import Run
 
 
 def prepared_run(config: Config) -> Run:

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_terapipe.config import TrainingConfig
-from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, any_rank, heard_signal
+from megatron_terapipe.training.trainer import ExitConditions, ExitReason, any_rank, heard_signal
 from tests.distributed import run_distributed
 
 

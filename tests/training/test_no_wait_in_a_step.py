@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
-from deepspeed_ext.runtime.attention_kernels import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention
-from deepspeed_ext.runtime.execution.executor import METHODS
-from deepspeed_ext.runtime.sequence import sequence_state
-from megatron_terapipe.data.samples.batch import Batch
+from deepspeed_ext.runtime.attention import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention, sequence_state
+from deepspeed_ext.runtime.executor import METHODS
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of

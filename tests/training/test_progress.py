@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from megatron_terapipe.training.records.progress import Progress
+from megatron_terapipe.training.records import Progress
 
 
 def test_skipped_iterations_count_as_done_but_do_not_move_the_schedule() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.devices import DEVICES
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.training.records.throughput import Throughput, peak_tflops, peak_tflops_here
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.training.instruments import Throughput, peak_tflops, peak_tflops_here
 
 GPT3_175B = ModelConfig(
     num_layers=96,

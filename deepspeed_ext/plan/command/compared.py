@@ -6,20 +6,16 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from deepspeed_ext.plan.command.drawings import write_drawings
-from deepspeed_ext.plan.command.figures import activation, by_what, lines, memory_figures, order_texts
-from deepspeed_ext.plan.command.sizes import Memory, memory_of
-from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
-from deepspeed_ext.plan.critical_path import critical_path
+from deepspeed_ext.plan.command.request import Memory, memory_of
+from deepspeed_ext.plan.command.simulated import activation, by_what, lines, memory_figures, order_texts, write_drawings
+from deepspeed_ext.plan.draw import render_text
+from deepspeed_ext.plan.draw.elements import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.measured import Comparison
-from deepspeed_ext.plan.measured.step_record import StepRecord
-from deepspeed_ext.plan.render import render_text
-from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name, with_unit
+from deepspeed_ext.plan.measured import Comparison, StepRecord, alike, name_of, read_steps
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, write_json
-from deepspeed_ext.plan.text.text_files import write_text
-from deepspeed_ext.plan.timeline import executed_order
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, write_json
+from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.timeline import critical_path, executed_order
 
 _SHOWN_DIFFERENCES = 5
 _LINES_OF_DRAWING = 3

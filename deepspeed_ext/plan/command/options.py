@@ -4,8 +4,7 @@ from pathlib import Path
 
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
-from deepspeed_ext.plan.text.command_line import CommandParser
-from deepspeed_ext.plan.text.json_flag import add_json_flag
+from deepspeed_ext.plan.terminal import CommandParser, add_json_flag
 
 SEQ_LENGTH = 4096
 """Tokens of a sequence that is cut, unless it is said."""

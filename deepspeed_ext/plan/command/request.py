@@ -1,24 +1,138 @@
-"""The simulation that the command line asks for: a pipeline, costs of its ops, and their order."""
+"""The simulation that the command line asks for: a pipeline, costs of its ops, their order, host copies.
+
+And the unit of memory curves: activations of a micro-batch, or bytes, if a file gives the bytes of a token.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, SEQ_LENGTH
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.programs.planned_ops import check_num_ops
+from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.plan.memory import (
+    StepFunction,
+    TokenBytes,
+    activation_over_time,
+    host_memory_over_time,
+    memory_over_time,
+)
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement, check_num_ops
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.text.progress_line import Progress, ProgressLine
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.terminal import Progress, ProgressLine
+from deepspeed_ext.plan.text_files import parse_json, read_text
+from deepspeed_ext.plan.timeline import Timeline
+
+_BY_STAGE = ("activation", "key_value", "key_value_gradient")
+_WHOLE = ("logits", "freed_by_input_gradient", "logits_limit", "stage_input")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How memory is counted."""
+
+    lengths: Sequence[float]
+    """Tokens of the token slices, or their shares of a sequence; empty for equal ones."""
+    token_bytes: TokenBytes | None = None
+    """What a token keeps; None to count activations."""
+
+    @property
+    def unit(self) -> str:
+        """Unit of the curves."""
+        return "activations, in micro-batches on one rank" if self.token_bytes is None else "bytes"
+
+    def curves(self, timeline: Timeline) -> list[StepFunction]:
+        """Per rank, what it holds over time."""
+        if self.token_bytes is None:
+            return activation_over_time(timeline, self.lengths or None)
+        return memory_over_time(timeline, self.lengths, self.token_bytes)
+
+    def host_curves(self, timeline: Timeline) -> list[StepFunction]:
+        """Per rank, what waits on its host over time; empty where nothing does."""
+        if self.token_bytes is None or not timeline.host_copies:
+            return []
+        return host_memory_over_time(timeline, self.lengths, self.token_bytes)
+
+
+def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float]) -> Memory:
+    """Return how to count memory, by the options.
+
+    Args:
+        lengths: tokens of each token slice.
+
+    Raises:
+        UserError: if bytes are asked for and nobody says how many tokens there are, or the file is something else.
+    """
+    if options.token_bytes is None:
+        return Memory(lengths)
+    if sum(lengths) < 1.5:  # shares of a sequence, or nothing
+        raise UserError(
+            "--token-bytes needs the tokens of a sequence: add --seq-length, or show a timeline of the trainer's"
+        )
+    try:
+        return Memory(lengths, parse_token_bytes(read_text(options.token_bytes), shape))
+    except PlanError as error:
+        raise PlanError(f"{options.token_bytes}: {error}") from None
+
+
+def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
+    """Read `{"activation": x, ...}`: the fields of `TokenBytes`, of which all but the first may be left out.
+
+    The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for all
+    stages but the first.
+
+    Raises:
+        PlanError: if the text is something else.
+    """
+    fields = parse_json(text, "the file of sizes")
+    if not isinstance(fields, dict) or "activation" not in fields:
+        raise PlanError('sizes have no "activation": write {"activation": bytes of a token, ...}, see --help')
+    unknown = fields.keys() - {*_BY_STAGE, *_WHOLE}
+    if unknown:
+        raise PlanError(
+            f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join((*_BY_STAGE, *_WHOLE))}"
+        )
+    activation, key_value, key_value_gradient = (_by_stage(fields, name, shape.num_stages) for name in _BY_STAGE)
+    logits, freed = (_size(fields.get(name, 0.0), name) for name in _WHOLE[:2])
+    limit = _size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
+    if freed > 1:
+        raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
+    return TokenBytes(
+        activation, key_value, key_value_gradient, logits, freed, limit, _stage_input(fields, shape.num_stages)
+    )
+
+
+def _stage_input(fields: Mapping[str, Any], num_stages: int) -> tuple[float, ...] | None:
+    if "stage_input" not in fields:
+        return None
+    sizes = _by_stage(fields, "stage_input", num_stages)
+    return sizes if isinstance(fields["stage_input"], list) else (0.0, *sizes[1:])
+
+
+def _by_stage(fields: Mapping[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
+    entries = fields.get(name, 0.0)
+    if not isinstance(entries, list):
+        entries = [entries] * num_stages
+    if len(entries) != num_stages:
+        raise PlanError(
+            f"sizes[{name!r}] has {len(entries)} entries for {num_stages} stages: give one number, or as many"
+        )
+    return tuple(_size(entry, name) for entry in entries)
+
+
+def _size(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise PlanError(f"sizes[{name!r}] has the entry {value!r}, which is no size: give finite numbers >= 0")
+    return float(value)
+
 
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
 
@@ -247,7 +361,7 @@ def _optimised(
     partition: StagePartition | None = None,
 ) -> Request:
     # Imported here, as the solvers are: they need numpy and numba, which most commands do without.
-    from deepspeed_ext.plan.optimise import optimise
+    from deepspeed_ext.plan.solve.orders import optimise
 
     found = optimise(
         shape,
@@ -305,3 +419,53 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, span: _Span) -> R
 
 def _effort(options: argparse.Namespace) -> float:
     return 1.0 if options.effort is None else float(options.effort)
+
+
+_DEPENDENT = ("host_bandwidth", "host_bytes")
+
+
+def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory) -> HostCopySettings | None:
+    """Return what may wait on the host; None for nothing.
+
+    Args:
+        memory: bytes of a token.
+
+    Raises:
+        UserError: if sizes are missing, or an option is out of range or of no use.
+    """
+    if not options.offload:
+        for name in _DEPENDENT:
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is for copies to the host: add --offload, or drop it")
+        return None
+    if memory.token_bytes is None:
+        raise UserError("--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes")
+    instant = next((op for order in request.orders for op in order if not request.costs.duration(op)), None)
+    if instant is not None:
+        raise UserError(f"--offload plans copies by the times of ops, and {instant} takes none: give times above 0")
+    to_host, from_host = _bandwidths(options.host_bandwidth)
+    if options.host_bytes is not None and not options.host_bytes > 0:
+        raise UserError(f"--host-bytes {options.host_bytes:g} leaves no room for any copy: give more than 0")
+    return HostCopySettings(
+        tuple(int(length) for length in memory.lengths),
+        memory.token_bytes.stage_input or (0.0,) * request.shape.num_stages,
+        memory.token_bytes.key_value,
+        to_host,
+        from_host,
+        host_bytes=inf if options.host_bytes is None else options.host_bytes,
+    )
+
+
+def _bandwidths(text: str | None) -> tuple[float, float]:
+    """Bytes per time to the host and back: one number for both ways, or one for each."""
+    if text is None:
+        return inf, inf
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        speeds = []
+    if len(speeds) not in (1, 2) or not all(speed > 0 and isfinite(speed) for speed in speeds):
+        raise UserError(
+            f"--host-bandwidth {text} is no speed: give bytes per time above 0, or two with a comma between them"
+        )
+    return speeds[0], speeds[-1]

@@ -2,13 +2,8 @@
 
 | file | says |
 |---|---|
-| `program` | instructions, programs and the channels that messages take |
-| `simulated_schedule` | a schedule with the timeline that its programs are lowered from |
-| `posting` | where both ends of every message are posted |
-| `lowering` | the programs of a schedule |
-| `reductions` | which op completes a stage's gradients, and when their sums end |
-| `host_copies` | what waits on the host while nothing reads it, and where its copies are posted |
-| `copy_lanes` | when these copies run, for the simulators |
-| `order_checks` | whether the two ends of a channel agree, and each op finds what it reads on its device |
+| `program` | instructions, programs, the channels of messages, and sums of gradients over replicas |
+| `host_copies` | what waits on the host while nothing reads it, and when its copies run |
 | `device` | a model of devices on which every program is proven to end |
+| `lowering` | a schedule with its timeline, where messages are posted, and the programs of all ranks |
 """

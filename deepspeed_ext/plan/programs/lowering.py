@@ -1,5 +1,7 @@
 """Lowers a schedule to one program per pipeline rank: ops, transfers and buffers, ready to run.
 
+    schedule -> SimulatedSchedule (its timeline) -> postings of messages -> lower_rank -> check_lowering
+
     schedule --simulate--> timeline --post messages--> instructions --assign buffers--> Program
 
 The timeline holds the ops of all ranks. Each rank's program is a part of it in the same order, and
@@ -21,26 +23,42 @@ whatever a rank waits for is earlier on the timeline, so the programs end:
 
 `lower` lowers all ranks and has `device.check_programs` run the programs. A rank of a large pipeline lowers its own
 program alone, for which it needs the ops of itself and of those it exchanges messages with: `lower_rank`.
+
+Where in the orders of two ranks the ends of each message are posted, so that no device can lock.
+
+A posted message is a kernel that runs until the other end is there. So whatever waits for a device to run empty (an
+allocator that returns memory, a module that is loaded: a drain) waits for all messages posted before. It must not be
+that one of these waits, over any number of ranks, for what comes after the drain. Two rules see to it. They read the
+simulated timeline, in which an op that depends on another starts no earlier than that one ends:
+
+- A receive is posted one op ahead of its reader, but not before an op that ends by the time its producer starts.
+- A send is posted right after its op, but not before an op that ends by the time at which the op before the receive
+  starts.
+
+    rank 0 | [0F0.0]   x   [0B0.0     ]        The gradient for 0B0.0 could be received from the start of 0F0.0 on,
+    rank 1 |        [1F0.0][1B0.0     ]        one op ahead. But 1B0.0 starts after 0F0.0 has ended and may need
+                                               it, so the receive is posted behind it, at x.
+
+Holding an end back costs nothing on this timeline: the other end is not there earlier. ADR 22 has the proof.
+
+Where all ranks may drain at every op, as in a first step, in which each loads its kernels, no message may be under way
+while an op of its ranks runs. Then a receive is posted right in front of its reader, and a send where the op before
+that receive has ended. Ops by their start and messages by the end of that op have one order on all ranks.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import reader_of, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
-from deepspeed_ext.plan.programs.host_copies import (
-    CopiesOfPlace,
-    HostCopySettings,
-    copies_by_place,
-    plan_host_copies,
-)
-from deepspeed_ext.plan.programs.order_checks import check_host_copies
-from deepspeed_ext.plan.programs.planned_ops import num_ops
-from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, num_ops, reader_of, received, result
+from deepspeed_ext.plan.programs.device import Device, Drains, check_host_copies, check_programs
+from deepspeed_ext.plan.programs.host_copies import CopiesOfPlace, HostCopySettings, copies_by_place, plan_host_copies
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
     COMPUTE,
@@ -51,20 +69,162 @@ from deepspeed_ext.plan.programs.program import (
     RECEIVE,
     SEND,
     UNBUFFERED,
+    Channel,
     Instruction,
     InstructionKind,
     Program,
     channels,
-)
-from deepspeed_ext.plan.programs.reductions import with_reductions
-from deepspeed_ext.plan.programs.simulated_schedule import (
-    FEW_OPS,
-    SimulatedSchedule,
-    SpansOfRank,
-    lowering_costs,
+    with_reductions,
 )
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.timeline import Span
+
+_NOTHING = Span(Op(OpKind.FORWARD, 0, 0, 0), -inf, -inf)
+"""In front of the first op of a rank."""
+
+
+class Posting(NamedTuple):
+    """Where the ends of one message are posted: a place p is in front of op p of a rank's order, or behind all ops."""
+
+    message: Op
+    """The result that travels, as `dependencies.result` names it."""
+    send: int
+    """Place on the sending rank."""
+    expected: float
+    """When the receiver is nearly there: messages that are sent at one place go in the order of these."""
+    receive: int
+    """Place on the receiving rank."""
+    reader: int
+    """Op that the receive must precede: the reader, or an earlier one that reads a later message of the channel."""
+    complete: int
+    """Place on the sending rank at which the send has surely been received."""
+
+
+class RankMessages:
+    """The messages that one rank gives and reads.
+
+    Attributes:
+        spans: its ops.
+        given: per channel, the messages in the order of their ops, each with the place of its op.
+        readers: per message, the place of the op that reads it.
+    """
+
+    def __init__(self, rank: int, spans: Sequence[Span], shape: PipelineShape) -> None:
+        self.spans = spans
+        self.given: dict[Channel, list[tuple[Op, int]]] = defaultdict(list)
+        self.readers: dict[Op, int] = {}
+        ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+        for place, span in enumerate(spans):
+            message, reader = result(span.op), reader_of(result(span.op), shape)
+            if reader is not None and ranks[reader.stage] != rank:
+                self.given[Channel(rank, ranks[reader.stage], message.kind)].append((message, place))
+            needed = received(span.op, shape)
+            if needed is not None and ranks[needed.stage] != rank:
+                self.readers[needed] = place
+
+
+def postings(
+    channel: Channel, source: RankMessages, target: RankMessages, *, under_ops: bool = True
+) -> Iterator[Posting]:
+    """Yield where the messages of a channel are posted, in their order.
+
+    Args:
+        channel: from one rank to another.
+        source: messages of the rank that sends.
+        target: messages of the rank that receives.
+    """
+    # Without their backwards, as in an evaluation, some results have no reader.
+    messages = [(message, place) for message, place in source.given[channel] if message in target.readers]
+    # Receives keep the order of the sends, so one is due when any that follows it is.
+    due = list(accumulate((target.readers[message] for message, _ in reversed(messages)), min))[::-1]
+    send = receive = 0
+    starts = [span.start for span in source.spans]
+    for (message, producer), reader in zip(messages, due, strict=True):
+        begins = source.spans[producer].start
+        receive = max(receive, reader - under_ops)
+        while target.spans[receive].end <= begins:
+            receive += 1
+        before = target.spans[receive - 1] if receive else _NOTHING
+        expected = before.start if under_ops else before.end
+        send = max(send, producer + 1)
+        while send < len(source.spans) and _is_over(source.spans[send], expected, under_ops):
+            send += 1
+        complete = max(send, bisect_left(starts, target.spans[target.readers[message]].end))
+        yield Posting(message, send, expected, receive, reader, complete)
+
+
+def _is_over(span: Span, time: float, under_ops: bool) -> bool:
+    """Whether a message that is expected at a time need not be sent in front of an op."""
+    return span.end <= time if under_ops else span.start < time
+
+
+FEW_OPS = 16_384
+"""Ops of a step for which plain Python takes a second or two, about as long as loading compiled code."""
+
+SpansOfRank = Callable[[int], Sequence[Span]]
+"""Called with a pipeline rank, returns its ops with their simulated start and end."""
+
+
+class SimulatedSchedule:
+    """A schedule that keeps its simulated timelines. It is a schedule itself.
+
+    Args:
+        costs: of the ops of a shape, the same on all ranks; None for `lowering_costs`.
+        complete: every token slice must go forward and backward.
+    """
+
+    def __init__(
+        self, schedule: Schedule, *, costs: Callable[[PipelineShape], OpCosts] | None = None, complete: bool = True
+    ) -> None:
+        self._schedule, self._complete = schedule, complete
+        self.costs = costs or lowering_costs
+        """Costs that the timeline of a shape has."""
+        self._spans: dict[PipelineShape, SpansOfRank] = {}
+        self.proven: set[tuple[PipelineShape, Device, HostCopySettings | None]] = set()
+        """Shapes, devices and host copies for which `lowering.check_lowering` has found that its programs end."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "SimulatedSchedule":
+        """A schedule of training steps; one that remembers already stays as it is."""
+        return schedule if isinstance(schedule, cls) else cls(schedule)
+
+    def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
+        """The ops of a rank, as `schedules.Schedule` says."""
+        return self._schedule(shape, rank)
+
+    def spans(self, shape: PipelineShape) -> SpansOfRank:
+        """Return the simulated spans of any rank, by its number.
+
+        Raises:
+            PlanError: if an op is missing, or where it does not belong, or there are too many.
+            ScheduleDeadlock: if the ops of ranks wait for each other.
+        """
+        if shape not in self._spans:
+            self._spans[shape] = self._simulate(shape)
+        return self._spans[shape]
+
+    def _simulate(self, shape: PipelineShape) -> SpansOfRank:
+        check_num_ops(shape)
+        costs = self.costs(shape).in_order()
+        if num_ops(shape) <= FEW_OPS:
+            orders = rank_orders(self._schedule, shape)
+            if self._complete:
+                # A forward without its backward would train on a part of the gradients, and nobody would notice.
+                check_complete(orders, shape)
+            return simulate(orders, shape, costs).spans.__getitem__
+        from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+
+        compiled = CompiledOrders.of_schedule(self._schedule, shape)
+        if self._complete:
+            compiled.check_complete()
+        return compiled.simulate(costs).spans
+
+
+def lowering_costs(shape: PipelineShape) -> OpCosts:
+    """Costs of the timeline that programs are lowered from where no others are known: a backward takes two forwards."""
+    return OpCosts.uniform(shape, weight_gradient=1.0)
+
 
 _Step = tuple[InstructionKind, Op]
 """An instruction before it has a buffer, and the op that it is or serves."""

@@ -1,9 +1,9 @@
 """Op orders simulated: the plain statement of it, and the same compiled, many times faster.
 
     plain      what a schedule takes, and why it deadlocks: read this one
-    compiled   equal to it to the last bit, for searches: `wiring` puts orders into numbers, `loop` goes through them
+    compiled   equal to it to the last bit, for searches; `arrays` puts orders into numbers and goes through them
 
-Both read what ops wait for from one table, `dependencies.DEPENDENCIES`.
+Both read what ops wait for from one table, `ops.DEPENDENCIES`.
 """
 
 from deepspeed_ext.plan.simulate.plain import (

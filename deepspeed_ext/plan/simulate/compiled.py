@@ -17,20 +17,25 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import parts
 from deepspeed_ext.plan.memory import token_lengths
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan, TimedCopy
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings, TimedCopy
 from deepspeed_ext.plan.schedules import Schedule
-from deepspeed_ext.plan.simulate.copy_events import CopyEvents
-from deepspeed_ext.plan.simulate.loop import compiled_loop, simulate_ops
+from deepspeed_ext.plan.simulate.arrays import (
+    KINDS,
+    CopyEvents,
+    OpColumns,
+    Wiring,
+    compiled_loop,
+    fits,
+    simulate_ops,
+    wire,
+)
 from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
-from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns, Wiring, fits, wire
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from deepspeed_ext.plan.simulate.wiring import Numbers
+    from deepspeed_ext.plan.simulate.arrays import Numbers
 
 
 @dataclass(frozen=True)

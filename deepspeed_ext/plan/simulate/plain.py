@@ -7,15 +7,11 @@ held equal to it.
 from collections import defaultdict, deque
 from collections.abc import Container, Sequence
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, result
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import CopyLanes, HostCopyPlan
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.program import Channel
-from deepspeed_ext.plan.programs.reductions import reductions_beside
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, prerequisites, reading_stage, result
+from deepspeed_ext.plan.programs.host_copies import CopyLanes, HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.program import Channel, reductions_beside
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 

@@ -24,11 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.optimise.kernel import kernel
-from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
-from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
+from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
+from deepspeed_ext.plan.solve.problem import Numbers, kernel
 
 MOST_POINTS = 1024
 """Places where a sequence may be cut: each micro-batch size has tables of this squared."""

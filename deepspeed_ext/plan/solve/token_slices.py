@@ -1,24 +1,202 @@
-"""Token slices for the schedule that really runs: a search over cuts, judged by the simulated makespan.
+"""Token slices, and layers of stages with them, for the schedule that really runs: a search judged by the makespan.
+
+How long a step takes with a cut: what the solvers of token slices and of stages compare by.
+
+Both evaluations keep what does not depend on the cut (the order of a fixed schedule, the channels), so that one cut
+costs a replay, and count the simulated ops: that is the solvers' clock, since results must not depend on time.
+
+Token slices for the schedule that really runs: a search over cuts, judged by the simulated makespan.
 
 A cut is good if no rank waits; when they do depends on the schedule, on uneven stages, on the memory limit. There is
 no formula (TeraPipe's holds for gpipe; equal forward FLOPs leave the backwards uneven, in which attention weighs
 twice), so cuts are tried: first those that would be balanced if attention were 0, 10, 20 ... 100 % of the cost, then
 tokens are moved between the token slices of the best, many at first, at last as few as the granularity lets.
+
+Uneven stages and token slices together: how many layers each stage has, so that the head's stage is not the slowest.
+
+A language-model head costs as much as several layers. Its rank makes all others wait, in every token slice, unless it
+has fewer layers. The search begins with ranks that are as equally loaded as whole layers allow, then moves single
+layers between stages and tokens between token slices in turn, judged by the simulated makespan.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
 
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
+import numpy as np
+
+from deepspeed_ext.plan.costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
-from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
-from deepspeed_ext.plan.text.progress_line import Progress, unseen
+from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of, op_costs
+from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, list_schedule
+from deepspeed_ext.plan.solve.orders import search_rules
+from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, peaks, replay
+from deepspeed_ext.plan.terminal import Progress, unseen
+
+PANEL = 4
+"""Rules that judge a cut: an optimised schedule is as good as the best of them, or a little better."""
+RULES_PER_ROUND, OPS_PER_ROUND, FEWEST_RULES = 400, 3e6, 40
+"""How many rules are tried when a panel is chosen: by the ops of a pipeline, but no more and no fewer than these."""
+LIST_SCHEDULE_PER_REPLAY = 5
+"""Cost of making an order, in replays of it."""
+
+
+class CutEvaluation(Protocol):
+    """Judges cuts."""
+
+    num_ops: int
+    """Ops that were simulated so far."""
+
+    def __call__(self, cut: TokenSlices) -> float:
+        """Makespan with a cut; more than any if the memory limit is not kept."""
+        ...
+
+    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
+        """Judge by other costs from now on."""
+        ...
+
+    def adapt(self, cut: TokenSlices) -> None:
+        """Choose what is best for this cut, where there is a choice."""
+        ...
+
+
+class _Cuts:
+    """Makes the problem of one cut from that of another."""
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        token_slice_costs: TokenSliceCosts,
+        memory_limit: float | None,
+        transfer: float | TransferCosts,
+    ) -> None:
+        self.token_slice_costs = token_slice_costs
+        even = TokenSlices((1,) * shape.num_token_slices)
+        self._even = SchedulingProblem.of(shape, op_costs(shape, even, token_slice_costs, transfer), memory_limit)
+
+    def problem(self, cut: TokenSlices) -> SchedulingProblem:
+        """With the times and the memory of a cut."""
+        shape, tables = self._even.shape, self._even.tables
+        shares = np.array(cut.lengths) / cut.seq_length
+        return replace(
+            self._even,
+            lengths=tuple(shares.tolist()),
+            tables=tables._replace(
+                times=np.ascontiguousarray(self.token_slice_costs(range(shape.num_stages), *bounds_of(cut))),
+                activation=shares / shape.num_model_chunks,
+                sending=tables.sending * (shares * shape.num_token_slices),
+            ),
+        )
+
+
+class FixedSchedule:
+    """Judges cuts by one schedule, whose order does not depend on them."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        shape: PipelineShape,
+        token_slice_costs: TokenSliceCosts,
+        *,
+        memory_limit: float | None = None,
+        transfer: float | TransferCosts = 0.0,
+    ) -> None:
+        """See `solve_token_slices` for the arguments.
+
+        Raises:
+            PlanError: if the schedule deadlocks, or has no such shape.
+        """
+        self.num_ops = 0
+        self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
+        even = TokenSlices((1,) * shape.num_token_slices)
+        problem = self._cuts.problem(even)
+        self._orders = NumberedOrders.of(problem.numbered(rank_orders(schedule, shape)))
+        if replay(problem, self._orders) == inf:
+            raise PlanError("the schedule deadlocks, whatever the token slices: simulate it to see which ops wait")
+
+    def __call__(self, cut: TokenSlices) -> float:
+        """See `CutEvaluation`."""
+        problem = self._cuts.problem(cut)
+        self.num_ops += int(self._orders.lengths.sum())
+        over = float(peaks(problem, self._orders).max()) - problem.memory_limit
+        makespan = replay(problem, self._orders)
+        # Not infinite, so that a search finds its way down to the limit.
+        return makespan if over <= 1e-9 else makespan * (100 + over)
+
+    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
+        """See `CutEvaluation`."""
+        self._cuts.token_slice_costs = token_slice_costs
+
+    def adapt(self, cut: TokenSlices) -> None:
+        """There is one order only."""
+
+
+class OptimisedOrders:
+    """Judges cuts by the orders that a few good rules give; `adapt` finds other rules."""
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        token_slice_costs: TokenSliceCosts,
+        *,
+        memory_limit: float | None = None,
+        transfer: float | TransferCosts = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """See `solve_token_slices` for the arguments."""
+        self.num_ops = 0
+        self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
+        self._rules: Sequence[PriorityRule] = ()
+        self._seed = seed
+
+    def __call__(self, cut: TokenSlices) -> float:
+        """See `CutEvaluation`."""
+        problem = self._cuts.problem(cut)
+        priorities = Priorities(problem)
+        if not self._rules:
+            self.adapt(cut)
+        self.num_ops += problem.num_ops * len(self._rules) * LIST_SCHEDULE_PER_REPLAY
+        return min(list_schedule(problem, priorities.of(rule), priorities.patience(rule))[0] for rule in self._rules)
+
+    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
+        """See `CutEvaluation`."""
+        self._cuts.token_slice_costs = token_slice_costs
+
+    def adapt(self, cut: TokenSlices) -> None:
+        """See `CutEvaluation`."""
+        problem = self._cuts.problem(cut)
+        num_rules = max(min(RULES_PER_ROUND, int(OPS_PER_ROUND / problem.num_ops)), FEWEST_RULES)
+        self.num_ops += problem.num_ops * num_rules * LIST_SCHEDULE_PER_REPLAY
+        self._rules = search_rules(problem, num_rules, self._seed, self._rules)[:PANEL]
+
+
+def evaluation_of(
+    schedule: Schedule | None,
+    shape: PipelineShape,
+    token_slice_costs: TokenSliceCosts,
+    *,
+    memory_limit: float | None,
+    transfer: float | TransferCosts,
+) -> CutEvaluation:
+    """Return what cuts for a schedule are judged by.
+
+    Args:
+        schedule: that will run; None for the one that `optimise` makes.
+        memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
+
+    Raises:
+        PlanError: if the schedule deadlocks, or has no such shape.
+    """
+    if schedule is None:
+        return OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    return FixedSchedule(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+
 
 PLAYED_OPS = 25e6
 """Ops that the search simulates with effort 1: about a second of one core."""
@@ -164,3 +342,135 @@ def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, mem
             f"memory limit {memory_limit}: no cut was found with which this schedule keeps it, the best holds "
             f"{peak:.3f} activations of a micro-batch; give a higher limit, more token slices, or an optimised schedule"
         )
+
+
+CostsOfLayers = Callable[[Sequence[int]], TokenSliceCosts]
+"""Costs of stages with so many layers each: embedding and head included, wherever they are."""
+
+STAGE_ROUNDS = 2
+MOST_SOURCES = 4
+"""Stages that layers are taken from, and stages that get them, in one try: the heaviest and the lightest."""
+
+
+@dataclass(frozen=True)
+class SolvedStages:
+    """Stages, token slices, and what they were judged by."""
+
+    partition: StagePartition
+    cut: TokenSlices
+    makespan: float
+    """With the schedule; see `SolvedTokenSlices`."""
+
+
+def solve_stages(
+    shape: PipelineShape,
+    num_layers: int,
+    seq_length: int,
+    costs_of_layers: CostsOfLayers,
+    *,
+    schedule: Schedule | None = None,
+    memory_limit: float | None = None,
+    granularity: int = 1,
+    min_length: int = 1,
+    transfer: float | TransferCosts = 0.0,
+    effort: float = 1.0,
+    progress: Progress = unseen,
+) -> SolvedStages:
+    """Find layers per stage and token slices with a short step.
+
+    Args:
+        num_layers: of the model, at least one for each stage.
+        schedule: that will run; None for one that `optimise` makes.
+        memory_limit: as for `solve_token_slices`; activations count as if stages were even.
+        min_length: tokens that each token slice has at least.
+        transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
+        effort: time to take, in about three seconds of one core.
+        progress: is told how much of the search is done, at most.
+
+    Raises:
+        PlanError: if there are fewer layers than stages, or as `solve_token_slices` does.
+    """
+    grid = CutGrid(seq_length, granularity, min_length)
+    grid.check_count(shape.num_token_slices)
+    even = StagePartition.uniform(num_layers, shape.num_stages)
+    layers = _level([len(even.layers(stage)) for stage in range(shape.num_stages)], shape, costs_of_layers, seq_length)
+    token_slice_costs = costs_of_layers(layers)
+    evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+
+    def searched(turn: int) -> SolvedTokenSlices:
+        def of_all(share: float) -> None:
+            progress((turn + share) / (STAGE_ROUNDS + 1))
+
+        return search_cuts(grid, shape.num_token_slices, evaluation, effort, progress=of_all)
+
+    solved = searched(0)
+    for turn in range(1, STAGE_ROUNDS + 1):
+        before = layers
+        layers = _moved_layers(layers, shape, costs_of_layers, solved.cut, evaluation)
+        evaluation.change_costs(costs_of_layers(layers))
+        if layers == before:
+            break
+        evaluation.adapt(solved.cut)
+        solved = searched(turn)
+    if schedule is not None and memory_limit is not None:
+        check_memory(schedule, shape, solved.cut, memory_limit)
+    bounds = tuple(int(bound) for bound in np.cumsum([0, *layers]))
+    return SolvedStages(StagePartition(bounds), solved.cut, solved.makespan)
+
+
+def _loads(layers: Sequence[int], shape: PipelineShape, costs_of_layers: CostsOfLayers, seq_length: int) -> list[float]:
+    """Work of each stage for one whole sequence."""
+    times = costs_of_layers(layers)(range(shape.num_stages), np.array([0]), np.array([seq_length]))
+    return [float(time) for time in times.sum(axis=(0, 2))]
+
+
+def _level(layers: list[int], shape: PipelineShape, costs_of_layers: CostsOfLayers, seq_length: int) -> list[int]:
+    """Move layers from the rank with the most work to the one with the least, while that makes the most less."""
+
+    def by_rank(loads: Sequence[float]) -> list[float]:
+        return [sum(loads[stage] for stage in shape.stages_of(rank)) for rank in range(shape.num_ranks)]
+
+    loads = _loads(layers, shape, costs_of_layers, seq_length)
+    while True:
+        work = by_rank(loads)
+        heavy, light = work.index(max(work)), work.index(min(work))
+        source = max(shape.stages_of(heavy), key=layers.__getitem__)
+        target = min(shape.stages_of(light), key=layers.__getitem__)
+        if layers[source] == 1 or heavy == light:
+            return layers
+        changed = list(layers)
+        changed[source] -= 1
+        changed[target] += 1
+        loads = _loads(changed, shape, costs_of_layers, seq_length)
+        if sorted(by_rank(loads), reverse=True) >= sorted(work, reverse=True):
+            return layers
+        layers = changed
+
+
+def _moved_layers(
+    layers: list[int],
+    shape: PipelineShape,
+    costs_of_layers: CostsOfLayers,
+    cut: TokenSlices,
+    evaluation: CutEvaluation,
+) -> list[int]:
+    """Move single layers between stages while the step gets shorter."""
+    evaluation.change_costs(costs_of_layers(layers))
+    makespan = evaluation(cut)
+    improved = True
+    while improved:
+        improved = False
+        loads = _loads(layers, shape, costs_of_layers, cut.seq_length)
+        by_load = sorted(range(shape.num_stages), key=loads.__getitem__)
+        for source in reversed(by_load[-MOST_SOURCES:]):
+            for target in by_load[:MOST_SOURCES]:
+                if source == target or layers[source] == 1:
+                    continue
+                changed = list(layers)
+                changed[source] -= 1
+                changed[target] += 1
+                evaluation.change_costs(costs_of_layers(changed))
+                judged = evaluation(cut)
+                if judged < makespan:
+                    makespan, layers, improved = judged, changed, True
+    return layers

@@ -5,20 +5,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families import gemma, gpt2, layernorm, llama
+from megatron_terapipe.huggingface.families import layernorm, llama
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
-from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE, WORD, SettingsFile
+from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
         for family in (
-            *(gpt2.GPT2, llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
-            *(gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
+            *(layernorm.GPT2, llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
+            *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
             *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON, layernorm.FALCON),
-            *(gpt2.OPT, gpt2.GPT_BIGCODE),
+            *(layernorm.OPT, layernorm.GPT_BIGCODE),
         )
     }
 )

@@ -22,14 +22,14 @@ from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig, PrecisionConfig
-from megatron_terapipe.config.training.optimizer import OptimizerConfig
-from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.config.training import OptimizerConfig
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
-from megatron_terapipe.search.op_times.profile import ProfiledEngine
+from megatron_terapipe.search.price.profile import ProfiledEngine
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.step.optimizer import build_optimizer
-from megatron_terapipe.training.step.token_slice_batch import split_batch
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.micro_batches import split_batch
+from megatron_terapipe.training.optimizer import build_optimizer
 
 STEPS = 7
 """Measured steps of each engine, fewer where the time is over."""

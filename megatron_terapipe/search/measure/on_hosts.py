@@ -1,24 +1,28 @@
-"""Measures on the hosts of a hostfile, with DeepSpeed's launcher; what the first rank says comes back on its output."""
+"""Measures on the hosts of a hostfile, with DeepSpeed's launcher: it starts this module once on every slot.
+
+The profile comes back on the output of the first rank.
+"""
 
 import base64
 import json
 import os
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.hostfile import parse_hostfile
-from megatron_terapipe.search.measure.machine import Progress
+from megatron_terapipe.search.machine.hostfile import parse_hostfile
+from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.measure.machine import Progress, engine_here, measure_together
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
-from megatron_terapipe.search.op_times.profile import Profile
-from megatron_terapipe.search.op_times.profile_files import parse_profile
-from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launch.launcher import free_port, launcher, supervised, variables
+from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.profile_files import parse_profile, profile_to_json
 
 MARK = "measured: "
 """Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""
@@ -47,7 +51,7 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     package = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
-    words += ["megatron_terapipe.search.measure.launched", _encoded(json.dumps(sizes.to_json()))]
+    words += ["megatron_terapipe.search.measure.on_hosts", _encoded(json.dumps(sizes.to_json()))]
     check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
     hosts = [host.name for host in parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)]
     others: deque[str] = deque(maxlen=LINES_SHOWN)
@@ -97,3 +101,32 @@ def _encoded(text: str) -> str:
 
 def _decoded(text: str) -> str:
     return base64.urlsafe_b64decode(text).decode()
+
+
+def main(word: str) -> int:
+    """Measure as the word says, and return the exit code; the first rank tells what was measured."""
+    sizes, begun = sizes_of(word), time.perf_counter()
+    engine = None
+    try:
+        # The others wait for the first host where they meet.
+        if os.environ["CROSS_RANK"] == os.environ["LOCAL_RANK"] == "0":
+            tell(Progress(0.0, "the engine"))
+            engine = engine_here(sizes, int(os.environ["LOCAL_SIZE"]))
+        measure_together(tell, sizes, sizes.budget_s - (time.perf_counter() - begun), engine)
+    except UserError as error:
+        print(*lines_of({"error": str(error)}), sep="\n", flush=True)
+        return 2
+    return 0
+
+
+def tell(news: Any) -> None:
+    """Write what was found for whoever launched the ranks; of other ranks than the first, nothing."""
+    if os.environ["RANK"] != "0":
+        return
+    message = {"profile": profile_to_json(news)} if isinstance(news, Profile) else {"progress": news._asdict()}
+    for line in lines_of(message):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

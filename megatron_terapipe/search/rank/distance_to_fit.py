@@ -11,17 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_terapipe.search.cost.prediction import RankMemory
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster, Device
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.rank.grid.grid_memory import GridMemory
-from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, legal_grids
-from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.strategy_fields import SOLVED
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.prediction import RankMemory
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.search.rank.grid_memory import GridMemory
+from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
+from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 COUNTED_EXACTLY = 8
 """Strategies with the lowest bounds of memory whose memory is counted on their schedule."""

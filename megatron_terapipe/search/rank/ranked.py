@@ -6,11 +6,11 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.prediction import Prediction
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.space.legal_grids import broken_rule
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.rank.rules import broken_rule
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 __all__ = ["Ranked", "predict_one", "ranked_in_order"]

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads, total_bytes
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
-from megatron_terapipe.search.op_times.constants import moved
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
-from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved
+from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
+from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.strategy import Strategy
 

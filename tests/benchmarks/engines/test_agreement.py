@@ -4,13 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.engines.agreement import TOLERANCE, largest_difference
-from benchmarks.engines.catalogue import Entry, catalogue
-from benchmarks.engines.names import IN_ONE_THREAD
-from benchmarks.engines.pipelines.engine import Engine, Job
-from benchmarks.engines.pipelines.plain import plain
-from benchmarks.engines.results import Measured, Name
-from benchmarks.engines.turns import Competition
+from benchmarks.engines.pipelines import Engine, Entry, Job, catalogue, plain
+from benchmarks.engines.results import IN_ONE_THREAD, Measured, Name
+from benchmarks.engines.turns import TOLERANCE, Competition, largest_difference
 from megatron_terapipe.config import ModelConfig
 from tests.distributed import run_distributed
 

@@ -6,13 +6,22 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.engines.findings import circumstances, findings
-from benchmarks.engines.names import DEEPSPEED, IN_ONE_THREAD, IN_TWO_THREADS, OURS, PIPELINE_ENGINE, TORCH, ours_with
-from benchmarks.engines.page import PAGE, main
-from benchmarks.engines.picture import draw
-from benchmarks.engines.results import Document, Measured, Name, Noise, Run
-from benchmarks.engines.table import COLUMNS, table
-from benchmarks.measuring.markers import BEGIN, END, written_between
+from benchmarks.engines.page import COLUMNS, PAGE, circumstances, draw, findings, main, table
+from benchmarks.engines.results import (
+    DEEPSPEED,
+    IN_ONE_THREAD,
+    IN_TWO_THREADS,
+    OURS,
+    PIPELINE_ENGINE,
+    TORCH,
+    Document,
+    Measured,
+    Name,
+    Noise,
+    Run,
+    ours_with,
+)
+from benchmarks.measuring.report import BEGIN, END, written_between
 
 
 def _measured(name: Name, *seconds: float, megabytes: int = 100) -> Measured:

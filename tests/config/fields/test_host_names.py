@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.config.fields.host_names import check_host_name, is_host_name
+from megatron_terapipe.config.parsing import check_host_name, is_host_name
 from megatron_terapipe.errors import ConfigError
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.errors import ConfigError, UserError
+from megatron_terapipe.errors import ConfigError
 
 MODEL = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 300 --micro-batch-size 1"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.config.files.logging import IterationNumbers, LoggingConfig
+from megatron_terapipe.config.logging import IterationNumbers, LoggingConfig
 
 
 @pytest.mark.parametrize(

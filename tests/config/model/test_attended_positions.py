@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_terapipe.config.model.attended_positions import attended_positions, positions_in_reach
+from megatron_terapipe.config.flops import attended_positions, positions_in_reach
 
 tokens = st.integers(0, 60)
 

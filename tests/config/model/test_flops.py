@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.layers import BlockShape
 
 
 def gpt(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.config.model.layer_pattern import layers_of_pattern, window_of_megatron
+from megatron_terapipe.config.layers import layers_of_pattern, window_of_megatron
 from megatron_terapipe.errors import ConfigError
 from tests.model.configs import model_config
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.layers import BlockShape
 
 HEADS, HIDDEN = 8, 384
 USUAL = {"num_key_value_heads": 4, "ffn_hidden_size": 640}

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.layers import BlockShape
 
 PATH = "--heterogeneous-layers-config-path"
 USUAL = BlockShape(num_key_value_heads=8, ffn_hidden_size=256)

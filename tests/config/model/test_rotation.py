@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.config.model.rotation import FOLLOW_LENGTH, for_length, rotation_of
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.rotation import FOLLOW_LENGTH, for_length, rotation_of
 from megatron_terapipe.errors import ConfigError
 from tests.model.configs import model_config
 

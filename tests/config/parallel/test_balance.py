@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config import Config, ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.config.parallel.balance import TILE, balanced_token_slices
+from megatron_terapipe.config import Config, ModelConfig, flops
+from megatron_terapipe.config.pipeline import TILE, balanced_token_slices
 from megatron_terapipe.errors import ConfigError
 
 

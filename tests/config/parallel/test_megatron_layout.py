@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_terapipe.config import ParallelConfig
-from megatron_terapipe.config.parallel.megatron_layout import layout_stages
+from megatron_terapipe.config.pipeline import layout_stages
 from megatron_terapipe.errors import ConfigError
 
 

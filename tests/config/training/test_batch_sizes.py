@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from megatron_terapipe.config import BatchConfig
-from megatron_terapipe.config.training.batch_sizes import BatchSizes
+from megatron_terapipe.config.batch import BatchSizes
 from megatron_terapipe.errors import ConfigError
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_terapipe.data.files import index_cache
-from megatron_terapipe.data.files.file_columns import FileColumn
-from megatron_terapipe.data.files.index_cache import Arrays, IndexCache
+from megatron_terapipe.data import file_arrays as index_cache
+from megatron_terapipe.data.file_arrays import Arrays, FileColumn, IndexCache
 from megatron_terapipe.errors import DataError
 from tests.hostile_files import hostile_array
 
@@ -170,8 +169,8 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from megatron_terapipe.data.files import index_cache
-from megatron_terapipe.data.files.file_columns import FileColumn
-from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.file_arrays import FileColumn
+from megatron_terapipe.data.file_arrays import IndexCache
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.files import file_columns
-from megatron_terapipe.data.files.indexed_dataset import (
+from megatron_terapipe.data import file_arrays as file_columns
+from megatron_terapipe.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
     data_file,
@@ -137,7 +137,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 with IndexedDatasetWriter(sys.argv[1], 300) as writer:
     for _ in range(100_000):
         writer.add_document([9])

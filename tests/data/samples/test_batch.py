@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.runtime.sequence.documents import Documents
-from megatron_terapipe.data.samples.batch import Batch
+from deepspeed_ext.runtime.attention.documents import Documents
+from megatron_terapipe.data.loader import Batch
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.files.file_columns import FileColumn
-from megatron_terapipe.data.files.index_cache import IndexCache
-from megatron_terapipe.data.samples.blended_dataset import BlendedDataset, interleave
+from megatron_terapipe.data.datasets import BlendedDataset, interleave
+from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
 
 
 @given(

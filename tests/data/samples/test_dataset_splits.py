@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
-from megatron_terapipe.data.samples.blended_dataset import BlendedDataset
-from megatron_terapipe.data.samples.dataset_splits import DatasetSplits, build_datasets, split_ranges
-from megatron_terapipe.data.samples.gpt_dataset import GPTDataset
-from megatron_terapipe.data.samples.sample_order import SampleOrder
+from megatron_terapipe.data.datasets import BlendedDataset, DatasetSplits, build_datasets, split_ranges
+from megatron_terapipe.data.gpt_dataset import GPTDataset, SampleOrder
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
 
 

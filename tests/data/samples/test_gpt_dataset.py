@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.files.file_columns import FileColumn
-from megatron_terapipe.data.files.index_cache import IndexCache
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_terapipe.data.samples.dataset_splits import split_ranges
-from megatron_terapipe.data.samples.gpt_dataset import GPTDataset
+from megatron_terapipe.data.datasets import split_ranges
+from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
+from megatron_terapipe.data.gpt_dataset import GPTDataset
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
 
 DatasetOf = Callable[..., IndexedDataset]

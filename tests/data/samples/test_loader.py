@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_terapipe.data.samples.loader import MicroBatchLoader
+from megatron_terapipe.data.loader import MicroBatchLoader
 from megatron_terapipe.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_terapipe.data.samples.dataset_splits import MockDataset, mock_datasets
+from megatron_terapipe.data.datasets import MockDataset, mock_datasets
 
 
 def test_samples_are_the_same_on_every_rank_and_in_any_order() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_terapipe.data.subword_tokenizers import HuggingFaceTokenizer
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron_terapipe.data.subword_tokenizers import SentencePieceTokenizer
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_sentence_piece
 

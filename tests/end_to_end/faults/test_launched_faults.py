@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import (
-    DEEPSPEED,
-    Launch,
-    environment,
-    error_lines,
-    flags,
-    read_metrics,
-)
+from tests.end_to_end.launching import DEEPSPEED, Launch, environment, error_lines, flags, read_metrics
 
 pytestmark = pytest.mark.skipif(not DEEPSPEED.exists(), reason=f"{DEEPSPEED} is not there")
 
@@ -32,7 +25,7 @@ import os
 import re
 if os.environ.get("RANK") == "1":
     from megatron_terapipe.errors import DataError
-    from megatron_terapipe.training.step.step import TrainingStep
+    from megatron_terapipe.training.step import TrainingStep
     train = TrainingStep.run
     def fail(self, progress, batches):
         if progress.iteration == 2:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.doctor.probe.folder import PREFIX
+from megatron_terapipe.doctor.probe import PREFIX
 from tests.end_to_end.hosts.network import Host, Network
 from tests.end_to_end.launching import TIMEOUT_S, environment
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.errors import DataError
 from tests.end_to_end.launching import Launch, environment, error_lines, flags, num_metrics
 from tests.faults.campaign import Outcome, Settings

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.runtime.ledger.stall_watch import STANDS_STILL
+from deepspeed_ext.runtime.health.stall_watch import STANDS_STILL
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.hosts.network import Host, Network, missing, network
 from tests.end_to_end.launching import (

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed_ext.runtime.liveness.watch import ENDS_WITHIN_S
+from deepspeed_ext.runtime.health.rank_watch import ENDS_WITHIN_S
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.search.trials.launch.launcher import free_port
+from megatron_terapipe.search.machine.launcher import free_port
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import DEEPSPEED, Launch, error_lines, flags, read_metrics
 from tests.faults.campaign import Outcome, Settings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from deepspeed_ext.plan.command.main import main as plan
+from deepspeed_ext.plan.command import main as plan
 from megatron_terapipe.search.__main__ import main as search
 from tests.faults.campaigns.sizes import PLANNED, SEARCHED, TRAINED, Size
 

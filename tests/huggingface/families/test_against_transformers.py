@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.huggingface.families.registry import FAMILIES
-from megatron_terapipe.huggingface.families.settings_file import SettingsFile
+from megatron_terapipe.huggingface.families.settings import SettingsFile
 
 transformers = pytest.importorskip("transformers")
 

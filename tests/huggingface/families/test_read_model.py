@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.config.model.flops import model_parameters
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.errors import ConfigError, UserError
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.config.flops import model_parameters
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_fields, read_model
-from megatron_terapipe.huggingface.families.settings_file import SettingsFile
+from megatron_terapipe.huggingface.families.settings import SettingsFile
 
 
 def read(name: str, **settings: Any) -> ModelConfig:

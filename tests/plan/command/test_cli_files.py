@@ -5,9 +5,8 @@ import json
 import pytest
 
 from deepspeed_ext.plan.command import main
-from deepspeed_ext.plan.command.figures import summary
-from deepspeed_ext.plan.command.request import Request
-from deepspeed_ext.plan.command.sizes import Memory
+from deepspeed_ext.plan.command.request import Memory, Request
+from deepspeed_ext.plan.command.simulated import summary
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs.attention_tiles import SHORTEST_IN_WINDOW, tile_length
+from deepspeed_ext.plan.costs import SHORTEST_IN_WINDOW, tile_length
 
 sizes = st.integers(1, 5000)
 

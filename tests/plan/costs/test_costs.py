@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower

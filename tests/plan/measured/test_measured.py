@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.command import main
-from deepspeed_ext.plan.command.steps import alike
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.measured import Comparison, measured_costs
-from deepspeed_ext.plan.measured.gaps import Gap, RankTime, gaps, rank_times
-from deepspeed_ext.plan.measured.step_record import StepRecord
+from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, alike, gaps, measured_costs, rank_times
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate

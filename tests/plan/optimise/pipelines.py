@@ -2,10 +2,9 @@
 
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise.problem import SchedulingProblem
+from deepspeed_ext.plan.solve.problem import SchedulingProblem
 
 times = st.floats(0.01, 10.0)
 

@@ -5,14 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise.bound import lower_bound
-from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.problem import SchedulingProblem
-from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
-from deepspeed_ext.plan.optimise.search import optimise
+from deepspeed_ext.plan.solve.bound import lower_bound
+from deepspeed_ext.plan.solve.list_scheduler import list_schedule
+from deepspeed_ext.plan.solve.orders import optimise
+from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, replay
 from tests.plan.optimise.pipelines import problems
 
 

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.memory import peak_activation
-from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.replay import NumberedOrders, peaks, replay
 from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.solve.list_scheduler import list_schedule
+from deepspeed_ext.plan.solve.problem import NumberedOrders, peaks, replay
 from tests.plan.optimise.pipelines import problems
 
 
@@ -47,8 +47,8 @@ def test_numbers_name_their_ops(problem):
 def test_orders_that_deadlock_have_no_makespan():
     from deepspeed_ext.plan.costs import OpCosts
     from deepspeed_ext.plan.ops import PipelineShape
-    from deepspeed_ext.plan.optimise.problem import SchedulingProblem
     from deepspeed_ext.plan.schedules import gpipe, rank_orders
+    from deepspeed_ext.plan.solve.problem import SchedulingProblem
 
     shape = PipelineShape(2, 2, 1)
     problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))

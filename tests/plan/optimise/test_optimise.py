@@ -5,20 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
-from deepspeed_ext.plan.optimise.anneal import anneal
-from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.problem import SchedulingProblem
-from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
-from deepspeed_ext.plan.optimise.search import merged
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
+from deepspeed_ext.plan.solve.orders import merged, optimise
+from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, replay
 from tests.plan.optimise.pipelines import problems
 
 QUICK = 1e-3

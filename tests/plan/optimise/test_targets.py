@@ -5,13 +5,13 @@
 
 import pytest
 
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve import PolynomialCosts, op_costs, solve_token_slices
+from deepspeed_ext.plan.solve.orders import optimise
 from tests.plan.schedules.test_nonuniform_table import balanced
 
 MEMORY = (8 + 8 - 1) / 8

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 import pytest
 from hypothesis import given
 
-from deepspeed_ext.plan.dependencies import prerequisites, reader_of, received, result
-from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.ops import Op, PipelineShape, Placement, prerequisites, reader_of, received, result
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,

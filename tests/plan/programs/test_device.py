@@ -5,13 +5,11 @@ from random import Random
 
 import pytest
 
-from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.ops import PipelineShape, Placement, result
 from deepspeed_ext.plan.programs.device import Device, Drains, Events, check_programs, num_streams
-from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
 from deepspeed_ext.plan.programs.program import COMPUTES, RECEIVES, SENDS, Instruction, Program
-from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from tests.strategies import WITH_MODEL_CHUNKS, random_orders

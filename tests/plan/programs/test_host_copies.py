@@ -10,15 +10,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.programs.program import (
-    DROP,
-    FETCH,
-    HOST_COPIES,
-    OFFLOAD,
-    Content,
-    InstructionKind,
-    Program,
-)
+from deepspeed_ext.plan.programs.program import DROP, FETCH, HOST_COPIES, OFFLOAD, Content, InstructionKind, Program
 from deepspeed_ext.plan.schedules import fixed, forward_order, gpipe
 from tests.strategies import host_copy_settings, orders_of_pipelines
 

@@ -5,16 +5,9 @@ import pytest
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.device import check_programs
-from deepspeed_ext.plan.programs.lowering import check_lowering, lower
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering, lower
 from deepspeed_ext.plan.programs.program import Channel, InstructionKind, Program, channel_of, channels
-from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
-from deepspeed_ext.plan.schedules import (
-    backward_order,
-    fixed,
-    forward_order,
-    interleaved,
-    one_f_one_b,
-)
+from deepspeed_ext.plan.schedules import backward_order, fixed, forward_order, interleaved, one_f_one_b
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 THERE_AND_BACK = PipelineShape(4, 1, 1, num_model_chunks=2, placement=Placement.V)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.device import Device, Events
-from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.lowering import lower, lowering_costs
 from deepspeed_ext.plan.programs.program import InstructionKind, Program
-from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders

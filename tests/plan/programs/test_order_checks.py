@@ -7,10 +7,9 @@ import pytest
 
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.device import Device, num_streams
+from deepspeed_ext.plan.programs.device import Device, check_host_copies, num_streams
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.programs.order_checks import check_host_copies
 from deepspeed_ext.plan.programs.program import Instruction
 from deepspeed_ext.plan.schedules import breadth_first, interleaved
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from deepspeed_ext.plan.command.main import main
+from deepspeed_ext.plan.command import main
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.lowering import check_lowering
-from deepspeed_ext.plan.programs.planned_ops import check_num_ops, slow_planning
-from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.ops import PipelineShape, check_num_ops, slow_planning
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedules import SCHEDULES
 
 

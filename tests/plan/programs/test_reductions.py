@@ -3,12 +3,11 @@ import json
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw import render_chrome_trace, render_svg
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.programs.program import InstructionKind
-from deepspeed_ext.plan.programs.reductions import Reduction, completing_ops
-from deepspeed_ext.plan.render import render_chrome_trace, render_svg
+from deepspeed_ext.plan.programs.program import InstructionKind, Reduction, completing_ops
 from deepspeed_ext.plan.schedules import SCHEDULES, forward_order, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline

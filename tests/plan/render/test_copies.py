@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_html, render_svg, render_text
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, render_svg, render_text
 from deepspeed_ext.plan.schedules import breadth_first, rank_orders
 from deepspeed_ext.plan.simulate import simulate_with_host_copies
 from deepspeed_ext.plan.timeline import Timeline

@@ -7,16 +7,14 @@ from html.parser import HTMLParser
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.critical_path import critical_path
-from deepspeed_ext.plan.dependencies import prerequisites, result
+from deepspeed_ext.plan.draw import Panel, render_html
+from deepspeed_ext.plan.draw.elements import op_colour
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import activation_over_time
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.render import Panel, render_html
-from deepspeed_ext.plan.render.palette import op_colour
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, prerequisites, result
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.timeline import Span, Timeline
+from deepspeed_ext.plan.timeline import Span, Timeline, critical_path
 
 KINDS = list(OpKind)
 

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import received, result
+from deepspeed_ext.plan.draw import render_chrome_trace, render_comparison, render_svg, render_text
+from deepspeed_ext.plan.draw.elements import oklch_to_hex, op_colour
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.render import render_chrome_trace, render_comparison, render_svg, render_text
-from deepspeed_ext.plan.render.palette import oklch_to_hex, op_colour
+from deepspeed_ext.plan.ops import Op, PipelineShape, received, result
 from deepspeed_ext.plan.schedules import interleaved, one_f_one_b, rank_orders, schedule_named, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Span, Timeline

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named

@@ -4,8 +4,7 @@ from hypothesis import given
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock, UserError
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.programs import lowering
-from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, lower
 from deepspeed_ext.plan.schedule_file import parse_schedule, read_schedule, schedule_from_file, write_schedule
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders
 from tests.strategies import orders_of_pipelines

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.dependencies import parts, prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement, parts, prerequisites, result
 from deepspeed_ext.plan.schedules import (
     SCHEDULES,
     fixed,
@@ -21,15 +20,7 @@ from deepspeed_ext.plan.schedules import (
 )
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import executed_order
-from tests.strategies import (
-    WITH_MODEL_CHUNKS,
-    costs_with_links,
-    orders_of_pipelines,
-    pipelines,
-    shapes,
-    tables,
-    times,
-)
+from tests.strategies import WITH_MODEL_CHUNKS, costs_with_links, orders_of_pipelines, pipelines, shapes, tables, times
 
 
 @given(pipelines())

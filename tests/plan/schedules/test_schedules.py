@@ -11,9 +11,9 @@ import pytest
 
 from deepspeed_ext.plan import schedules
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw import render_text
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 

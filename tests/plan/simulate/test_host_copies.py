@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import breadth_first, rank_orders
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies

@@ -1,9 +1,8 @@
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, received, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.ops import Op, PipelineShape, Placement, parts, prerequisites, reading_stage, received, result
 from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, check_orders, simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.dependencies import result
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import Op, PipelineShape, result
 from deepspeed_ext.plan.programs.program import channel_of, channels
 from deepspeed_ext.plan.schedules import forward_order, gpipe, interleaved, rank_orders
 from deepspeed_ext.plan.simulate import simulate

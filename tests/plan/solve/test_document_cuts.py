@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve import document_cuts
-from deepspeed_ext.plan.solve.document_cuts import DocumentCuts
+from deepspeed_ext.plan.solve import cuts as document_cuts
+from deepspeed_ext.plan.solve.cuts import DocumentCuts
 
 TOKENS = 48
 

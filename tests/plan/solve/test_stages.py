@@ -5,11 +5,11 @@ import pytest
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.solve.stages import solve_stages
-from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.cuts import PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.orders import optimise
+from deepspeed_ext.plan.solve.token_slices import solve_stages
 from tests.plan.solve.cuts import all_cuts
 
 TOKENS = 8192

@@ -11,9 +11,8 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
+from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
 from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
-from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from tests.plan.solve.cuts import all_cuts
 
 SEQ_LENGTH = 6

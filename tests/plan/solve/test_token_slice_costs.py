@@ -3,11 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
+from deepspeed_ext.plan.costs import TransferCosts, attention_costs
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.cuts import PolynomialCosts, op_costs
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 2))

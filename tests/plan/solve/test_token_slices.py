@@ -3,16 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
+from deepspeed_ext.plan.costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
-from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.orders import optimise
 from deepspeed_ext.plan.solve.token_slices import solve_token_slices
 from tests.plan.solve.cuts import all_cuts
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deepspeed_ext.plan.errors import MOST_CHARACTERS, PlanError, UserError
-from deepspeed_ext.plan.text.json_text import MOST_LEVELS, check_values, parse_json
+from deepspeed_ext.plan.text_files import MOST_LEVELS, check_values, parse_json
 
 
 def test_values_come_back() -> None:

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ext.plan.costs.attention_costs import attention_costs
+from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
-from deepspeed_ext.plan.text.progress_line import ProgressLine, time_left, unseen
+from deepspeed_ext.plan.terminal import ProgressLine, time_left, unseen
 
 
 class Terminal(io.StringIO):
@@ -62,7 +62,7 @@ def test_time_left(elapsed_s: float, done: float, words: str) -> None:
 
 
 def test_searches_tell_a_share_that_rises() -> None:
-    from deepspeed_ext.plan.optimise import optimise
+    from deepspeed_ext.plan.solve.orders import optimise
 
     shape, told = PipelineShape(2, 2, 2), []
     costs = PolynomialCosts.of_layers([1, 1], 64, 0.5)

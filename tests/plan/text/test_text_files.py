@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text.text_files import read_text, write_text
+from deepspeed_ext.plan.text_files import read_text, write_text
 
 
 def test_text_comes_back_without_the_mark_of_spreadsheets(tmp_path: Path) -> None:

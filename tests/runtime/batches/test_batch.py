@@ -6,7 +6,7 @@ from hypothesis import given
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batches.batch import (
+from deepspeed_ext.runtime.micro_batch import (
     detached,
     join_micro_batches,
     join_token_slices,

@@ -10,9 +10,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.batches.data_entries import DataEntries
-from deepspeed_ext.runtime.batches.forward_arguments import ForwardArguments
-from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
 from tests.runtime import models
 from tests.runtime.batches.test_dict_batches import Gate, Start, weighted_loss
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.batches.batch import to_device
-from deepspeed_ext.runtime.execution import stage_ops
-from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.runtime import stage_ops
+from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.micro_batch import to_device
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import BASE_SEED, WholePast, relative_error

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from deepspeed_ext.runtime.batches.live_batch import Buffer
+from deepspeed_ext.runtime.live_batch import Buffer
 
 
 def test_gradients_are_those_of_the_inputs_that_want_one_and_zeros_where_nothing_came() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.found_schedule import FoundSchedule
+from deepspeed_ext.plan.schedules import FoundSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batches.cuts import Cuts
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.live_batch import Cuts
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, as_numpy, batches_of, build, weights

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.execution.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.executor import INSTRUCTION_CLASSES, ProgramSchedule
 from tests.strategies import schedule_names, shapes
 
 

@@ -8,7 +8,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import Schedule, backward_order, forward_order, gpipe, zero_bubble
-from deepspeed_ext.runtime.execution.rank_programs import RankPrograms
+from deepspeed_ext.runtime.executor import RankPrograms
 
 SHAPE = PipelineShape(2, 1, 2)
 

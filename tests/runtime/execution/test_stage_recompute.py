@@ -10,9 +10,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from benchmarks.measuring.live_bytes import LiveBytes
+from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.runtime.attention.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed

@@ -11,10 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gradient_accumulation import as_deepspeed_does
-from deepspeed_ext.runtime.gradients import accumulated_gradients
-from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradient, AccumulatedGradients
-from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute, linear
-from megatron_terapipe.tensor_parallel import products
+from deepspeed_ext.runtime.gradients import weight_gradients as accumulated_gradients
+from deepspeed_ext.runtime.gradients.weight_gradients import (
+    AccumulatedGradient,
+    AccumulatedGradients,
+    WeightGradients,
+    compute,
+    linear,
+)
+from megatron_terapipe.model import tensor_parallel as products
 from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.runtime.gradients.test_weight_gradients import gradients, layer, tokens_of

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.gradients import gradient_reductions
-from deepspeed_ext.runtime.gradients.replica_gradients import Part
+from deepspeed_ext.runtime.gradients import reductions as gradient_reductions
+from deepspeed_ext.runtime.gradients.reductions import Part
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
 from tests.runtime import models

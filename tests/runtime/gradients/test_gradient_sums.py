@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.gradients.gradient_sums import buckets, sum_in_buckets, sum_over_sharing_ranks
+from deepspeed_ext.runtime.gradients.reductions import buckets, sum_in_buckets, sum_over_sharing_ranks
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
 from tests.runtime import models

@@ -3,9 +3,8 @@
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.launch import environment as environment_module
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
-from deepspeed_ext.runtime.launch.launchers import PORTS, Meeting
+from deepspeed_ext.runtime import launch as environment_module
+from deepspeed_ext.runtime.launch import PORTS, LaunchEnvironment, Meeting
 from tests.runtime.launch import recorded
 
 START = "start with deepspeed, torchrun, mpirun or srun"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.launch.slurm import first_host, tasks_of_node
+from deepspeed_ext.runtime.launch import first_host, tasks_of_node
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ext.plan.dependencies import prerequisites, result
-from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.ops import PipelineShape, prerequisites, result
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.timeline import Timeline, executed_order
 from tests.distributed import run_distributed

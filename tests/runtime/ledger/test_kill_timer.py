@@ -8,7 +8,7 @@ import pytest
 
 STOPPED = """
 import os, signal, sys, time
-from deepspeed_ext.runtime.ledger.kill_timer import KillTimer
+from deepspeed_ext.runtime.health.stall_watch import KillTimer
 
 timer = KillTimer()
 timer.set(1.0)

@@ -13,8 +13,8 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
-from deepspeed_ext.runtime.ledger import op_ledger
-from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
+from deepspeed_ext.runtime.health import ledger as op_ledger
+from deepspeed_ext.runtime.health.ledger import OpLedger, accelerator_mark
 from tests.file_formats.forms import validate
 
 PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))[1].instructions

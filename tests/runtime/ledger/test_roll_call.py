@@ -4,8 +4,7 @@ from unittest.mock import ANY
 
 import torch.distributed as dist
 
-from deepspeed_ext.runtime.ledger.position import Position
-from deepspeed_ext.runtime.ledger.roll_call import RollCall
+from deepspeed_ext.runtime.health.stall import Position, RollCall
 
 
 def at(rank: int) -> Position:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
-from deepspeed_ext.runtime.ledger.stall_watch import StallWatch, watch_this_rank
+from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.health.stall_watch import StallWatch, watch_this_rank
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, feed

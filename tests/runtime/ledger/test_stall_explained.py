@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.runtime.ledger.position import Position
-from deepspeed_ext.runtime.ledger.stall import explain, explain_alone
+from deepspeed_ext.runtime.health.stall import Position, explain, explain_alone
 
 LIMIT_S = 60.0
 OP = "forward 1F0.2 @0"

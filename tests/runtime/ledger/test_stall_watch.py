@@ -16,9 +16,9 @@ import torch.distributed as dist
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import gpipe
-from deepspeed_ext.runtime.ledger import stall_watch
-from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
-from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
+from deepspeed_ext.runtime.health import stall_watch
+from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.health.stall_watch import StallWatch
 from tests.file_formats.forms import validate
 
 PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))

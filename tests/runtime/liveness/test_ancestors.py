@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_ext.runtime.liveness.ancestors import Ancestor, host_launcher, is_orphan, launch_of
+from deepspeed_ext.runtime.health.processes import Ancestor, host_launcher, is_orphan, launch_of
 
 PYTHON = "/venv/bin/python3"
 PER_HOST = (PYTHON, "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30", "pretrain_gpt.py", "torchrun")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
+from deepspeed_ext.runtime.health.processes import HostRank, HostRanks, Mark
 
 
 def test_ranks_read_what_others_write_and_leave_no_file(tmp_path: Path) -> None:

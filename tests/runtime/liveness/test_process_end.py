@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys, threading
-from deepspeed_ext.runtime.liveness.process_end import ProcessEnd
+from deepspeed_ext.runtime.health.processes import ProcessEnd
 
 atexit.register(print, "the interpreter's own end")
 end = ProcessEnd()

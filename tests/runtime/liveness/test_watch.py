@@ -17,12 +17,9 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
-from deepspeed_ext.runtime.liveness.ancestors import Ancestor, birth_of
-from deepspeed_ext.runtime.liveness.host_news import Gone, _SignsOfLife
-from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
-from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
-from deepspeed_ext.runtime.liveness.watch import TERMINATED, RankWatch
+from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, Mark, ProcessEnds, birth_of
+from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Gone, RankWatch, _SignsOfLife
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 
 SOON_S = 20
 """Longer than anything here takes on a busy machine."""

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from deepspeed_ext.runtime.numbers.bad_states import BadState, described, not_finite
-from deepspeed_ext.runtime.numbers.states import MASTER, WEIGHT, State
+from deepspeed_ext.runtime.health.bad_states import MASTER, WEIGHT, BadState, State, described, not_finite
 
 
 def state(kind: str, *values: float, dtype: torch.dtype = torch.float32) -> State:

@@ -1,6 +1,6 @@
 """Which copies of a state differ, by their hashes."""
 
-from deepspeed_ext.runtime.numbers.consistency import REPLICAS, compared, described
+from deepspeed_ext.runtime.health.consistency import REPLICAS, compared, described
 
 
 def test_equal_copies_do_not_differ() -> None:

@@ -5,8 +5,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.runtime.numbers import tensor_hash
-from deepspeed_ext.runtime.numbers.tensor_hash import hashes
+from deepspeed_ext.runtime.health import consistency as tensor_hash
+from deepspeed_ext.runtime.health.consistency import hashes
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 

@@ -11,16 +11,15 @@ import pytest
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
-from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.runtime.execution import executor
-from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.plan.timeline import Timeline, critical_path
+from deepspeed_ext.runtime import executor
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.offload import TokenSliceCopies
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed

@@ -4,8 +4,7 @@ import weakref
 
 import torch
 
-from deepspeed_ext.runtime.offload.host_buffers import HostBuffers
-from deepspeed_ext.runtime.offload.host_copies import HostCopies
+from deepspeed_ext.runtime.offload import HostBuffers, HostCopies
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention, kernel_for
-from deepspeed_ext.runtime.sequence import attention, key_values, sequence_state
-from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention, kernel_for, sequence_state
+from deepspeed_ext.runtime.attention import token_slice_attention as attention
+from deepspeed_ext.runtime.attention import token_slice_attention as key_values
+from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
 HIDDEN, HEAD_DIM = 24, 4

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.runtime.attention_kernels import (
+from deepspeed_ext.runtime.attention import (
     AttentionKernel,
     CpuFlash,
     CudaFlash,
     MemoryEfficient,
     PlainAttention,
-    flash3,
     kernel_for,
     kernel_of_runs_for,
 )
+from deepspeed_ext.runtime.attention import flash_kernels as flash3
 
 KERNELS = (CpuFlash, PlainAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import Attended, PlainAttention, Runs
-from deepspeed_ext.runtime.sequence import sequence_state
-from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.attention import Attended, PlainAttention, Runs, sequence_state
+from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from tests.strategies import cuts
 
 HEADS, GROUPS, SIZE = 4, 2, 8

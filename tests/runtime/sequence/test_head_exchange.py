@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.head_exchange import check_heads
-from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
-from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from deepspeed_ext.runtime.topology import own_group
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState, check_heads
+from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
 from tests.distributed import run_distributed
 from tests.pairs import covering_pairs
 from tests.runtime.sequence.test_windows import HEADS, ROWS, SEQUENCES, SIZE, WIDTH, Layer

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.sequence.sequence_state import Past
-from deepspeed_ext.runtime.sequence.slice_check import StageLayer, check_layers
+from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.first_batch_checks import StageLayer, check_layers
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, losses

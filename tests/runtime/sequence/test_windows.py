@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention
-from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask
-from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask
+from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
 HEADS, SIZE, WIDTH, ROWS = 4, 4, 12, 2

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command.shared_flags import read_strategies
+from megatron_terapipe.search.answer.flags import read_strategies
 from megatron_terapipe.strategy import Strategy
 from tests.search.documents import read
 from tests.search.problems import small_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command.slices import flags_of
+from megatron_terapipe.search.answer.slices_command import flags_of
 from tests.search.documents import checked, read
 
 CLUSTER = {

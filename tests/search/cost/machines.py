@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 A100 = Device(name="A100", memory_bytes=80e9, memory_bandwidth=2.0e12, half_flops=312e12, single_flops=19.5e12)

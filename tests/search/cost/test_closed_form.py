@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
-from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
-from megatron_terapipe.search.cost.stage_ops import StageOps
+from megatron_terapipe.search.price.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
+from megatron_terapipe.search.price.stages import StageOps
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "breadth-first")
 

@@ -5,14 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.links.collectives import (
-    GroupTopology,
-    all_gather_s,
-    all_reduce_s,
-    reduce_scatter_s,
-    transfer_s,
-)
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.links import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s, transfer_s
 
 PERFECT = HardwareEfficiency(
     inside_efficiency=1.0,

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import TransferCosts
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.stage_ops import reductions
-from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
-from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.software.description import Software
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
+from megatron_terapipe.search.price.stages import reductions
+from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.search.price.workload import gpt_workload
 from tests.search.cost.machines import A100, GPT, NODE, nodes, strategy
 from tests.search.problems import small_model
 

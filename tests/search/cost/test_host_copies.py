@@ -8,15 +8,14 @@ import pytest
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
-from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.host_copies import SHARE_OF_HOST, host_bytes
-from megatron_terapipe.search.cost.memory.live import StageBytes, peak_held, rank_order
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
-from megatron_terapipe.search.inputs.cluster import Cluster, HostMemory
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
+from megatron_terapipe.search.price.activations import StageBytes, peak_held, rank_order
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.memory import SHARE_OF_HOST, host_bytes
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.cost.machines import NODE
 

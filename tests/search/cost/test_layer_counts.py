@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.layer_counts import LayerCounter
-from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.price.stages import LayerCounter
+from megatron_terapipe.search.price.workload import Workload
 from tests.search.cost.machines import GPT
 
 EMBEDDING = GPT.layers[0].shared_parameters

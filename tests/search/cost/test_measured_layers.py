@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import DataError
-from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
-from megatron_terapipe.search.inputs.cluster import Device, Link
-from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.machine.cluster import Link
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import Attention, Layer, Product, Workload
 
 FAST = Device(name="fast", memory_bytes=16e9, memory_bandwidth=900e9, half_flops=125e12, single_flops=15e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=200e9, half_flops=20e12, single_flops=8e12)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.price.cost_model import CostModel
 
 ROOT = Path(__file__).resolve().parents[3]
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"

@@ -9,8 +9,8 @@ from statistics import median
 
 import pytest
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.price.cost_model import CostModel
 
 RUNS = read_trials(Path(__file__).parent / "published_runs.jsonl")
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.links.cluster_table import ClusterTable
-from megatron_terapipe.search.cost.links.rank_groups import RankGroups
-from megatron_terapipe.search.inputs.cluster import Cluster, Link
+from megatron_terapipe.search.machine.cluster import Cluster, Link
+from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from tests.search.cost.machines import A100, NODE, nodes
 
 

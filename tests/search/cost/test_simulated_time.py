@@ -5,8 +5,8 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.search.cost import simulated_time as playing
-from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.price import simulated_time as playing
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 
 
 def uneven(shape: PipelineShape, seed: int = 0) -> OpCosts:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.reductions import reductions
-from megatron_terapipe.search.cost.links.collectives import GroupTopology
-from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, shown_reduction_s, step_costs
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.software.description import Communication, Software
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from deepspeed_ext.plan.programs.program import reductions
+from megatron_terapipe.search.machine.software import Communication, Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, shown_reduction_s, step_costs
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.links import GroupTopology
 
 FREE = HardwareEfficiency(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
 FOUR = GroupTopology(4, 1, 1e9, 0.0, 1e9, 0.0)

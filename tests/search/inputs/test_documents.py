@@ -7,8 +7,8 @@ from pydantic import Field
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.documents import parse_quantity, parse_text, read_document, suggestion
-from megatron_terapipe.search.inputs.entries import Bandwidth, Count, Entry, Positive, Text, read_entry
+from megatron_terapipe.search.machine.documents import parse_quantity, parse_text, read_document, suggestion
+from megatron_terapipe.search.machine.entries import Bandwidth, Count, Entry, Positive, Text, read_entry
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster_with_notes
-from megatron_terapipe.search.inputs.library import MACHINES
+from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster_with_notes
+from megatron_terapipe.search.machine.library import MACHINES
 from tests.architecture.sources import ROOT
 
 

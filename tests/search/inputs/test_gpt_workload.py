@@ -6,13 +6,12 @@ import pytest
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
+from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.model.gpt import gpt_layers
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.price.workload_files import read_workload
 from tests.model.configs import MODELS, SEQ, model_config
 
 

@@ -5,9 +5,9 @@ from deepspeed.launcher.runner import _parse_hostfile as deepspeed_reads
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_terapipe.config.fields.host_names import is_host_name
+from megatron_terapipe.config.parsing import is_host_name
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.hostfile import hostfile_notes, is_hostfile, parse_hostfile
+from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import pytest
 
 from megatron_terapipe.devices import DEVICES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs import library
-from megatron_terapipe.search.inputs.library import MACHINES
+from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.library import MACHINES
 
 
 @pytest.mark.parametrize(

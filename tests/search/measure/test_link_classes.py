@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.search.measure.link_classes import Nodes, link_classes
+from megatron_terapipe.search.measure.sizes import Nodes, link_classes
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.measure import numbers
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.answer.measure_command import numbers
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, default_numbers_of_token_slices
-from megatron_terapipe.search.op_times.profile import OpPoint, ProfiledLink, Shape, shape_of
+from megatron_terapipe.search.price.profile import OpPoint, ProfiledLink, Shape, shape_of
+from megatron_terapipe.search.price.workload import gpt_workload
 from tests.distributed import run_distributed
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, vocab_size=128)
@@ -45,7 +45,7 @@ def measure() -> Found:
     import torch.distributed as dist
 
     from megatron_terapipe.search.measure import layers as measuring
-    from megatron_terapipe.search.measure import links as measuring_links
+    from megatron_terapipe.search.measure import layers as measuring_links
 
     # What times come to is for benchmarks; a test needs them once.
     measuring.MOST_VISITS, measuring.VISIT_S = 1, 0.0
@@ -96,7 +96,7 @@ def links_of_two_nodes() -> list[ProfiledLink]:
 
     import torch.distributed as dist
 
-    from megatron_terapipe.search.measure import links as measuring
+    from megatron_terapipe.search.measure import layers as measuring
 
     measuring.REPEATS, measuring.MESSAGE_BYTES = 1, (1024, 4096)
     os.environ["CROSS_RANK"] = str(dist.get_rank() // 2)

@@ -1,9 +1,7 @@
 """Profiles made of known terms, as if a machine had been measured that has no noise."""
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.profile import (
+from megatron_terapipe.search.price.profile import (
     OpPoint,
     Profile,
     ProfiledEngine,
@@ -11,6 +9,7 @@ from megatron_terapipe.search.op_times.profile import (
     ProfiledLink,
     shape_of,
 )
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=256)
 SIZES, LENGTHS = (1, 2, 4), (8, 16, 32, 64)

@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.devices import DEVICES, GENERATION_NAMES
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.attention_kernels import (
-    FUSED_KERNELS,
-    RUNS_INSTEAD,
-    fused_attention,
-    kernel_that_runs,
-)
-from megatron_terapipe.search.software.description import AttentionKernel
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.software import AttentionKernel
+from megatron_terapipe.search.price.roofline import FUSED_KERNELS, RUNS_INSTEAD, fused_attention, kernel_that_runs
 
 A100, H100 = "A100-SXM4-80GB", "H100-SXM5-80GB"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

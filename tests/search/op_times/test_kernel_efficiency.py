@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 from megatron_terapipe.devices import DEVICES, GENERATION_NAMES
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.kernel_efficiency import (
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.efficiency import (
     AS_AN_A100,
     GAMING_BOARDS,
     GENERATIONS,
+    HardwareEfficiency,
     is_guessed,
     reachable_bandwidth,
     relative_efficiency,
 )
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.price.roofline import Roofline
 
 A100 = device("A100-SXM4-80GB")
 

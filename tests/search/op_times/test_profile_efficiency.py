@@ -5,22 +5,20 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.search.cost.links.cluster_table import ClusterTable
-from megatron_terapipe.search.cost.links.collectives import GroupTopology, all_reduce_s, transfer_s
-from megatron_terapipe.search.cost.links.rank_groups import RankGroups
-from megatron_terapipe.search.cost.step_costs import step_costs
-from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
-from megatron_terapipe.search.op_times.profile_efficiency import (
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.closed_form import step_costs
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.links import ClusterTable, GroupTopology, RankGroups, all_reduce_s, transfer_s
+from megatron_terapipe.search.price.profile import Profile, ProfiledLink
+from megatron_terapipe.search.price.profile_efficiency import (
     measured_cluster,
     measured_efficiency,
     measured_node,
     message_line,
     profile_notes,
 )
-from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.op_times.profiles import profile
 
 LINK = Link(bandwidth=5e9, latency_s=2e-5)

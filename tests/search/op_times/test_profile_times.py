@@ -9,12 +9,10 @@ from hypothesis import strategies as draw
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.op_times.surface import Point, Surface
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
+from megatron_terapipe.search.price.profile import MeasuredProfile, Point, Surface
+from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from tests.search.op_times.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
 
 CPU = device("cpu-core")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.reduction_factors import (
+from megatron_terapipe.search.price.efficiency import (
     BYTES,
     NUM_REDUCTION_FACTORS,
     RANKS,
+    HardwareEfficiency,
     reduction_factor,
 )
 

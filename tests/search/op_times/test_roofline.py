@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.op_times.attention_kernels import fused_attention
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.description import Software
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
+from megatron_terapipe.search.price.roofline import Roofline, fused_attention
+from megatron_terapipe.search.price.workload import Layer
 from tests.search.cost.machines import A100, GPT
 
 BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]

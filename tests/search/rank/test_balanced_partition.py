@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.rank.grid.balanced_partition import balanced_partition
+from megatron_terapipe.search.rank.stage_partition import balanced_partition
 from tests.search.problems import small_problem
 
 

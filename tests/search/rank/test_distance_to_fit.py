@@ -5,14 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit, nearest_to_fitting
+from megatron_terapipe.search.rank.rules import SearchCounts, legal_grids
 from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.space.choices import LONG_SEQUENCE, all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import LONG_SEQUENCE, SearchProblem, all_choices
 from tests.search.problems import FAST, small_cluster, small_problem
 
 FEW = {"num_token_slices": (1, 2), "stage_partition": ("uniform",), "num_model_chunks": (1, 2)}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.fewer_devices import sizes_of_parts
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.rank.alternatives import sizes_of_parts
 from tests.search.problems import FAST, SLOW, node, small_cluster
 
 SLOWER = replace(SLOW, name="slower", half_flops=50e12)

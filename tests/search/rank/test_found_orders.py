@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.schedules import OPTIMISED
-from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.rank.found_orders import with_found_order
+from megatron_terapipe.search.answer.advice import FOUND_ORDER, Advice, advice_notes, advice_part
+from megatron_terapipe.search.answer.output_files import write_answer
+from megatron_terapipe.search.machine.trainers import DEEPSPEED
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.rank.alternatives import with_found_order
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.advice import FOUND_ORDER, Advice, advice_notes
-from megatron_terapipe.search.report.advice_document import advice_part
-from megatron_terapipe.search.report.output_files import write_answer
-from megatron_terapipe.search.software.deepspeed import DEEPSPEED
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.problems import small_cluster
 from tests.search.report.answers import answer

@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.rank.grid.grid_memory import live_token_slices
-from megatron_terapipe.search.rank.grid.grid_prices import COARSE_SUMS, price_space
-from megatron_terapipe.search.rank.placement import node_orders
-from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.rank.grid_memory import live_token_slices
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, price_space
+from megatron_terapipe.search.rank.node_orders import node_orders
+from megatron_terapipe.search.rank.rules import SearchCounts
+from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from tests.search.problems import mixed_cluster, node, small_cluster, small_problem
 
 CLUSTERS = {

@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.planning.planned_run import check_trainable
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid.grid_prices import HEADROOM
+from megatron_terapipe.planning import check_trainable
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.rank.grid_prices import HEADROOM
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.rules import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from tests.search.problems import mixed_cluster, small_cluster, small_problem
 
 

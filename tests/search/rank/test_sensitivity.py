@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.op_times.constants import moved
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import moved
+from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
 from megatron_terapipe.search.rank.sensitivity import contenders_of, moves_of, sensitivity
 from megatron_terapipe.strategy import Strategy

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.rank.grid.stage_partition import SolvedPartition, best_partition
+from megatron_terapipe.search.rank.stage_partition import SolvedPartition, best_partition
 
 
 def enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed):

@@ -10,18 +10,17 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cut_grid import CutGrid
-from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
+from deepspeed_ext.plan.solve.cuts import CutGrid, PolynomialCosts, op_costs
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
-from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, solve_batch, solve_cut
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, TabulatedCosts, solve_batch, solve_cut
 from megatron_terapipe.strategy import Strategy
 from tests.plan.solve.cuts import all_cuts
 

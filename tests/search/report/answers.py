@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import parse_workload
+from megatron_terapipe.search.answer.answer import Answer
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.answer import Answer
-from megatron_terapipe.search.space.legal_grids import SearchCounts
+from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.strategy import Strategy
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "key_values", "logits", "buffers", "framework")

@@ -4,17 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.answer.advice import Advice, TooFull, advice_notes, advice_part, distance_text
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.rank.alternatives import FewerDevices, on_fewer_devices
 from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, Remedy, nearest_to_fitting
-from megatron_terapipe.search.rank.fewer_devices import FewerDevices, on_fewer_devices
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.sensitivity import OtherWinner, Sensitivity
-from megatron_terapipe.search.report.advice import Advice, TooFull, advice_notes, distance_text
-from megatron_terapipe.search.report.advice_document import advice_part
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, SLOW, node, small_cluster, small_problem
 

@@ -8,12 +8,11 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import parse_workload
-from megatron_terapipe.search.report.answer import all_notes
-from megatron_terapipe.search.report.documents import document_text, predict_document, rank_document
-from megatron_terapipe.search.report.schema.schema import LaunchPart, json_schema
+from megatron_terapipe.search.answer.answer import all_notes, document_text, predict_document, rank_document
+from megatron_terapipe.search.answer.json_schema import LaunchPart, json_schema
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.documents import checked
 from tests.search.report.answers import answer

@@ -9,10 +9,9 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.launcher.runner import EXPORT_ENVS
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster_files import read_cluster
-from megatron_terapipe.search.report.launch import Launch, launch_of
-from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launch.launcher import variables
+from megatron_terapipe.search.answer.output_files import Launch, launch_of
+from megatron_terapipe.search.machine.cluster_files import read_cluster
+from megatron_terapipe.search.machine.launcher import check_remote_words, variables
 from tests.end_to_end.conftest import SECRETS
 from tests.search.report.answers import answer
 

@@ -13,11 +13,11 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
-from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
+from megatron_terapipe.search.answer.output_files import launch_of, model_flags, nodes_in_order
+from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
+from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from tests.architecture.sources import ROOT as REPOSITORY
 from tests.model.configs import MODELS
 from tests.search.report.answers import answer

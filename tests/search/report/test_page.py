@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.render.html import Panel
-from megatron_terapipe.search.report.comparison import rivals
-from megatron_terapipe.search.report.output_files import MOST_OPS, timeline_of, write_answer
-from megatron_terapipe.search.report.page import Extras, render_page
+from deepspeed_ext.plan.draw.html import Panel
+from megatron_terapipe.search.answer.answer import rivals
+from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_answer
+from megatron_terapipe.search.answer.page import Extras, render_page
 from megatron_terapipe.strategy import Strategy
 from tests.search.documents import read
 from tests.search.report.answers import answer

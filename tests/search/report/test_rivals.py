@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.answer.advice import RivalAdvice, compare_rival, rival_note, rival_part
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.rivals import RivalAdvice, compare_rival, rival_note, rival_part
-from megatron_terapipe.search.rivals.best import best_rival
+from megatron_terapipe.search.rank.rivals import best_rival
 from megatron_terapipe.strategy import Strategy
 
 CLUSTER: Cluster = parse_cluster({"nodes": [{"machine": "dgx-h100", "count": 2}]}, "c.json")[0]

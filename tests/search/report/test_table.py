@@ -4,11 +4,9 @@ from dataclasses import replace
 import pytest
 import rich.console
 
-from megatron_terapipe.config.model.flops import iteration_flops
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.report.comparison import compare
-from megatron_terapipe.search.report.figures import (
+from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.search.answer.answer import compare
+from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
     flops_utilization,
@@ -18,7 +16,9 @@ from megatron_terapipe.search.report.figures import (
     time_text,
     tokens_per_s,
 )
-from megatron_terapipe.search.report.table import heading, print_table, rows_of
+from megatron_terapipe.search.answer.table import heading, print_table, rows_of
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.workload_files import read_workload
 from tests.search.report.answers import answer
 
 

@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_terapipe.devices import GENERATION_NAMES
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.answer.advice import Advice, advice_notes, advice_part
+from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.utilisation import PUBLISHED, best_published, check_utilization
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.advice import Advice, advice_notes
-from megatron_terapipe.search.report.advice_document import advice_part
-from megatron_terapipe.search.report.figures import flops_utilization
-from megatron_terapipe.search.report.published_utilisation import PUBLISHED, best_published
-from megatron_terapipe.search.report.utilisation_check import check_utilization
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 WORKLOAD = read_workload("gpt3-6.7b", {})

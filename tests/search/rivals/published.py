@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.search.cost.memory.overheads import default_overheads
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.rivals.best import MemoryLimits, memory_limits
-from megatron_terapipe.search.rivals.memory import RivalMemory, rival_memory
-from megatron_terapipe.search.rivals.settings import RivalSettings
-from megatron_terapipe.search.software.alst import ALST
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.machine.trainers import ALST
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.memory import default_overheads
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.rivals import MemoryLimits, RivalMemory, RivalSettings, memory_limits, rival_memory
 
 FILE = Path(__file__).parent / "published_long_sequences.jsonl"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.search.rivals.time import RivalTimes
+from megatron_terapipe.search.rank.rivals import RivalTimes
 from tests.search.rivals.published import RUNS, with_measured
 
 

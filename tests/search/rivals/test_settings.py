@@ -2,12 +2,11 @@
 
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.rivals.best import Rival, best_rival, has_rival
-from megatron_terapipe.search.rivals.settings import all_settings
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.rivals import Rival, all_settings, best_rival, has_rival
 
 
 def h100(nodes: int, **host: str) -> Cluster:

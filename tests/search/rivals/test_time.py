@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.layer_times import LayerQuery
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.rivals.settings import RivalSettings
-from megatron_terapipe.search.rivals.time import RivalTimes, parts
-from megatron_terapipe.search.software.alst import ALST
+from megatron_terapipe.search.machine.trainers import ALST
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.rank.rivals import RivalSettings, RivalTimes, parts
 from tests.search.problems import small_cluster, small_problem
 
 ONE = RivalSettings(

@@ -5,14 +5,13 @@ Their figures: github.com/eth-easl/sailor, sailor/Planner/sailor_planner/profile
 
 import pytest
 
-from megatron_terapipe.config.model.model import ModelConfig
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
-from megatron_terapipe.search.op_times.layer_times import LayerQuery
-from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.software.deepspeed_eager import DEEPSPEED_EAGER
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.trainers import DEEPSPEED_EAGER
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import gpt_workload
 
 GPT_NEO = gpt_workload(
     ModelConfig(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, vocab_size=128256)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.software.description import Communication, Software
-from megatron_terapipe.search.software.library import SOFTWARE
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.software import Communication, Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import SOFTWARE
+from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_problem
 

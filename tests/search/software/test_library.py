@@ -7,8 +7,8 @@ import pytest
 
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.shared_flags import TRAINERS
-from megatron_terapipe.search.software.library import SOFTWARE, find_software
+from megatron_terapipe.search.answer.flags import TRAINERS
+from megatron_terapipe.search.machine.trainers import SOFTWARE, find_software
 from megatron_terapipe.strategy import DIMENSIONS
 
 

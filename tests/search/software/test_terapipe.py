@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks import operator_counts
 from benchmarks.kernel_counts import LLAMA, SIZES, kernels
-from benchmarks.measuring.kernel_counter import KernelCounter
+from benchmarks.measuring.counters import KernelCounter
 from benchmarks.operator_counts import Both
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.software.description import Operator, Operators
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.software import Operator, Operators
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of

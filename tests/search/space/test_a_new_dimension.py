@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 PATCH = {
     # The field of the strategy: flags, JSON, tables, comparisons, ties, layouts and world size follow.
-    "megatron_terapipe/strategy_fields.py": (
+    "megatron_terapipe/strategy.py": (
         "    placement: tuple[int, ...] | None = dimension(",
         '''    expert_model_parallel_size: int = dimension(
         1,
@@ -34,7 +34,7 @@ PATCH = {
     placement: tuple[int, ...] | None = dimension(''',
     ),
     # The field of the configuration that it sets: the trainer's flag, its help and its check follow.
-    "megatron_terapipe/config/parallel/parallel.py": (
+    "megatron_terapipe/config/parallel.py": (
         "    no_overlap_grad_reduce: bool",
         '''    expert_model_parallel_size: Literal[1] = 1
     """Ranks that share the experts of each layer."""
@@ -42,7 +42,7 @@ PATCH = {
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
-    "megatron_terapipe/arguments/megatron_flags/neutral_flags.py": (
+    "megatron_terapipe/arguments/foreign_flags.py": (
         '        **_each("expert-model-parallel-size", "1", otherwise=_EXPERTS),\n',
         "",
     ),
@@ -58,7 +58,7 @@ import contextlib, io, json, sys
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.report.table import COLUMNS
+from megatron_terapipe.search.answer.table import COLUMNS
 
 rank, trainer = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 said = {}

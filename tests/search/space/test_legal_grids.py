@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.space.rules import TRAINER_RULES
-from megatron_terapipe.search.space.strategy_grid import AXES, StrategyGrid
+from megatron_terapipe.search.rank.rules import TRAINER_RULES, SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.rank.space import all_choices
+from megatron_terapipe.search.rank.strategy_grid import AXES, StrategyGrid
 from tests.search.problems import small_cluster, small_problem
 
 

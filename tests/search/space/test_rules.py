@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from deepspeed_ext.plan.schedules import SCHEDULES
-from megatron_terapipe.config.training.precision import PrecisionConfig
+from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.pipeline_plan import host_copies
-from megatron_terapipe.planning.planned_run import check_trainable
-from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
-from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES
+from megatron_terapipe.planning import check_trainable, host_copies
+from megatron_terapipe.search.price.stages import pipeline_shape
+from megatron_terapipe.search.rank.rules import DUPLICATE_RULES, TRAINER_RULES, SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.rank.space import all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.software.library import SOFTWARE
-from megatron_terapipe.search.space.choices import all_choices, check_runnable
-from megatron_terapipe.search.space.legal_grids import broken_rule
+from megatron_terapipe.search.machine.trainers import SOFTWARE
+from megatron_terapipe.search.rank.rules import broken_rule
+from megatron_terapipe.search.rank.space import all_choices, check_runnable
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_problem
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
-from megatron_terapipe.search.cost.memory.peaks import MemoryModel
-from megatron_terapipe.search.inputs import library
-from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.learn.trials import Trial
+from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.memory import MemoryModel, MemoryOverheads
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 MODEL = ModelConfig(num_layers=16, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=51200)

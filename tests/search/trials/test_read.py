@@ -6,8 +6,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials.read import published_software, read_trials
-from megatron_terapipe.search.trials.trial import Trial, trial_line
+from megatron_terapipe.search.learn.trials import Trial, published_software, read_trials, trial_line
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"

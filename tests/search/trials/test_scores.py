@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.trials import scores
+from megatron_terapipe.search.learn import scores
 
 INFINITE = float("inf")
 

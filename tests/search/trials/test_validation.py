@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
-from megatron_terapipe.search.trials.predicted import LEFT_OUT, deal_groups, leave_out, predict_in_folds, predict_trials
-from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
-from megatron_terapipe.search.trials.trial import trial_line
-from megatron_terapipe.search.trials.validation import LEFT_OUT_IN_WORDS, validation_document
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.scores import naive_memory_bytes, naive_time_s
+from megatron_terapipe.search.learn.trials import trial_line
+from megatron_terapipe.search.learn.validation import (
+    LEFT_OUT,
+    LEFT_OUT_IN_WORDS,
+    deal_groups,
+    leave_out,
+    predict_in_folds,
+    predict_trials,
+    validation_document,
+)
 from megatron_terapipe.strategy import Strategy
 from tests.search.trials.synthetic import STRATEGIES, WORKLOAD, failed, measured
 

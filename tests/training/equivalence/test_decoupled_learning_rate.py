@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.step.optimizer import set_step_sizes
+from megatron_terapipe.training.optimizer import set_step_sizes
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import Key, Setup, _key, batches, run_of

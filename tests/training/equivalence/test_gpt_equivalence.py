@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import VOCAB, Setup, Step, batches, gradients_of_all
 

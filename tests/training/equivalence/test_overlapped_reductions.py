@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext.runtime.gradients import gradient_reductions
-from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
+from deepspeed_ext.runtime.gradients import reductions as gradient_reductions
+from deepspeed_ext.runtime.gradients.reductions import GradientReductions
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import (
     BF16,

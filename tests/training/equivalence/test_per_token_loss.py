@@ -8,15 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.data.samples.batch import Batch
-from megatron_terapipe.data.samples.dataset_splits import DatasetSplits
+from megatron_terapipe.data.datasets import DatasetSplits
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.data.tokenizer import ByteTokenizer
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.evaluation import Evaluation
-from megatron_terapipe.training.records.metrics import EvaluationMetrics
-from megatron_terapipe.training.records.progress import Progress
-from megatron_terapipe.training.reporting.reporter import Reporter
+from megatron_terapipe.training.records import EvaluationMetrics, Progress
+from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.trainer import Evaluation
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import WholePast
 from tests.training.gpt_runs import SEQ, VOCAB, Setup, run_of

@@ -6,12 +6,18 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.numbers.states import states_of
-from megatron_terapipe.config.training.numbers import NumbersConfig
+from deepspeed_ext.runtime.health.bad_states import states_of
+from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.guards.bad_numbers import BadIteration, BadNumbers, RememberedBatches, check_evaluation
-from megatron_terapipe.training.guards.states import refuse_bad_states, refuse_different_copies
+from megatron_terapipe.training.number_guards import (
+    BadIteration,
+    BadNumbers,
+    RememberedBatches,
+    check_evaluation,
+    refuse_bad_states,
+    refuse_different_copies,
+)
 from tests.distributed import run_distributed
 from tests.faults.injection import Fault, Injection
 from tests.training.gpt_runs import Setup, batches, run_of

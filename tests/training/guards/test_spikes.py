@@ -5,9 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from megatron_terapipe.config.training.numbers import NumbersConfig
+from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
-from megatron_terapipe.training.guards.spikes import LEAST_VALUES, SpikeGuard, SpikeWatch
+from megatron_terapipe.training.number_guards import LEAST_VALUES, SpikeGuard, SpikeWatch
 
 
 def spikes_among(values: list[float], least_ratio: float = 1.07) -> list[int]:

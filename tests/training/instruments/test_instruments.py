@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_ext.runtime.ledger.observers import OPS, PHASES
-from deepspeed_ext.runtime.ledger.phase_clock import BACKWARD, FORWARD
+from deepspeed_ext.runtime.clocks import BACKWARD, FORWARD, OPS, PHASES
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.instruments.instruments import Instruments
+from megatron_terapipe.training.instruments import Instruments
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import FLAGS, Setup, batches, run_of

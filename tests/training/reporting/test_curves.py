@@ -8,13 +8,14 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.reporting.curves import (
+from megatron_terapipe.training.reporters import (
+    Reporter,
+    Reporters,
     TensorBoard,
     WeightsAndBiases,
     evaluation_points,
     iteration_points,
 )
-from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 EVERYTHING = LoggingConfig(

@@ -1,6 +1,6 @@
 """The report of a run that trains is fresh, and takes a hundredth of its time at most."""
 
-from megatron_terapipe.training.reporting.fresh_report import FreshReport
+from megatron_terapipe.training.reporters import FreshReport
 from tests.run_report.made_up import iteration
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.training.reporting.terminal import LogLines, evaluation_line, iteration_line, timer_lines
+from megatron_terapipe.training.reporters import LogLines, evaluation_line, iteration_line, timer_lines
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 

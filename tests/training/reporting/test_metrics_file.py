@@ -6,7 +6,7 @@ from math import nan
 from pathlib import Path
 
 from megatron_terapipe.training.build_reporters import MetricsFile
-from megatron_terapipe.training.records.events import Saved
+from megatron_terapipe.training.records import Saved
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_terapipe.training.reporting.terminal import LogLines, ProgressBar
+from megatron_terapipe.training.reporters import LogLines, ProgressBar
 from tests.training.reporting.samples import ITERATION
 
 

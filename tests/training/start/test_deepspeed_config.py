@@ -14,7 +14,7 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.start.deepspeed_config import NEVER, deepspeed_config
+from megatron_terapipe.training.deepspeed_config import NEVER, deepspeed_config
 
 REQUIRED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import rank_orders
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.start.found_plan import SCHEDULE_FILE, check_agreement, keep_schedule, notes
+from megatron_terapipe.training.auto_plan import SCHEDULE_FILE, check_agreement, keep_schedule, notes
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, run_of
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.checkpoint.file_names import LATEST
+from megatron_terapipe.checkpoint.directories import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.start.restarts import going_on
+from megatron_terapipe.training.recovery import going_on
 
 FIRST = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "1"}
 AGAIN = FIRST | {"TORCHELASTIC_RESTART_COUNT": "1"}

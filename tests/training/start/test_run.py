@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config.training.batch_sizes import BatchSizes
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
-from megatron_terapipe.data.samples.blended_dataset import UnreadSamples
+from megatron_terapipe.config.batch import BatchSizes
+from megatron_terapipe.data.datasets import UnreadSamples
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings
-from megatron_terapipe.data.tokenizer_record import TokenizerRecord
+from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
-from megatron_terapipe.training.records.progress import Progress
-from megatron_terapipe.training.reporting import curves
-from megatron_terapipe.training.start.run import Run, _datasets, prepare, reading_ranks
+from megatron_terapipe.training import reporters as curves
+from megatron_terapipe.training.records import Progress
+from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS
 
@@ -192,7 +192,7 @@ def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
 ) -> None:
     words = "--split 8,2 --num-token-slices 4 --num-layers-per-virtual-pipeline-stage 1"
     assert prepared(data, words).config.parallel.num_model_chunks == 2
-    monkeypatch.setattr("megatron_terapipe.training.start.run.get_accelerator", lambda: CudaDevice)
+    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: CudaDevice)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ConfigError, match=r"share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
         prepared(data, words)

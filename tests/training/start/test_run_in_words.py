@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.training.start.run import Run, prepare
-from megatron_terapipe.training.start.run_in_words import rows_of_run, start_of_log, table, warnings_of_run
+from megatron_terapipe.training.run import Run, prepare
+from megatron_terapipe.training.run_summary import rows_of_run, start_of_log, table, warnings_of_run
 from tests.inference.checkpoints import checkpoint_info, write_checkpoint
 from tests.training.gpt_runs import FLAGS
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from tests.distributed import run_distributed
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as draw
 
 from megatron_terapipe.config import OptimizerConfig, TrainingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
-from megatron_terapipe.training.step.weight_decay import WeightDecaySchedule
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, WeightDecaySchedule
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root"]
 WSD_STYLES = ["exponential", "linear", "cosine", "minus_sqrt"]

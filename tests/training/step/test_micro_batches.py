@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import torch
 
-from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.training.start.run import prepare
-from megatron_terapipe.training.step.micro_batches import micro_batches
+from megatron_terapipe.training.micro_batches import micro_batches
+from megatron_terapipe.training.run import prepare
 from tests.training.gpt_runs import FLAGS
 
 MICRO_BATCHES = 2

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megatron_terapipe.config import OptimizerConfig
-from megatron_terapipe.inference.whole_model import WholeModel
-from megatron_terapipe.training.step.optimizer import apex_fused_adam, build_optimizer, set_step_sizes
+from megatron_terapipe.inference import WholeModel
+from megatron_terapipe.training.optimizer import apex_fused_adam, build_optimizer, set_step_sizes
 from tests.model.configs import model_config
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.training.step.step import memory_line, parameter_norm, peak_memory_by_stage, peak_memory_bytes
+from megatron_terapipe.training.step import memory_line, parameter_norm, peak_memory_by_stage, peak_memory_bytes
 from tests.distributed import run_distributed
 from tests.runtime.reference import Reference
 from tests.runtime.training import Setup, build

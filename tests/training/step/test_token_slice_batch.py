@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.model.gpt import gpt_loss
-from megatron_terapipe.training.step.token_slice_batch import split_batch
+from megatron_terapipe.training.micro_batches import split_batch
 from tests.model.configs import logits_of
 from tests.strategies import cuts
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.checkpoint.find import find_checkpoint
-from megatron_terapipe.checkpoint.index import parse_index
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
+from megatron_terapipe.checkpoint.optimizer_state import parse_index
+from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from tests.faults.fuzzing.target import Target
 from tests.inference.checkpoints import MODEL, checkpoint_info

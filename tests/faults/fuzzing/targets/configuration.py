@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 from megatron_terapipe.arguments import read_arguments
-from megatron_terapipe.config.files.data_paths import read_data_arguments_by_part, read_split, read_weighted_prefixes
-from megatron_terapipe.config.model.block_shape import canonical_layers
-from megatron_terapipe.config.model.layer_pattern import layers_of_pattern
-from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.data import read_data_arguments_by_part, read_split, read_weighted_prefixes
+from megatron_terapipe.config.layers import canonical_layers, layers_of_pattern
+from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.settings_files import read_settings
+from megatron_terapipe.neox.settings import read_settings
 from tests.faults.fuzzing.target import Target
 from tests.faults.fuzzing.targets.search import STRATEGY, in_file
 

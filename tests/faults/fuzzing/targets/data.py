@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from megatron_terapipe.data.files.index_cache import IndexCache
-from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
+from megatron_terapipe.data.file_arrays import IndexCache
+from megatron_terapipe.data.gpt_dataset import GPTDataset
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.data.preprocess import LineEncoder, preprocess
-from megatron_terapipe.data.samples.gpt_dataset import GPTDataset
-from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer_checks import check_token_ids
 from tests.faults.fuzzing.target import Target
 
 _TEXT = "It is; isn't it?\n 12 \N{SNOWMAN} <|endoftext|></s>"
@@ -116,7 +116,7 @@ def _tokenize(settings: TokenizerSettings) -> None:
 
 
 def _write_gpt2(folder: Path) -> None:
-    from megatron_terapipe.data.tokenizers.byte_pair_encoding import END_OF_DOCUMENT, _printable_bytes
+    from megatron_terapipe.data.subword_tokenizers import END_OF_DOCUMENT, _printable_bytes
 
     vocabulary = {token: number for number, token in enumerate([*_printable_bytes(), "it", END_OF_DOCUMENT, "It"])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.measured.step_record import StepRecord
+from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedule_file import read_schedule
-from deepspeed_ext.plan.text.text_files import read_text
+from deepspeed_ext.plan.text_files import read_text
 from tests.faults.fuzzing.target import Target
 
 

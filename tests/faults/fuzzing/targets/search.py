@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_terapipe.search.command.shared_flags import read_strategies
-from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.op_times.profile_files import profile_to_json, read_profile
-from megatron_terapipe.search.software.library import find_software
-from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.answer.flags import read_strategies
+from megatron_terapipe.search.learn.trials import read_trials
+from megatron_terapipe.search.machine.cluster_files import read_cluster_with_notes
+from megatron_terapipe.search.machine.trainers import find_software
+from megatron_terapipe.search.price.profile_files import profile_to_json, read_profile
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.faults.fuzzing.target import Target
 from tests.search.op_times.profiles import profile

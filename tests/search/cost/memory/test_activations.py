@@ -2,15 +2,13 @@ from math import inf
 
 import pytest
 
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.model import flops
-from megatron_terapipe.config.model.flops import LOGITS_AT_ONCE
-from megatron_terapipe.search.cost.memory.activations import TokenMemory, logit_limits, token_memory
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.software.description import Software
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.activations import TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.price.workload import Layer, gpt_workload
 
 HIDDEN, HEADS, TOKENS = 6144, 64, 2048
 

@@ -8,8 +8,14 @@ from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.timeline import Span, Timeline
-from megatron_terapipe.search.cost.memory.activations import SCORE_LIMIT, LogitLimits
-from megatron_terapipe.search.cost.memory.live import StageBytes, peak_held, rank_order, steady_micro_batches
+from megatron_terapipe.search.price.activations import (
+    SCORE_LIMIT,
+    LogitLimits,
+    StageBytes,
+    peak_held,
+    rank_order,
+    steady_micro_batches,
+)
 
 CASES = [
     ("1f1b", 4, 1, 1, (8,)),

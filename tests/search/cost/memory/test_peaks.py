@@ -4,12 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.memory.overheads import ON_CPU, Counted, MemoryOverheads, assemble, total_bytes
-from megatron_terapipe.search.cost.memory.peaks import MemoryModel
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.memory import ON_CPU, Counted, MemoryModel, MemoryOverheads, assemble, total_bytes
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 MIB = 2**20

@@ -1,7 +1,7 @@
 import pytest
 
-from megatron_terapipe.search.cost.memory.states import bucket_bytes, state_bytes
-from megatron_terapipe.search.software.library import SOFTWARE
+from megatron_terapipe.search.machine.trainers import SOFTWARE
+from megatron_terapipe.search.price.memory import bucket_bytes, state_bytes
 
 
 @pytest.mark.parametrize(

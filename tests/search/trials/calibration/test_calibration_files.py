@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs import library
-from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.trials.calibration.calibration import Calibration, calibrate
-from megatron_terapipe.search.trials.calibration.calibration_files import (
+from megatron_terapipe.search.learn.calibration import Calibration, calibrate
+from megatron_terapipe.search.learn.cluster_calibrations import (
+    Calibrations,
     calibrated,
     read_calibrations,
     write_calibrations,
 )
-from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
+from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from tests.search.trials.synthetic import CLUSTER, STRATEGIES, a100s, measured
 
 DEVICE = CLUSTER.nodes[0].device.name

@@ -1,9 +1,9 @@
 import numpy as np
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.trials.calibration.calibration import no_calibration
-from megatron_terapipe.search.trials.calibration.design import propose, propose_strategies
+from megatron_terapipe.search.learn.calibration import no_calibration
+from megatron_terapipe.search.learn.cluster_calibrations import propose, propose_strategies
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
 from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD
 
 SPREAD = 0.05

@@ -6,13 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.op_times.constants import Prior, is_factor
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.trials.calibration.fit import FittedEfficiency, fit_efficiency
-from megatron_terapipe.search.trials.calibration.sample import Sample
-from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.learn.fit import FittedEfficiency, Sample, fit_efficiency
+from megatron_terapipe.search.learn.trials import Trial
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_factor
 from megatron_terapipe.strategy import Strategy
 from tests.search.cost.machines import GPT, nodes, strategy
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.trials.calibration.group_effects import OFFSETS, GroupEffects
+from megatron_terapipe.search.learn.fit import OFFSETS, GroupEffects
 
 RANDOM = np.random.default_rng(0)
 SLOPES, WIDTHS, SHARE = RANDOM.normal(size=(12, 3)), np.array([0.5, 0.2, 1.0]), 0.3

@@ -3,23 +3,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.constants import Prior
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
-from megatron_terapipe.search.trials.calibration.calibration import Calibration, calibrate, no_calibration
-from megatron_terapipe.search.trials.calibration.cluster_calibrations import calibrated_slopes
-from megatron_terapipe.search.trials.calibration.group_effects import GroupEffects
-from megatron_terapipe.search.trials.calibration.intervals import (
+from megatron_terapipe.search.learn.calibration import (
     COVERAGE,
     NORMAL,
+    Calibration,
     Intervals,
+    calibrate,
     conformal,
     conformal_quantile,
+    no_calibration,
     uncalibrated,
 )
-from megatron_terapipe.search.trials.calibration.sample import strategy_sensitivities
+from megatron_terapipe.search.learn.cluster_calibrations import calibrated_slopes
+from megatron_terapipe.search.learn.fit import GroupEffects, strategy_sensitivities
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
 from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD, measured
 

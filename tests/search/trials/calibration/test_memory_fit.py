@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
-from megatron_terapipe.search.trials.calibration.memory_fit import MemorySample, fit_memory
+from megatron_terapipe.search.learn.calibration import MemorySample, fit_memory
+from megatron_terapipe.search.price.memory import MemoryOverheads
 from tests.search.trials.synthetic import failed, measured
 
 TRUE = MemoryOverheads(framework_bytes=6e9, communicator_bytes=0.4e9, state_factor=1.05, activation_factor=1.15)

@@ -9,22 +9,20 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.inputs.described import cluster_document, model_document
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.op_times.layer_times import LayerQuery
-from megatron_terapipe.search.op_times.profile import Profile
-from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
-from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
-from megatron_terapipe.search.op_times.profile_files import write_profile
-from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.software.terapipe import TERAPIPE
-from megatron_terapipe.search.trials.calibration.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
-from megatron_terapipe.search.trials.launch.journal import SOURCE, Journal, explicit
-from megatron_terapipe.search.trials.predicted import deal_groups, predict_in_folds
-from megatron_terapipe.search.trials.trial import Trial, trial_line
+from megatron_terapipe.search.answer.trial_runs import SOURCE, Journal, explicit
+from megatron_terapipe.search.learn.cluster_calibrations import PRIOR, calibrate_on_profile, factor_slopes
+from megatron_terapipe.search.learn.trials import Trial, trial_line
+from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds
+from megatron_terapipe.search.machine.cluster import cluster_document, model_document
+from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
+from megatron_terapipe.search.price.profile_efficiency import ProfileFactors, ScaledTimes, measured_efficiency
+from megatron_terapipe.search.price.profile_files import write_profile
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.documents import checked
 from tests.search.op_times.profiles import MODEL, profile

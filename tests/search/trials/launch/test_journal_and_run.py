@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
-from megatron_terapipe.search.inputs.described import cluster_document
-from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.report.launch import launch_of
-from megatron_terapipe.search.trials.launch.journal import Journal, explicit
-from megatron_terapipe.search.trials.launch.run import Outcome, TrialSettings, _run, command, outcome_of, over_rounds
+from megatron_terapipe.search.answer.output_files import launch_of
+from megatron_terapipe.search.answer.trial_runs import (
+    Journal,
+    Outcome,
+    TrialSettings,
+    _run,
+    command,
+    explicit,
+    outcome_of,
+    over_rounds,
+)
+from megatron_terapipe.search.machine.cluster import Cluster, cluster_document
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=256)

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials.launch import launcher
-from megatron_terapipe.search.trials.launch.launcher import LISTENING_PORTS, free_port, free_ports
+from megatron_terapipe.search.machine import launcher
+from megatron_terapipe.search.machine.launcher import LISTENING_PORTS, free_port, free_ports
 
 
 def test_of_many_ports_none_is_given_twice_and_each_is_free() -> None:

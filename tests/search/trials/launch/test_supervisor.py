@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.trials.launch import supervisor
-from megatron_terapipe.search.trials.launch.launcher import supervised
+from megatron_terapipe.search.machine import supervisor
+from megatron_terapipe.search.machine.launcher import supervised
 from tests.end_to_end.launching import environment
 
 PERSISTENT = """
@@ -29,7 +29,7 @@ time.sleep(600)
 ASKS = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs started in the background ignore Ctrl-C
-from megatron_terapipe.search.trials.launch.launcher import supervised
+from megatron_terapipe.search.machine.launcher import supervised
 with supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]]) as process:
     process.wait()
 """

@@ -1,1 +1,0 @@
-"""The engines that are measured: ours, DeepSpeed's, torch's and plain torch, each with the same weights."""

@@ -1,1 +1,0 @@
-"""The measurements of `make gpu-bench` on one CUDA device; see docs/how-to/gpu.md."""

@@ -1,0 +1,445 @@
+"""Try every configuration of checkouts of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, and print what runs.
+
+python -m benchmarks.migration_survey [--megatron-lm DIR] [--megatron-deepspeed DIR] [--gpt-neox DIR] [--lines] [--json]
+
+Each configuration is parsed and checked as `--dry-run` checks it, without its tokenizer, data, checkpoints and devices.
+The shell scripts of the checkouts are run, in a copy and with every program replaced, so give
+checkouts that you trust.
+
+A script composes its command from variables, arrays, conditions and templates of files, which only a shell expands. So
+bash runs it, in a copy of the checkout that holds its small text files, and with a PATH of its own: launchers write
+down
+their words, a few programs that read text are real, and every other program does nothing.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.arguments import read_arguments
+from megatron_terapipe.neox.convert import convert
+from megatron_terapipe.neox.settings import read_settings
+
+HERE = ("--dry-run", "--dry-run-without-files")
+"""Flags that leave out what is not here: devices, tokenizers, data, checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A configuration of another project, as a command for `pretrain_gpt.py`."""
+
+    origin: str
+    """Set that it belongs to: a row of the table."""
+
+    name: str
+    """Its name in that set."""
+
+    words: tuple[str, ...] = ()
+    """Flags and values."""
+
+    directory: Path = Path()
+    """Directory that names of files are relative to."""
+
+    refusal: str = ""
+    """Line with which a converter refused it, so that there are no words; empty if it did not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result of an attempt."""
+
+    attempt: Attempt
+    """The attempt."""
+
+    line: str = ""
+    """Line that refuses it; empty if it passed."""
+
+    is_defect: bool = False
+    """Whether it ended in anything but a line of ours."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it would be trained."""
+        return not self.line
+
+    def features(self) -> Iterator[str]:
+        """Yield what stops it: the flags with which each reason of the line begins."""
+        if self.is_defect:
+            yield "defect"
+            return
+        for reason in self.line.split("; ") if self.line else ():
+            beginning = reason.split(": ", 1)[0]
+            flags = [part.split()[0] for part in beginning.split(", ") if part.startswith("--")]
+            yield from flags or [beginning]
+
+
+def outcome_of(attempt: Attempt) -> Outcome:
+    """Return what becomes of an attempt in this process; nothing is started."""
+    if attempt.refusal:
+        return Outcome(attempt=attempt, line=attempt.refusal)
+    # Without it DeepSpeed looks for a device, and says that it found none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Imported here: torch and DeepSpeed take seconds.
+    from megatron_terapipe.training.run_summary import dry_run
+
+    try:
+        with chdir(attempt.directory), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            config = read_arguments([*attempt.words, *HERE]).config
+            dry_run(config, LaunchEnvironment.of_dry_run({}, stated=None, least=config.parallel.least_world_size))
+    except UserError as error:
+        line = str(error)
+        return Outcome(attempt=attempt, line=line, is_defect="\n" in line)
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        return Outcome(attempt=attempt, line=line, is_defect=True)
+    return Outcome(attempt=attempt)
+
+
+REAL = "cat sed awk grep egrep cut tr head tail wc date basename dirname expr seq sort uniq paste tac bash sh env tee"
+"""Programs that are real: they read text and write text."""
+
+LAUNCHERS = "deepspeed torchrun python python3 srun mpirun mpiexec accelerate aprun jsrun uv"
+"""Programs that write down their words."""
+
+KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile", "pretrain_gpt.py")
+"""Files of a checkout that scripts read."""
+
+TO_A_LOG = re.compile(r"""(2>&1[ \t]*)?(&>>?|(?<![&<\d])>>?)[ \t]*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
+"""Redirection of the output of a command to a log. Its directory is not here, and then the command would not be run."""
+
+PROGRAM = "pretrain_gpt.py"
+GPUS = 8
+SECONDS = 60
+"""Time after which a script is given up."""
+
+
+def attempts_of_scripts(origin: str, checkout: Path, folders: Sequence[str], copy: Path) -> Iterator[Attempt]:
+    """Yield an attempt for each command that pretrains a GPT.
+
+    Args:
+        copy: an empty folder for the copy of the checkout.
+    """
+    programs = copy / "programs"
+    _make_programs(programs)
+    tree = copy / "checkout"
+    _copy_texts(checkout, tree)
+    for script in sorted(script for folder in folders for script in (tree / folder).rglob("*.sh")):
+        commands = _commands(script, tree, programs)
+        for number, (words, directory) in enumerate(commands, start=1):
+            name = f"{script.relative_to(tree)}{f' #{number}' if len(commands) > 1 else ''}"
+            yield Attempt(origin=origin, name=name, words=words, directory=directory)
+
+
+def _commands(script: Path, tree: Path, programs: Path) -> list[tuple[tuple[str, ...], Path]]:
+    """Return the words of each command, and where it ran: in the folder of the script, or in that of the checkout.
+
+    Scripts assume one or the other; it is where the file that `--deepspeed_config` names has been written.
+    """
+    found: list[tuple[tuple[str, ...], Path]] = []
+    for directory in (script.parent, tree):
+        commands = [(words, directory) for words in _run(script, directory, programs)]
+        if commands and all((directory / name).is_file() for words, _ in commands for name in _deepspeed_files(words)):
+            return commands
+        found = found or commands
+    return found
+
+
+def _deepspeed_files(words: Sequence[str]) -> Iterator[str]:
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.replace("_", "-").partition("=")
+        if flag == "--deepspeed-config":
+            yield word.partition("=")[2] if equals and value else following
+
+
+def _run(script: Path, directory: Path, programs: Path) -> list[tuple[str, ...]]:
+    """Run a script, and return the words that follow the program in each command that it would start."""
+    record = programs.parent / "record"
+    record.unlink(missing_ok=True)
+    # Newer scripts keep in variables what their arguments say of data and checkpoints; others pass arguments on.
+    text = script.read_text(encoding="utf-8", errors="replace")
+    told = re.search(r"^\s*(export\s+)?\w+=[\"']?\$\{?1\b", text, re.MULTILINE) and "$#" not in text
+    arguments = [f"argument{number}" for number in range(1, 7)] if told else []
+    environment = {
+        "PATH": str(programs),
+        "BASH_ENV": str(programs / "environment"),
+        "HOME": str(directory),
+        "HOSTNAME": "worker-0",
+        "RECORD": str(record),
+    }
+    try:
+        subprocess.run(
+            [str(programs / "bash"), str(script), *arguments],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    if not record.exists():
+        return []
+    commands = (line.split("\0")[:-1] for line in record.read_text(encoding="utf-8").split("\1\n"))
+    return list(dict.fromkeys(words for command in commands if (words := _after_program(command))))
+
+
+def _after_program(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the words after the program; a launcher may have been given its command as one word."""
+    for number, word in enumerate(command):
+        if word.endswith(PROGRAM):
+            return tuple(command[number + 1 :])
+        if PROGRAM in word:
+            return _after_program(shlex.split(word))
+    return ()
+
+
+def _copy_texts(checkout: Path, tree: Path) -> None:
+    """Copy the folders of a checkout, and the small files that scripts read, but no links: they may lead out of it."""
+    for folder, names, files in os.walk(checkout):
+        names[:] = [name for name in names if not name.startswith(".")]
+        target = tree / Path(folder).relative_to(checkout)
+        target.mkdir(parents=True)
+        for name in files:
+            path = Path(folder, name)
+            if (
+                any(Path(name).match(pattern) for pattern in KEPT)
+                and not path.is_symlink()
+                and path.stat().st_size < 2**18
+            ):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                (target / name).write_text(TO_A_LOG.sub("", text) if name.endswith(".sh") else text, encoding="utf-8")
+
+
+def _make_programs(folder: Path) -> None:
+    folder.mkdir()
+    for name in REAL.split():
+        real = shutil.which(name)
+        if real is not None:
+            (folder / name).symlink_to(real)
+    # A command is its words with a NUL after each, then \1 and the end of the line.
+    record = '#!/bin/bash\nprintf "%s\\0" "$0" "$@" >> "$RECORD"\nprintf "\\1\\n" >> "$RECORD"\n'
+    for name in LAUNCHERS.split():
+        _write_program(folder / name, record)
+    devices = "\\n".join(["GPU"] * GPUS)
+    _write_program(folder / "nvidia-smi", f'#!/bin/bash\nprintf "{devices}\\n"\n')
+    # Two lines of its own stand before those of the command that it runs on every host.
+    _write_program(folder / "ds_ssh", f'#!/bin/bash\nprintf "hosts\\nfirst\\n{devices}\\n"\n')
+    inside = '[[ "$each" != /* && "$each" != -* && "$each" != *..* ]]'
+    mkdir = shutil.which("mkdir")
+    _write_program(
+        folder / "mkdir", f'#!/bin/bash\nfor each in "$@"; do {inside} && {mkdir} -p "$each"; done\nexit 0\n'
+    )
+    for name, does in {"whoami": "echo user", "hostname": "echo worker-0", "ssh": "exit 1"}.items():
+        _write_program(folder / name, f"#!/bin/bash\n{does}\n")
+    (folder / "environment").write_text("command_not_found_handle() { return 0; }\n")
+
+
+def _write_program(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+TESTS = "tests/functional_tests/test_cases"
+
+
+def attempts_of_megatron_lm(checkout: Path, folder: Path) -> Iterator[Attempt]:
+    """Yield the functional tests that pretrain a GPT, those of other models, then the scripts.
+
+    Args:
+        folder: an empty folder for copies.
+    """
+    # Imported here: only a survey reads YAML.
+    import yaml
+
+    for path in sorted(checkout.glob(f"{TESTS}/*/*/model_config.yaml")):
+        # All values as text, as the tests' own shell script reads them: this loader makes nothing else.
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
+        model, name = path.parts[-3:-1]
+        if isinstance(document, Mapping) and _pretrains(document):
+            kind = "gpt" if model == "gpt" else "other models"
+            words = tuple(words_of(document["MODEL_ARGS"]))
+            yield Attempt(origin=f"Megatron-LM, tests of {kind}", name=name, words=words, directory=folder)
+    yield from attempts_of_scripts("Megatron-LM, scripts", checkout, ("examples",), folder)
+
+
+def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command, by the rules of Megatron's `_run_training.sh`.
+
+    `true` is a flag without a value; a list in brackets is several words; any other value is one word. The number of
+    the repetition is that of the first.
+
+    Args:
+        model_args: values as text, by flag. Those of a merged mapping (`<<`) are replaced by its own.
+    """
+    merged = model_args.get("<<", {})
+    for flag, value in {**merged, **model_args}.items():
+        if flag == "<<":
+            continue
+        yield flag
+        text = f"[{' '.join(value)}]" if isinstance(value, list) else value.strip()
+        listed = re.fullmatch(r"\[(.*)\]", text)
+        if listed:
+            yield from shlex.split(listed[1])
+        elif text != "true":
+            yield text.replace("${REPEAT}", "1")
+
+
+def _pretrains(document: Mapping[str, Any]) -> bool:
+    """Whether a test trains: others generate, and have the flags of an engine for inference."""
+    model_args = document.get("MODEL_ARGS")
+    return isinstance(model_args, Mapping) and "--micro-batch-size" in model_args and "--lr" in model_args
+
+
+def attempts_of_megatron_deepspeed(checkout: Path, folder: Path) -> Iterator[Attempt]:
+    """Yield the commands of all scripts that pretrain a GPT.
+
+    Args:
+        folder: an empty folder for copies.
+    """
+    yield from attempts_of_scripts("Megatron-DeepSpeed, scripts", checkout, ("examples_deepspeed", "examples"), folder)
+
+
+TRAINING = "llama/train_config.yml"
+"""File with the optimizer, the batch and the length of the training, for models whose files have none."""
+
+PLACES = "local_setup.yml"
+"""File with the places of data, tokenizer and checkpoints."""
+
+
+def attempts_of_gpt_neox(checkout: Path, folder: Path) -> Iterator[Attempt]:
+    """Yield every model, with the settings that its file leaves open from NeoX's own files for these.
+
+    The number of processes is that of one replica of the model.
+    """
+    configs = checkout / "configs"
+    training, places = (_settings_of(configs / name) for name in (TRAINING, PLACES))
+    for path in sorted(configs.rglob("*.yml")):
+        name = str(path.relative_to(configs))
+        try:
+            model = read_settings([str(path)])
+            if "num_layers" not in model:
+                continue
+            settings = {**places, **({} if "train_iters" in model else training), **model}
+            words = tuple(convert(settings, _ranks(settings)).words())
+        except UserError as error:
+            yield Attempt(origin="GPT-NeoX, models", name=name, directory=folder, refusal=str(error))
+        else:
+            yield Attempt(origin="GPT-NeoX, models", name=name, directory=folder, words=words)
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    return read_settings([str(path)]) if path.exists() else {}
+
+
+def _ranks(settings: Mapping[str, Any]) -> int:
+    """Return the ranks of one replica; NeoX takes 0 for 1."""
+    return max(1, settings.get("pipe_parallel_size") or 1) * max(1, settings.get("model_parallel_size") or 1)
+
+
+def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
+    """Yield the lines of the table.
+
+    Args:
+        shows_lines: whether the line of every refusal is shown, too.
+    """
+    yield "| set | passed | refused | defects | of |"
+    yield "|---|---|---|---|---|"
+    for origin, of_set in _by_origin(outcomes).items():
+        passed, defects = sum(each.passed for each in of_set), sum(each.is_defect for each in of_set)
+        yield f"| {origin} | {passed} | {len(of_set) - passed - defects} | {defects} | {len(of_set)} |"
+    for origin, of_set in _by_origin(outcomes).items():
+        counts = _features(of_set)
+        if not counts:
+            continue
+        yield from ["", f"{origin}: what stops them", "", "| feature | stops | alone |", "|---|---|---|"]
+        alone = Counter(next(iter(set(each.features()))) for each in of_set if len(set(each.features())) == 1)
+        for feature, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            yield f"| {feature} | {number} | {alone[feature]} |"
+    if shows_lines:
+        for each in outcomes:
+            if not each.passed:
+                yield f"{each.attempt.origin}: {each.attempt.name}: {each.line}"
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the same as numbers and words."""
+    return {
+        origin: {
+            "attempts": len(of_set),
+            "passed": sum(each.passed for each in of_set),
+            "defects": sum(each.is_defect for each in of_set),
+            "features": dict(_features(of_set).most_common()),
+            "lines": {each.attempt.name: each.line for each in of_set if not each.passed},
+        }
+        for origin, of_set in _by_origin(outcomes).items()
+    }
+
+
+def _by_origin(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    sets: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        sets.setdefault(each.attempt.origin, []).append(each)
+    return sets
+
+
+def _features(outcomes: Sequence[Outcome]) -> Counter[str]:
+    return Counter(feature for each in outcomes for feature in set(each.features()))
+
+
+ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
+    "megatron_lm": attempts_of_megatron_lm,
+    "megatron_deepspeed": attempts_of_megatron_deepspeed,
+    "gpt_neox": attempts_of_gpt_neox,
+}
+"""By name, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""
+
+
+def main() -> int:
+    """Run the survey. Returns the exit code: 1 if an attempt ended in anything but one line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megatron-lm", type=Path, metavar="DIR", help="a checkout of Megatron-LM")
+    parser.add_argument("--megatron-deepspeed", type=Path, metavar="DIR", help="a checkout of Megatron-DeepSpeed")
+    parser.add_argument("--gpt-neox", type=Path, metavar="DIR", help="a checkout of GPT-NeoX")
+    parser.add_argument("--lines", action="store_true", help="show the line of every refusal, too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args()
+    outcomes = []
+    with TemporaryDirectory() as folder:
+        for name, attempts in ORIGINS.items():
+            checkout = getattr(options, name)
+            if checkout is None:
+                continue
+            own = Path(folder, name)
+            own.mkdir()
+            for attempt in attempts(checkout.resolve(), own):
+                outcomes.append(outcome_of(attempt))
+                if sys.stderr.isatty():
+                    print(f"\r{len(outcomes)} tried", end="", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps(as_json(outcomes), indent=2))
+    else:
+        print(*table(outcomes, shows_lines=options.lines), sep="\n")
+    return int(any(outcome.is_defect for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""How many configurations of other projects run here, and which features stop the rest."""

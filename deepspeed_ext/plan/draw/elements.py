@@ -1,0 +1,260 @@
+"""What drawings share: labels of ops and rows, colours, lanes of host copies, and the vocabulary of our SVG pictures.
+
+A stage is named in each op where its row, a pipeline rank, owns several. A micro-batch has a hue, a token slice a
+lightness. The axis says where a time stands.
+
+Colours of ops: a hue for each micro-batch, a lightness for each token slice.
+
+Colours are chosen in OKLCH, where equal steps look equal, so no micro-batch outshines another and token slices
+darken evenly from first to last.
+
+The vocabulary of our SVG pictures: shapes, texts, colours for light and dark pages, and the document around them.
+
+Colours are given as attributes, for any viewer, and a style sheet changes them where the reader prefers dark. The
+picture brings its own background, so that it is legible on any page.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import cos, floor, log10, radians, sin
+from typing import NamedTuple
+from xml.sax.saxutils import escape, quoteattr
+
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.timeline import Timeline
+
+
+def rank_name(shape: PipelineShape, rank: int) -> str:
+    """Return the name of a row."""
+    return f"rank {rank}" if shape.num_model_chunks > 1 else f"stage {rank}"
+
+
+def op_label(op: Op, shape: PipelineShape) -> str:
+    """Name of an op within its row, as short as it can be: `F0.1`, `2F0.1` on one of several stages, `F0` uncut."""
+    stage = f"{op.stage}" if shape.num_model_chunks > 1 else ""
+    token_slice = f".{op.token_slice}" if shape.num_token_slices > 1 else ""
+    return f"{stage}{op.kind.value}{op.micro_batch}{token_slice}"
+
+
+KIND_NAMES = {
+    OpKind.FORWARD: "forward",
+    OpKind.BACKWARD: "backward",
+    OpKind.INPUT_GRADIENT: "input gradient",
+    OpKind.WEIGHT_GRADIENT: "weight gradient",
+}
+"""Kinds of ops in words."""
+
+
+def with_unit(time: float, unit: str, *, digits: int = 4) -> str:
+    """Return a time as it is shown.
+
+    Args:
+        time: in the unit.
+        unit: `s`, or empty for times without one.
+    """
+    return f"{time:.{digits}g}{unit and ' ' + unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things: `1 stage`, `2 stages`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def extents(shape: PipelineShape) -> list[str]:
+    """The extents of a pipeline in words."""
+    words = [
+        count(shape.num_stages, "stage"),
+        count(shape.num_micro_batches, "micro-batch"),
+        count(shape.num_token_slices, "token slice"),
+    ]
+    if shape.num_model_chunks > 1:
+        words[0] += f" on {count(shape.num_ranks, 'rank')}"
+    return words
+
+
+_FIRST_HUE = 255.0  # blue
+_GOLDEN_ANGLE = 137.508  # neighbours in micro-batch order are far apart in hue, however many there are
+_CHROMA = 0.105
+_LIGHTEST, _DARKEST, _ALONE = 0.90, 0.66, 0.77  # all light enough for dark labels
+
+
+def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
+    """Return the fill of an op, as `#rrggbb`."""
+    lightness = _ALONE
+    if num_token_slices > 1:
+        lightness = _LIGHTEST - (_LIGHTEST - _DARKEST) * token_slice / (num_token_slices - 1)
+    # Light colours hold less chroma: without this, the first token slices would look washed in neon.
+    chroma = _CHROMA * min(1.0, (1 - lightness) / (1 - _ALONE) * 0.75 + 0.25)
+    return oklch_to_hex(lightness, chroma, (_FIRST_HUE + _GOLDEN_ANGLE * micro_batch) % 360)
+
+
+def oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
+    """Convert OKLCH to sRGB, clipped to what a screen can show.
+
+    Args:
+        lightness: from 0 to 1.
+        chroma: from 0.
+    """
+    a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
+    # The matrices of Ottosson's Oklab: to cone responses, then to linear sRGB.
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    linear = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    return "#" + "".join(f"{round(255 * _encoded(value)):02x}" for value in linear)
+
+
+def _encoded(linear: float) -> float:
+    """The sRGB transfer curve."""
+    value = min(max(linear, 0.0), 1.0)
+    return 12.92 * value if value <= 0.0031308 else 1.055 * value ** (1 / 2.4) - 0.055
+
+
+LANES = ("to host", "from host")
+"""Names of the lanes."""
+
+_LETTERS = {Content.INPUT: "I", Content.KEYS_AND_VALUES: "K"}
+
+
+class DrawnCopy(NamedTuple):
+    """A copy in one direction."""
+
+    copy: TimedCopy
+    start: float
+    end: float
+
+    def label(self, shape: PipelineShape) -> str:
+        """Name of it within its row: `K0.1` are keys and values, `I0.1` is a stage input, `2K0.1` that of stage 2."""
+        stage = f"{self.copy.stage}" if shape.num_model_chunks > 1 else ""
+        return f"{stage}{self.letter}{self.copy.micro_batch}.{self.copy.token_slice}"
+
+    @property
+    def letter(self) -> str:
+        """Of what is copied."""
+        return _LETTERS[self.copy.content]
+
+    def words(self, lane: int) -> str:
+        """What is copied, in words.
+
+        Args:
+            lane: 0 to the host, 1 back.
+        """
+        _, stage, micro_batch, token_slice, *_ = self.copy
+        what = f"{self.copy.content.value} of token slice {token_slice} of micro-batch {micro_batch} on stage {stage}"
+        return f"{what} {LANES[lane]}"
+
+
+def copies_of(timeline: Timeline, rank: int) -> tuple[list[DrawnCopy], list[DrawnCopy]]:
+    """Return the copies of a rank to the host, and those back, each in the order in which they run."""
+    own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
+    there = [DrawnCopy(copy, copy.offload_start, copy.offload_end) for copy in own]
+    back = [DrawnCopy(copy, copy.fetch_start, copy.fetch_end) for copy in own]
+    return sorted(there, key=lambda drawn: drawn.start), sorted(back, key=lambda drawn: drawn.start)
+
+
+MARGIN = 28
+
+INK, SOFT = 'class="ink" fill="#1f2328"', 'class="soft" fill="#636c76"'
+TRACK, GRID = 'class="track" fill="#eef0f3"', 'class="grid" stroke="#d8dde3"'
+REDUCTION = 'fill="#8250df" fill-opacity="0.75"'
+OFFLOAD, FETCH = 'fill="#bc4c00" fill-opacity="0.75"', 'fill="#1b7c83" fill-opacity="0.75"'
+LABEL = 'fill="#1f2328"'  # on an op, which keeps its colour in the dark
+MIDDLE = 'dominant-baseline="central"'
+CENTRED = f'text-anchor="middle" {MIDDLE}'
+HATCHED, HATCHED_BACK, DOTTED = 'fill="url(#hatch)"', 'fill="url(#hatch-back)"', 'fill="url(#dots)"'
+
+_STYLE = """<style>
+text { font-family: Inter, "Segoe UI", Helvetica, Arial, "DejaVu Sans", sans-serif; }
+@media (prefers-color-scheme: dark) {
+.card { fill: #0d1117; stroke: #30363d; } .ink { fill: #e6edf3; } .soft { fill: #9198a1; }
+.track { fill: #1c222b; } .grid { stroke: #30363d; }
+}
+</style>"""
+_PATTERNS = (
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<path d="M-1.5,1.5 l3,-3 M0,6 l6,-6 M4.5,7.5 l3,-3" stroke="#1f2328" stroke-opacity="0.28" stroke-width="1.5"/>'
+    '</pattern><pattern id="hatch-back" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<path d="M-1.5,4.5 l3,3 M0,0 l6,6 M4.5,-1.5 l3,3" stroke="#1f2328" stroke-opacity="0.28" stroke-width="1.5"/>'
+    '</pattern><pattern id="dots" width="5" height="5" patternUnits="userSpaceOnUse">'
+    '<circle cx="1.25" cy="1.25" r="0.8" fill="#1f2328" fill-opacity="0.42"/>'
+    '<circle cx="3.75" cy="3.75" r="0.8" fill="#1f2328" fill-opacity="0.42"/></pattern></defs>'
+)
+
+
+def document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
+    """Return an SVG document on a card of its own."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label={quoteattr(description)}>'
+    )
+    card = (
+        f'<rect class="card" x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="10" '
+        'fill="#ffffff" stroke="#d8dde3"/>'
+    )
+    return "\n".join([head, f"<title>{escape(title)}</title>", _STYLE, _PATTERNS, card, *body, "</svg>", ""])
+
+
+def rect(x: float, y: float, width: float, height: float, attributes: str) -> str:
+    """Return a rectangle."""
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {attributes}/>'
+
+
+def text(x: float, y: float, content: str, attributes: str) -> str:
+    """Return a text."""
+    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(content)}</text>'
+
+
+def text_width(content: str) -> float:
+    """Width of a text, in its font size; digits and capitals are about alike in the fonts we name."""
+    return sum(0.32 if character in ".,· " else 0.62 for character in content)
+
+
+PLOT_LEFT = 100
+_RIGHT_MARGIN = 100
+"""Width of the column with the peaks."""
+
+
+class Scale(NamedTuple):
+    """From time since the first op to pixels, in a picture of some width."""
+
+    makespan: float
+    width: float
+
+    @property
+    def plot_right(self) -> float:
+        """Where the last op of the longest timeline ends."""
+        return self.width - _RIGHT_MARGIN
+
+    def x(self, time: float) -> float:
+        """Pixels from the left edge."""
+        return PLOT_LEFT + (time / self.makespan if self.makespan else 0.0) * (self.plot_right - PLOT_LEFT)
+
+
+def grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Return lines at round times."""
+    for time in round_times(scale.makespan):
+        yield f'<path d="M{scale.x(time):.5g},{top - 6:.5g} V{bottom + 6:.5g}" {GRID}/>'
+
+
+def axis(scale: Scale, unit: str, bottom: float) -> Iterator[str]:
+    """Return the numbers of the grid lines."""
+    for time in round_times(scale.makespan):
+        yield text(scale.x(time), bottom + 21, f"{time:g}", f'{SOFT} font-size="11" text-anchor="middle"')
+    name = f"time ({unit})" if unit else "time"
+    yield text(scale.plot_right + 36, bottom + 21, name, f'{SOFT} font-size="11" text-anchor="middle"')
+
+
+def round_times(makespan: float) -> list[float]:
+    """About ten multiples of 1, 2 or 5 times a power of ten, from 0 on."""
+    if makespan <= 0:
+        return [0.0]
+    power = 10.0 ** floor(log10(makespan / 10))
+    step = next(factor * power for factor in (1, 2, 5, 10) if makespan / (factor * power) <= 12)
+    return [index * step for index in range(floor(makespan / step + 1e-9) + 1)]

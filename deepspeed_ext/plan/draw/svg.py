@@ -1,0 +1,466 @@
+"""Draws timelines as SVG: pipeline ranks down, time to the right.
+
+A picture is a legend, and for each rank a track with its ops and, below it, lanes of host copies and of reductions.
+
+stage 0 [F0.0][F0.1]......[B0.1]      hue: micro-batch       lightness: token slice
+stage 1       [F0.0][F0.1][B0.1]      hatching: backward     bare track: idle
+        0     1     2     3    4
+
+The lanes below the tracks of SVG pictures: what goes to the host and back, and gradients summed over replicas.
+
+stage 0 | [F0.0][F0.1]        [B0.1][B0.0]
+to host |       [===]
+back    |               [===]
+links   |                           [====]
+
+The rows of SVG pictures: a track for each pipeline rank, with its ops on it.
+
+What an op is can be read without its label, which thin ops have no room for:
+
+    hue          micro-batch                 lightness   token slice
+    hatching     rising: backward            falling: input gradient
+    low, dotted  weight gradient
+    upper edge   model chunk: none on the first, thicker on each after it
+
+Below a track are the lanes of its rank, where it has any: `svg_lanes`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from deepspeed_ext.plan.draw.elements import (
+    CENTRED,
+    DOTTED,
+    FETCH,
+    HATCHED,
+    HATCHED_BACK,
+    INK,
+    KIND_NAMES,
+    LABEL,
+    LANES,
+    MARGIN,
+    MIDDLE,
+    OFFLOAD,
+    PLOT_LEFT,
+    REDUCTION,
+    SOFT,
+    TRACK,
+    Scale,
+    axis,
+    copies_of,
+    document,
+    extents,
+    grid,
+    op_colour,
+    op_label,
+    rank_name,
+    rect,
+    text,
+    text_width,
+    with_unit,
+)
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.timeline import Timeline
+
+_LANE = 7
+"""Height of a lane."""
+COPY_FILLS = (OFFLOAD, FETCH)
+"""Of copies to the host, and back."""
+
+
+def lanes_height(timeline: Timeline) -> float:
+    """Height of the lanes below each track: two where anything is copied, one where anything is reduced."""
+    return _LANE * (2 * bool(timeline.host_copies) + bool(timeline.reductions))
+
+
+def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[str]:
+    """Return the bars in the lanes of a rank.
+
+    Args:
+        top: y of the first lane.
+    """
+
+    def drawn(start: float, end: float, y: float, fill: str, what: str) -> str:
+        x, right = scale.x(start - timeline.start), scale.x(end - timeline.start)
+        tooltip = f"{what}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
+        mark = bar(x + min(0.75, (right - x) * 0.08), y, max(right - x - 1.5, (right - x) * 0.84), fill)
+        return f"<g><title>{escape(tooltip)}</title>{mark}</g>"
+
+    if timeline.host_copies:
+        for lane, copies in enumerate(copies_of(timeline, rank)):
+            for copy in copies:
+                yield drawn(copy.start, copy.end, top, COPY_FILLS[lane], copy.words(lane))
+            top += _LANE
+    for stage, piece, start, end in timeline.reductions:
+        if timeline.shape.rank_of(stage) == rank:
+            yield drawn(start, end, top, REDUCTION, f"reduction {piece} of stage {stage}")
+
+
+def bar(x: float, y: float, width: float, fill: str) -> str:
+    """Return a mark of a lane."""
+    return rect(x, y, width, _LANE - 2, f'rx="1.5" {fill}')
+
+
+_GAP = 4
+_SMALLEST_LABEL = 8.0  # below it, colour and hatching speak for the op
+_LOW = 0.62
+"""Height of a weight gradient, in rows."""
+_TEXTURES = {
+    OpKind.FORWARD: (),
+    OpKind.BACKWARD: (HATCHED,),
+    OpKind.INPUT_GRADIENT: (HATCHED_BACK,),
+    OpKind.WEIGHT_GRADIENT: (DOTTED,),
+}
+
+
+def row_height(num_ranks: int) -> float:
+    """Height of a row: less where there are many."""
+    return 30 if num_ranks <= 8 else 22 if num_ranks <= 16 else 14
+
+
+def rows_height(timeline: Timeline, height: float) -> float:
+    """Return the height of all rows of a timeline together, in pixels."""
+    return timeline.shape.num_ranks * _pitch(timeline, height) - _GAP
+
+
+def _pitch(timeline: Timeline, height: float) -> float:
+    """From the top of one row to that of the next."""
+    return height + _GAP + lanes_height(timeline)
+
+
+def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
+    """Return a track per rank, as long as the timeline, with the rank's ops on it.
+
+    Args:
+        top: y of the first row.
+    """
+    for rank, spans in enumerate(timeline.spans):
+        y = top + rank * _pitch(timeline, height)
+        size = f'font-size="{min(13.0, height * 0.62):g}"'
+        name = rank_name(timeline.shape, rank)
+        yield text(PLOT_LEFT - 14, y + height / 2, name, f'{SOFT} {size} text-anchor="end" {MIDDLE}')
+        yield rect(PLOT_LEFT, y, scale.x(timeline.makespan) - PLOT_LEFT, height, f'rx="3" {TRACK}')
+        for op, start, end in spans:
+            x, width = scale.x(start - timeline.start), scale.x(end - timeline.start) - scale.x(start - timeline.start)
+            tooltip = f"{op}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
+            yield from _block(op, timeline.shape, (x, y, width, height), tooltip)
+        yield from lanes(timeline, rank, scale, y + height + 1)
+
+
+def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
+    """Return the column of live token slices at the peak of each rank.
+
+    Args:
+        top: y of the first row.
+    """
+    size = min(13.0, height * 0.62)
+    for rank, peak in enumerate(timeline.peak_live_token_slices):
+        y = top + rank * _pitch(timeline, height) + height / 2
+        yield text(scale.plot_right + 36, y, str(peak), f'{INK} font-size="{size:g}" {CENTRED}')
+
+
+def swatch(kind: OpKind, x: float, y: float, width: float, height: float, fill: str) -> Iterator[str]:
+    """Return an op of a kind, without its label."""
+    if kind is OpKind.WEIGHT_GRADIENT:
+        y, height = y + height * (1 - _LOW), height * _LOW
+    corner = f'rx="{min(3.0, width / 4):.3g}"'
+    yield rect(x, y, width, height, f'{corner} fill="{fill}"')
+    for texture in _TEXTURES[kind]:
+        yield rect(x, y, width, height, f"{corner} {texture}")
+
+
+def stripe(model_chunk: int, num_model_chunks: int, x: float, y: float, width: float, height: float) -> Iterator[str]:
+    """Return the mark of a model chunk on the upper edge of an op."""
+    if model_chunk:
+        thickness = _stripe_height(model_chunk, num_model_chunks, height)
+        yield rect(x, y, width, thickness, 'fill="#1f2328" fill-opacity="0.62"')
+
+
+def _stripe_height(model_chunk: int, num_model_chunks: int, height: float) -> float:
+    return height * 0.2 * model_chunk / max(num_model_chunks - 1, 1)
+
+
+def _block(op: Op, shape: PipelineShape, box: tuple[float, float, float, float], tooltip: str) -> Iterator[str]:
+    """One op, labelled where there is room."""
+    x, y, width, height = box
+    gap = min(0.75, width * 0.08)  # neighbours stay apart, however thin
+    x, width = x + gap, max(width - 2 * gap, 0.5)
+    yield f"<g><title>{escape(tooltip)}</title>"
+    yield from swatch(op.kind, x, y, width, height, op_colour(op.micro_batch, op.token_slice, shape.num_token_slices))
+    low = height * (1 - _LOW) if op.kind is OpKind.WEIGHT_GRADIENT else 0.0
+    y, height = y + low, height - low
+    model_chunk = op.stage // shape.num_ranks
+    yield from stripe(model_chunk, shape.num_model_chunks, x, y, width, height)
+    marked = _stripe_height(model_chunk, shape.num_model_chunks, height)
+    y, height = y + marked, height - marked
+    label = op_label(op, shape)
+    size = min(12.0, height * 0.48, (width - 4) / text_width(label))
+    if size >= _SMALLEST_LABEL:
+        yield text(x + width / 2, y + height / 2, label, f'{LABEL} font-size="{size:.3g}" {CENTRED}')
+    yield "</g>"
+
+
+_MAX_MICRO_BATCHES = 8
+_CHIP, _SWATCH, _LINE, _LEGEND_GAP = 18, 30, 28, 18
+_LETTER = 6.6
+"""Width of a letter of a name, in pixels."""
+
+
+class Legend(NamedTuple):
+    """A legend that is laid out."""
+
+    body: list[str]
+    height: float
+    """Of its lines but the first."""
+
+
+class _Entry(NamedTuple):
+    """Entry of the legend for one mark."""
+
+    width: float
+    draw: Callable[[float, float], Iterator[str]]
+    """Called with the left edge and the middle."""
+
+
+def legend(
+    shape: PipelineShape,
+    kinds: Sequence[OpKind],
+    width: float,
+    y: float,
+    *,
+    reduces: bool = False,
+    copies: bool = False,
+) -> Legend:
+    """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs.
+
+    Args:
+        y: base line of the first line.
+        reduces: whether the picture shows reductions.
+        copies: whether it shows copies to the host and back.
+    """
+    body: list[str] = []
+    x: float = PLOT_LEFT
+    first = y
+    for entry in _entries(shape, kinds, reduces, copies):
+        if x > PLOT_LEFT and x + entry.width > width - MARGIN:
+            x, y = PLOT_LEFT, y + _LINE
+        body += entry.draw(x, y)
+        x += entry.width + _LEGEND_GAP
+    return Legend(body, y - first)
+
+
+def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool, copies: bool) -> Iterator[_Entry]:
+    shown = min(shape.num_micro_batches, _MAX_MICRO_BATCHES)
+    chips = [(op_colour(micro_batch, 0, 1), str(micro_batch)) for micro_batch in range(shown)]
+    yield _chips("micro-batch", chips, goes_on=shown < shape.num_micro_batches)
+    if shape.num_token_slices > 1:
+        yield _chips("token slice", _token_slice_chips(shape), goes_on=False)
+    neutral = op_colour(0, 0, 1)
+    for kind in kinds:
+        yield _swatch(KIND_NAMES[kind], partial(_op, kind, neutral))
+    if shape.num_model_chunks > 1:
+        last = shape.num_model_chunks - 1
+        yield _swatch(f"model chunk {last}", partial(_striped, neutral, last))
+    if copies:
+        for lane, fill in zip(LANES, COPY_FILLS, strict=True):
+            yield _swatch(f"copy {lane}", partial(_bar, fill))
+    if reduces:
+        yield _swatch("gradient reduction", partial(_bar, REDUCTION))
+    yield _swatch("idle", lambda x, y: iter([rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')]))
+
+
+def _chips(name: str, chips: Sequence[tuple[str, str]], *, goes_on: bool) -> _Entry:
+    """Coloured chips with their numbers, after their name."""
+    left = len(name) * _LETTER + 8
+
+    def draw(x: float, y: float) -> Iterator[str]:
+        yield text(x, y, name, f'{SOFT} font-size="12" {MIDDLE}')
+        for number, (fill, label) in enumerate(chips):
+            at = x + left + 26 * number
+            yield rect(at, y - _CHIP / 2, 24, _CHIP, f'rx="3" fill="{fill}"')
+            yield text(at + 12, y, label, f'{LABEL} font-size="11" {CENTRED}')
+        if goes_on:
+            yield text(x + left + 26 * len(chips) + 4, y, "…", f'{SOFT} font-size="12" {MIDDLE}')
+
+    return _Entry(left + 26 * len(chips) + (16 if goes_on else 0), draw)
+
+
+def _swatch(name: str, mark: Callable[[float, float], Iterator[str]]) -> _Entry:
+    """A mark before its name."""
+
+    def draw(x: float, y: float) -> Iterator[str]:
+        yield from mark(x, y - _CHIP / 2)
+        yield text(x + _SWATCH + 8, y, name, f'{SOFT} font-size="12" {MIDDLE}')
+
+    return _Entry(_SWATCH + 8 + len(name) * _LETTER, draw)
+
+
+def _op(kind: OpKind, fill: str, x: float, y: float) -> Iterator[str]:
+    return swatch(kind, x, y, _SWATCH, _CHIP, fill)
+
+
+def _bar(fill: str, x: float, y: float) -> Iterator[str]:
+    yield bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)
+
+
+def _striped(fill: str, last: int, x: float, y: float) -> Iterator[str]:
+    yield from swatch(OpKind.FORWARD, x, y, _SWATCH, _CHIP, fill)
+    yield from stripe(last, last + 1, x, y, _SWATCH, _CHIP)
+
+
+def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterator[str]:
+    """Return figures for the upper right corner, each over its name."""
+    x: float = width - MARGIN
+    for name, value in reversed(figures):
+        yield text(x, y - 4, value, f'{INK} font-size="18" font-weight="600" text-anchor="end"')
+        yield text(x, y + 14, name, f'{SOFT} font-size="11" text-anchor="end"')
+        x -= max(11 * text_width(name), 18 * text_width(value)) + 20
+
+
+def _token_slice_chips(shape: PipelineShape) -> list[tuple[str, str]]:
+    """As many steps of lightness as the eye tells apart; between first and last they stand for several each."""
+    steps = min(shape.num_token_slices, 5)
+    labels = [str(step) if step < steps - 1 else str(shape.last_token_slice) for step in range(steps)]
+    if steps < shape.num_token_slices:
+        labels[1:-1] = [""] * (steps - 2)
+    return [(op_colour(0, step, steps), label) for step, label in enumerate(labels)]
+
+
+_WIDTH = 1120
+_WIDEST = 1680
+_LABELLED, _THIN = 9.0, 7.0
+"""Pixels of a letter of an op's label, and of an op without one. A timeline of many ops gets a wider picture."""
+
+
+def render_svg(timeline: Timeline, title: str) -> str:
+    """Draw one timeline, with its bubble ratio and its peak of live token slices.
+
+    Args:
+        title: what it shows, for example the name of the schedule.
+
+    Returns:
+        An SVG document.
+    """
+    scale = Scale(timeline.duration, _width([timeline]))
+    height = row_height(timeline.shape.num_ranks)
+    top = 104
+    bottom = top + rows_height(timeline, height)
+    figures = [
+        ("bubble ratio", f"{timeline.bubble_ratio:.1%}"),
+        ("makespan", with_unit(timeline.makespan, timeline.unit)),
+        ("peak live token slices", str(max(timeline.peak_live_token_slices))),
+    ]
+    if timeline.reductions:
+        figures.insert(2, ("reductions end", with_unit(timeline.duration, timeline.unit)))
+    explained = _legend([timeline], timeline.shape, scale.width, bottom + 62)
+    body = [
+        text(MARGIN, 40, title, f'{INK} font-size="19" font-weight="600"'),
+        text(MARGIN, 62, " · ".join(extents(timeline.shape)), f'{SOFT} font-size="13"'),
+        *facts(figures, scale.width, 46),
+        text(scale.plot_right + 36, top - 12, "peak live", f'{SOFT} font-size="11" text-anchor="middle"'),
+        *grid(scale, top, bottom),
+        *axis(scale, timeline.unit, bottom),
+        *rows(timeline, scale, top, height),
+        *peaks(timeline, scale, top, height),
+        *explained.body,
+    ]
+    return document(body, scale.width, bottom + 86 + explained.height, title, _description(title, timeline))
+
+
+def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
+    """Draw timelines below each other on one time axis, each against the first.
+
+    Args:
+        panels: title and timeline of each, in the same unit.
+
+    Returns:
+        An SVG document.
+
+    Raises:
+        PlanError: if there is no panel, or their units differ.
+    """
+    units = {timeline.unit for _, timeline in panels}
+    if len(units) != 1:
+        raise PlanError(
+            f"{len(panels)} timelines in {len(units)} units on one axis: give at least one, all in one unit"
+        )
+    timelines = [timeline for _, timeline in panels]
+    scale = Scale(max(timeline.duration for timeline in timelines), _width(timelines))
+    height = row_height(max(timeline.shape.num_ranks for timeline in timelines))
+    body: list[str] = []
+    top = 68.0
+    for title, timeline in panels:
+        total = timeline.shape.num_micro_batches * timeline.shape.num_token_slices * timeline.shape.num_model_chunks
+        figures = (
+            f"bubble {timeline.bubble_ratio:.1%}  ·  makespan {with_unit(timeline.makespan, timeline.unit)}  ·  "
+            f"peak live token slices {max(timeline.peak_live_token_slices)} of {total}"
+        )
+        if timeline.reductions:
+            figures += f"  ·  reductions end at {with_unit(timeline.duration, timeline.unit)}"
+        body.append(text(MARGIN, top - 20, title, f'{INK} font-size="16" font-weight="600"'))
+        body.append(text(scale.plot_right, top - 20, figures, f'{INK} font-size="13" text-anchor="end"'))
+        bottom = top + rows_height(timeline, height)
+        body += grid(scale, top, bottom)
+        body += rows(timeline, scale, top, height)
+        body += _saving(timeline, timelines[0].duration, scale, top, bottom)
+        top = bottom + 68
+    # The one with most to explain: all micro-batches, token slices and model chunks that any of them has.
+    shape = max((each.shape for each in timelines), key=lambda each: (each.num_token_slices, each.num_model_chunks))
+    body += axis(scale, units.pop(), bottom)
+    explained = _legend(timelines, shape, scale.width, bottom + 62)
+    body += explained.body
+    name = " / ".join(title for title, _ in panels)
+    description = " ".join(_description(title, timeline) for title, timeline in panels)
+    return document(body, scale.width, bottom + 86 + explained.height, name, description)
+
+
+def _width(timelines: Sequence[Timeline]) -> float:
+    """Width of a picture in which most ops have room for their labels; or, of too many ops, for their textures."""
+    longest = max(timelines, key=lambda timeline: timeline.makespan)
+    most = max(longest.spans, key=len)
+    durations = sorted(end - start for _, start, end in most)
+    middle = durations[len(durations) // 2]
+    if not middle:
+        return _WIDTH
+    label = max(text_width(op_label(op, longest.shape)) for op, *_ in most)
+    margins, ops = _WIDTH - Scale(0.0, _WIDTH).plot_right + PLOT_LEFT, longest.makespan / middle
+    wanted = [margins + ops * pixels for pixels in (_LABELLED * label + 5, _THIN)]
+    fitting = [width for width in wanted if width <= _WIDEST]
+    return float(round(max(fitting[0] if fitting else _WIDEST, _WIDTH)))
+
+
+def _legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> Legend:
+    """The meaning of all that the timelines show."""
+    reduces = any(timeline.reductions for timeline in timelines)
+    copies = any(timeline.host_copies for timeline in timelines)
+    return legend(shape, _kinds(timelines), width, y, reduces=reduces, copies=copies)
+
+
+def _kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
+    """The kinds of ops to explain, in their usual order."""
+    there = {span.op.kind for timeline in timelines for rank in timeline.spans for span in rank}
+    return [kind for kind in OpKind if kind in there]
+
+
+def _saving(timeline: Timeline, reference: float, scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Mark where a timeline ends before the reference, and by how much."""
+    end, reference_end = scale.x(timeline.duration), scale.x(reference)
+    if reference_end - end < 70:
+        return
+    middle = (top + bottom) / 2
+    yield (
+        f'<path d="M{end + 8:.4g},{middle:.4g} H{reference_end - 1:.4g} M{end + 15:.4g},{middle - 5:.4g} l-7,5 l7,5" '
+        f'fill="none" stroke-width="1.5" stroke="#8b949e"/>'
+    )
+    label = f"{1 - timeline.duration / reference:.0%} less time"
+    yield text((end + reference_end) / 2 + 4, middle - 14, label, f'{INK} font-size="14" font-weight="600" {CENTRED}')
+
+
+def _description(title: str, timeline: Timeline) -> str:
+    return (
+        f"{title}: {', '.join(extents(timeline.shape))}, makespan {with_unit(timeline.makespan, timeline.unit)}, "
+        f"bubble ratio {timeline.bubble_ratio:.1%}."
+    )

@@ -1,0 +1,402 @@
+"""Orders and host copies as arrays, and the loop of the fast simulator that goes through them.
+
+The loop is written so that numba can compile it; it runs without numba too. `Wiring` says what each op waits for,
+gives and sends, `CopyEvents` what happens to which copy behind which op.
+
+The loop of the fast simulator, written so that numba can compile it; it runs without numba too.
+
+It knows nothing of stages or micro-batches: ops are numbers in the order in which ranks run them, results are numbers,
+and a result that travels is another number where it arrives. `compiled.py` makes these numbers.
+
+Orders in numbers: what each op waits for, gives and sends, as arrays for the fast simulator.
+
+A result has the number unit + units x kind, where units count stages, micro-batches and token slices. Where it arrives
+on another rank it has one more number, behind all those. Functions import numpy when they are called, so that the
+modules that import this one load at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    Numbers = ndarray[Any, Any]
+
+Array = Any
+"""A numpy array, or a list where numba is missing. This file imports neither at its top, so that it loads at once."""
+
+NOTHING = -1
+
+OFFLOADED, FETCHED, DROPPED = range(3)
+"""What may happen to a host copy at a place, and the row of its times."""
+
+
+def simulate_ops(
+    bounds: Array,
+    needs: Array,
+    gives: Array,
+    arrives: Array,
+    targets: Array,
+    channels: Array,
+    durations: Array,
+    sending: Array,
+    latency: Array,
+    posts: Array,
+    posted: Array,
+    copying: Array,
+    back: Array,
+    ready: Array,
+    free: Array,
+    lanes: Array,
+    copied: Array,
+    starts: Array,
+    ends: Array,
+) -> int:
+    """Simulate all ops of all ranks; a rank that cannot go on is left until what it waits for is there.
+
+    Args:
+        bounds: [R + 1] where the ops of each rank begin, and at last where they end; of N ops in total.
+        needs: [K * N] numbers of the results that op n waits for at K * n .. K * n + K; NOTHING fills up.
+        gives: [N] number of the op's result on its own rank.
+        arrives: [N] number of the result on the rank it is sent to; NOTHING if it stays.
+        targets: [N] that rank.
+        channels: [N] channel that it takes.
+        durations: [N] time of the op.
+        sending: [N] time for which its message keeps the channel busy.
+        latency: [N] time from then until it is there.
+        posts: [N + 1] where those host copies begin in `posted` that have a place behind op n.
+        posted: [events] number of a copy, times 3, plus what happens to it.
+        copying: [2 * C] times of C copies to the host, then of those from it.
+        back: [N] the copy that op n waits for; NOTHING if none.
+        ready: [results] filled with -1; becomes the time at which each result is there.
+        free: [channels] filled with 0; becomes the time at which each channel is free.
+        lanes: [2 * R] filled with 0; becomes the time at which the lanes of each rank to its host and back are free.
+        copied: [3 * C] becomes the start of each copy to the host, then of those from it, then when each was dropped.
+        starts: [N] becomes the start of each op.
+        ends: [N] becomes the end of each op.
+
+    Returns:
+        Ops simulated: fewer than N if ranks wait for each other.
+    """
+    num_ranks = len(bounds) - 1
+    width = len(needs) // max(len(gives), 1)
+    position = [bounds[rank] for rank in range(num_ranks)]
+    clock = [0.0 for _ in range(num_ranks)]
+    awaited = [NOTHING for _ in range(num_ranks)]
+    runnable = [num_ranks - 1 - rank for rank in range(num_ranks)]
+    num_done = 0
+    num_copies = len(copying) // 2
+    while len(runnable) > 0:
+        rank = runnable.pop()
+        time = clock[rank]
+        op = position[rank]
+        while op < bounds[rank + 1]:
+            start = time
+            copy = back[op]
+            if copy != NOTHING and copied[num_copies + copy] + copying[num_copies + copy] > start:
+                start = copied[num_copies + copy] + copying[num_copies + copy]
+            missing = NOTHING
+            for place in range(width * op, width * op + width):
+                needed = needs[place]
+                if needed == NOTHING:
+                    continue
+                there = ready[needed]
+                if there < 0:
+                    missing = needed
+                    break
+                if there > start:
+                    start = there
+            if missing != NOTHING:
+                awaited[rank] = missing
+                break
+            time = start + durations[op]
+            starts[op] = start
+            ends[op] = time
+            ready[gives[op]] = time
+            arriving = arrives[op]
+            if arriving != NOTHING:
+                channel = channels[op]
+                leaves = free[channel] if free[channel] > time else time
+                sent = leaves + sending[op]
+                free[channel] = sent
+                ready[arriving] = sent + latency[op]
+                if awaited[targets[op]] == arriving:
+                    awaited[targets[op]] = NOTHING
+                    runnable.append(targets[op])
+            for place in range(posts[op], posts[op + 1]):
+                copy = posted[place] // 3
+                event = posted[place] % 3
+                if event == DROPPED:
+                    if copied[copy] + copying[copy] > time:
+                        time = copied[copy] + copying[copy]
+                    copied[2 * num_copies + copy] = time
+                else:
+                    begins = lanes[2 * rank + event] if lanes[2 * rank + event] > time else time
+                    copied[event * num_copies + copy] = begins
+                    lanes[2 * rank + event] = begins + copying[event * num_copies + copy]
+            op += 1
+        num_done += op - position[rank]
+        position[rank] = op
+        clock[rank] = time
+    return num_done
+
+
+@cache
+def compiled_loop() -> Callable[..., int] | None:
+    """Return `simulate_ops` as machine code; None where numba is not installed.
+
+    The code is kept on disk beside this file, or in the user's cache where that folder cannot be written.
+    """
+    try:
+        from numba import njit
+    except ImportError:
+        return None
+    try:
+        return cast("Callable[..., int]", njit(cache=True)(simulate_ops))
+    except RuntimeError:  # there is no folder to keep it in
+        return cast("Callable[..., int]", njit(simulate_ops))
+
+
+KINDS = tuple(OpKind)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+"""Number of each kind of op."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OpColumns:
+    """Ops in columns, rank after rank; [N] each."""
+
+    kind: "Numbers"
+    stage: "Numbers"
+    micro_batch: "Numbers"
+    token_slice: "Numbers"
+
+    @classmethod
+    def of(cls, order: Sequence[Op]) -> "OpColumns":
+        """The columns of some ops."""
+        import numpy as np
+
+        kinds, *indices = list(zip(*order, strict=True)) or [()] * 4
+        kind = np.fromiter(map(CODE.__getitem__, kinds), np.int8, len(order))
+        return cls(kind, *(np.array(index, np.int32) for index in indices))
+
+    @classmethod
+    def joined(cls, parts: Sequence["OpColumns"]) -> "OpColumns":
+        """The columns of one rank after the other."""
+        import numpy as np
+
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def ops(self, first: int, last: int) -> list[Op]:
+        """Return the ops at positions first .. last.
+
+        Args:
+            last: position behind the last of them.
+        """
+        columns = (self.stage, self.micro_batch, self.token_slice)
+        indices = (column[first:last].tolist() for column in columns)
+        return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
+
+    def units(self, shape: PipelineShape) -> "Numbers":
+        """Return the number of each op's token slice, of one micro-batch on one stage: [ops]."""
+        return _unit(self.stage, self.micro_batch, self.token_slice, shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Wiring:
+    """Arrays by the names that `loop.simulate_ops` has for them, and where to find the times that it wants."""
+
+    needs: "Numbers"
+    """[K * N] what each op waits for."""
+    gives: "Numbers"
+    """[N] its result."""
+    arrives: "Numbers"
+    """[N] its result where it is sent to."""
+    targets: "Numbers"
+    """[N] the rank it is sent to."""
+    channels: "Numbers"
+    """[N] the channel it takes."""
+    op_costs: "Numbers"
+    """[N] where the op's time is in a table by kind, stage and token slice."""
+    message_costs: "Numbers"
+    """[N] where those of its message are in tables by boundary and token slice."""
+    num_results: int
+    """Results of all ops, each counted where it is made and where it arrives."""
+    num_channels: int
+    """Channels, with one for what stays."""
+
+
+def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
+    """Whether every op is inside the shape, on its own rank, and there but once, whole or in part.
+
+    Args:
+        bounds: [R + 1] where the ops of each rank begin and end.
+    """
+    import numpy as np
+
+    if len(bounds) != shape.num_ranks + 1:
+        return False
+    extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
+    indices = (columns.stage, columns.micro_batch, columns.token_slice)
+    if any(index.max(initial=0) >= extent for index, extent in zip(indices, extents, strict=True)):
+        return False
+    ranks = np.repeat(np.arange(shape.num_ranks), np.diff(bounds))
+    if not np.array_equal(ranks_of_stages(shape)[columns.stage], ranks):
+        return False
+    units = columns.units(shape)
+    for part in (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT):
+        computes = [CODE[kind] for kind in KINDS if Op(part, 0, 0, 0) in parts(Op(kind, 0, 0, 0))]
+        if np.bincount(units[np.isin(columns.kind, computes)], minlength=1).max() > 1:
+            return False
+    return True
+
+
+def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
+    """Look up in the table of dependencies what each op waits for, and where its result goes.
+
+    Args:
+        columns: the ops, [N] each.
+    """
+    import numpy as np
+
+    num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
+    given = np.array([CODE[result(Op(kind, 0, 0, 0)).kind] for kind in KINDS])
+    gives = given[columns.kind] * (num_made // len(KINDS)) + columns.units(shape)
+    targets, channels, boundaries, num_channels = _ways(shape)
+    way = columns.kind.astype(np.int64) * shape.num_stages + columns.stage
+    return Wiring(
+        _needs(columns, shape, num_made).reshape(-1).astype(np.int32),
+        gives.astype(np.int32),
+        np.where(targets[way] == NOTHING, NOTHING, gives + num_made).astype(np.int32),
+        targets[way].astype(np.int32),
+        channels[way].astype(np.int32),
+        (way * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        (boundaries[way] * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        2 * num_made,
+        num_channels,
+    )
+
+
+def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers":
+    """[N, K] numbers of results."""
+    import numpy as np
+
+    ranks = ranks_of_stages(shape)
+    needs = np.full((len(columns.kind), max(len(reads_of(kind)) for kind in KINDS)), NOTHING, np.int64)
+    for kind in KINDS:
+        ops = np.flatnonzero(columns.kind == CODE[kind])
+        for column, (_, needed, stages, token_slices) in enumerate(reads_of(kind)):
+            there, then = columns.stage[ops] + stages, columns.token_slice[ops] + token_slices
+            inside = (there >= 0) & (there < shape.num_stages) & (then >= 0) & (then < shape.num_token_slices)
+            readers, there, then = ops[inside], there[inside], then[inside]
+            unit = _unit(there, columns.micro_batch[readers], then, shape)
+            travels = ranks[there] != ranks[columns.stage[readers]]
+            needs[readers, column] = CODE[needed] * (num_made // len(KINDS)) + unit + num_made * travels
+    return needs
+
+
+def _ways(shape: PipelineShape) -> "tuple[Numbers, Numbers, Numbers, int]":
+    """Rank, channel and stage boundary that the result of each kind of op on each stage goes by; how many channels."""
+    import numpy as np
+
+    targets, boundaries, ways = [], [], []
+    for kind in KINDS:
+        for stage in range(shape.num_stages):
+            given = result(Op(kind, stage, 0, 0))
+            reader = reading_stage(given, shape)
+            source, target = shape.rank_of(stage), NOTHING if reader is None else shape.rank_of(reader)
+            targets.append(NOTHING if target == source else target)
+            boundaries.append(0 if reader is None else min(stage, reader))
+            ways.append((source, targets[-1], given.kind))
+    numbers = {way: number for number, way in enumerate(dict.fromkeys(ways))}
+    channels = [numbers[way] for way in ways]
+    return np.array(targets), np.array(channels), np.array(boundaries), len(numbers)
+
+
+def ranks_of_stages(shape: PipelineShape) -> "Numbers":
+    """Return the rank that each stage is on: [stages]."""
+    import numpy as np
+
+    return np.array([shape.rank_of(stage) for stage in range(shape.num_stages)])
+
+
+def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shape: PipelineShape) -> "Numbers":
+    unit: Numbers = (stage.astype("int64") * shape.num_micro_batches + micro_batch) * shape.num_token_slices
+    return unit + token_slice
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CopyEvents:
+    """Arrays by the names that `loop.simulate_ops` has for them. Copies are numbered rank by rank."""
+
+    posts: "Numbers"
+    """[N + 1] where those events begin that have a place behind op n."""
+    posted: "Numbers"
+    """[events] number of a copy, times 3, plus what happens to it."""
+    copying: "Numbers"
+    """[2 * C] times of copies to the host, then from it."""
+    back: "Numbers"
+    """[N] the copy that op n waits for."""
+
+    @classmethod
+    def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":
+        """Number the copies of a plan.
+
+        Args:
+            plan: copies of all ranks; None for nothing.
+            bounds: [R + 1] where the ops of each rank begin and end.
+        """
+        import numpy as np
+
+        num_ops = int(bounds[-1])
+        back = np.full(num_ops, NOTHING, np.int32)
+        sizes: list[float] = []
+        # By op, then what happens first, then the order in which copies are posted.
+        events: list[tuple[int, int, str, int]] = []
+        for (first, _), copies in zip(pairwise(bounds.tolist()), () if plan is None else plan.ranks, strict=False):
+            for posted, copy in enumerate(copies, start=len(sizes)):
+                sizes.append(copy.size)
+                events.append((first + copy.offload - 1, OFFLOADED, copy.content, posted))
+                events.append((first + copy.fetch - 1, FETCHED, "", posted))
+                events.append((first + copy.drop - 1, DROPPED, "", posted))
+                back[first + copy.reader] = posted  # the last one, since they are back in this order
+        events.sort()
+        counts = np.bincount([op for op, *_ in events], minlength=num_ops) if events else np.zeros(num_ops, np.int64)
+        speeds = (1.0, 1.0) if plan is None else (plan.to_host, plan.from_host)
+        return cls(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            np.array([3 * copy + event for _, event, _, copy in events], np.int32),
+            np.concatenate([np.array(sizes, np.float64) / speed for speed in speeds]),
+            back,
+        )
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of all ranks."""
+        return len(self.copying) // 2
+
+    def timed(self, plan: HostCopyPlan | None, copied: "Numbers") -> Iterator[TimedCopy]:
+        """Yield the copies that have run, by rank and start.
+
+        Args:
+            copied: [3 * C] as the loop leaves it.
+        """
+        if plan is None:
+            return
+        to_host, from_host = self.copying.reshape(2, -1)
+        offloaded, fetched, dropped = copied.reshape(3, -1)
+        times = zip(
+            *(each.tolist() for each in (offloaded, offloaded + to_host, dropped, fetched, fetched + from_host)),
+            strict=True,
+        )
+        for copies in plan.ranks:
+            timed = [(copy.offload, TimedCopy(*copy[:4], *next(times))) for copy in copies]
+            yield from (copy for _, copy in sorted(timed, key=lambda each: (each[0], each[1].content)))

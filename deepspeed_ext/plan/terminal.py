@@ -1,0 +1,297 @@
+"""What all commands share: help that reads well, an end in one line, a line of progress, and the flag `--json`.
+
+The flag `--json [FILE]`, with which every command gives its answer to programs.
+
+With FILE the answer goes into a file, beside what the command prints. Without, or with `-`, it stands alone on standard
+output.
+"""
+
+import argparse
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from shutil import get_terminal_size
+from types import TracebackType
+from typing import Any, NoReturn, Self, TextIO, TypeGuard
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import write_text
+
+Progress = Callable[[float], None]
+"""Takes the share that is done of some work, from 0 to 1."""
+
+INTERVAL_S = 0.2
+"""Seconds between two changes of the line."""
+
+SILENT_S = 1.0
+"""Seconds before the line appears: what is done by then needs none."""
+
+
+def unseen(share: float) -> None:
+    """Take the share that is done, and show it to nobody."""
+
+
+class ProgressLine:
+    """A line that is written over again, and gone at the end. Where nobody watches, nothing is written.
+
+    Args:
+        stream: where it is shown, if that is a terminal; None = standard error.
+        clock: gives the seconds since some moment.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._is_seen = self._stream is not None and self._stream.isatty()
+        self._began = self._shown_at = clock()
+        self._width = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write("")
+
+    def part(self, doing: str, first: float = 0.0, last: float = 1.0) -> Progress:
+        """Return what takes the progress of a part of the work.
+
+        Args:
+            first: share of all work that is done before it.
+            last: share of all work that is done after it.
+        """
+        if not self._is_seen:
+            return unseen
+
+        def show(share: float) -> None:
+            now = self._clock()
+            if now - self._began < SILENT_S or now - self._shown_at < INTERVAL_S:
+                return
+            self._shown_at = now
+            done = first + min(max(share, 0.0), 1.0) * (last - first)
+            left = f", about {time_left(now - self._began, done)} left" if done > 0.01 else ""
+            self._write(f"{doing}: {done:.0%}{left}")
+
+        return show
+
+    def _write(self, line: str) -> None:
+        if line or self._width:
+            print(f"\r{line:<{self._width}}", end="" if line else "\r", file=self._stream, flush=True)
+            self._width = len(line)
+
+
+def time_left(elapsed_s: float, done: float) -> str:
+    """Return how long it will take from here, in words, if the rest goes as what is done.
+
+    Args:
+        elapsed_s: seconds so far.
+        done: share that is done, above 0.
+    """
+    left_s = elapsed_s * (1 - done) / done
+    if left_s < 100:
+        return f"{left_s:.0f} s"
+    return f"{left_s / 60:.0f} min" if left_s < 6000 else f"{left_s / 3600:.1f} h"
+
+
+BAD_INPUT = 2
+"""Exit code of a command whose input is bad."""
+
+INTERRUPTED = 130
+"""Exit code of a command that ended by Ctrl-C, as shells know it."""
+
+WIDEST = 110
+"""Columns of a help text at most: longer lines are hard to read."""
+
+
+def run_command(action: Callable[[], int]) -> int:
+    """Return the exit code of a command: its own, 2 for bad input, 130 for Ctrl-C.
+
+    Args:
+        action: runs the command. What it raises on purpose, or meets outside, becomes one line on standard error.
+    """
+    try:
+        try:
+            return action()
+        finally:
+            # What `head` does not read any more is to be noticed here, not when Python closes the stream.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # What reads the output has enough. Python would complain again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelled one resembles most; None if it resembles none."""
+    # Imported where something is misspelled.
+    from difflib import get_close_matches
+
+    found = get_close_matches(name.lower(), list(known), n=1)
+    return found[0] if found else None
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose help begins with what the command does, and whose errors are `UserError`s of one line.
+
+    Its sub-commands are such parsers, too.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        ours: dict[str, Any] = {"formatter_class": _HelpFormatter, "allow_abbrev": False}
+        super().__init__(**ours | settings)
+        self._optionals.title = "other flags"
+        self._words: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and where the flags are explained.
+
+        Raises:
+            UserError: always.
+        """
+        if message.startswith("the following arguments are required"):
+            # Whoever misspelled the flag that is missed has to see both.
+            wrong = [word for word in self._words if word.startswith("--") and not self._knows(word)]
+            message += f", and {' '.join(wrong)} is no flag of this command" if wrong else ""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        meant = nearest(unknown[1], self._option_string_actions) if unknown else None
+        hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+        raise UserError(f"{message}: {hint}")
+
+    def parse_known_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return what argparse does.
+
+        Args:
+            words: that people type; None = those of this process.
+            namespace: object that takes the values; None = a new one.
+        """
+        self._words = list(sys.argv[1:] if words is None else words)
+        return super().parse_known_args(words, namespace)
+
+    def _knows(self, word: str) -> bool:
+        return word == "--" or word.partition("=")[0] in self._option_string_actions
+
+    def format_usage(self) -> str:
+        """Return the shortest command in one line: what must be given, and `[flags]` for all that may be left out."""
+        return f"usage: {self.usage or ' '.join([self.prog, *self._needed()])}\n"
+
+    def format_help(self) -> str:
+        """Return the help: what the command does, how it is called, its flags by group, and examples."""
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        formatter.add_text(self.format_usage())
+        # The flags that every command has come last.
+        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            for each in group._group_actions:
+                # Sub-commands are listed one by one, without a line for their choice.
+                formatter.add_arguments(each._get_subactions() if _is_choice(each) else [each])
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _needed(self) -> Iterator[str]:
+        yield from (self._value_of(each) for each in self._actions if not each.option_strings)
+        flags = [each for each in self._actions if each.option_strings]
+        yield from (self._flag_with_value(each) for each in flags if each.required)
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                yield f"({' | '.join(self._flag_with_value(each) for each in group._group_actions)})"
+        may_follow = [each for each in self._actions if _is_choice(each) or (each.option_strings and not each.required)]
+        if any(not isinstance(each, argparse._HelpAction) for each in may_follow):
+            yield "[flags]"
+
+    def _flag_with_value(self, action: argparse.Action) -> str:
+        name = next((each for each in action.option_strings if each.startswith("--")), action.option_strings[0])
+        return f"{name} {self._value_of(action)}".rstrip()
+
+    def _value_of(self, action: argparse.Action) -> str:
+        if _is_choice(action):
+            return str(action.metavar)
+        default = action.dest.upper() if action.option_strings else action.dest
+        return self._get_formatter()._format_args(action, default)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal, and leaves indented lines, such as examples, as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(get_terminal_size().columns - 2, WIDEST))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # A flag is not broken at a dash.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        # Once is enough for a value that all spellings take.
+        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest.upper())}"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = []
+        for verbatim, lines in groupby(textwrap.dedent(text).strip("\n").splitlines(), key=_stands_as_it_is):
+            if verbatim:
+                parts += [f"{indent}{line}".rstrip() for line in lines]
+            else:
+                words = " ".join(lines)
+                parts.append(
+                    textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+                )
+        return "\n".join(parts)
+
+
+def _is_choice(action: argparse.Action) -> TypeGuard["argparse._SubParsersAction[CommandParser]"]:
+    """Whether an action is the choice of a sub-command."""
+    return isinstance(action, argparse._SubParsersAction)
+
+
+def _stands_as_it_is(line: str) -> bool:
+    return not line.strip() or line.startswith((" ", "usage: "))
+
+
+STANDARD_OUTPUT = "-"
+"""The value of the flag that stands for standard output."""
+
+
+def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: str | None = None) -> None:
+    """Add the flag.
+
+    Args:
+        group: flags of a command, or a group of them.
+        default: file that is written without the flag; None = none is.
+    """
+    beside = "" if default is None else f" (default: {default})"
+    group.add_argument(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const=STANDARD_OUTPUT,
+        default=default,
+        help=f"write {content} as JSON; without FILE, or with -, print that alone{beside}",
+    )
+
+
+def write_json(path: str, text: str) -> None:
+    """Write what the flag asks for, in a folder that is made where there is none, or onto standard output.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    text = text if text.endswith("\n") else f"{text}\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    else:
+        write_text(path, text, "--json", make_folder=True)

@@ -1,1 +1,0 @@
-"""Text that commands share: their help and errors, a line of progress, and the files that users name."""

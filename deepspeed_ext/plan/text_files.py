@@ -1,0 +1,176 @@
+"""Files that users name: text with errors in one line, JSON that the rest of the program can hold, permissions.
+
+And the texts below the fields of a class, for schemas and messages.
+
+JSON that users write, parsed into values that the rest of the program can hold.
+
+Python's parser takes more than JSON: it reads NaN, it keeps the last of two equal keys, and it makes whole numbers and
+half characters that no file and no array can hold. None of this reaches a reader of files.
+"""
+
+import ast
+import inspect
+import json
+import os
+import secrets
+from collections import Counter
+from itertools import pairwise
+from math import isfinite, isinf
+from pathlib import Path
+from textwrap import dedent
+
+from deepspeed_ext.plan.errors import PlanError, UserError
+
+
+def permit_as_new(path: Path) -> None:
+    """Give a file the permissions that a new file in its folder has: those that the user's umask leaves.
+
+    The umask of a process cannot be read without setting it for all threads, so a new file tells.
+    """
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        path.chmod(os.fstat(descriptor).st_mode & 0o777)
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+
+
+def permit_to_run(path: Path) -> None:
+    """Let all those run a file who may read it."""
+    mode = path.stat().st_mode
+    path.chmod(mode & 0o777 | (mode & 0o444) >> 2)
+
+
+def read_text(path: Path | str, flag: str = "") -> str:
+    """Return the text of a file, without the byte order mark that spreadsheets write.
+
+    Args:
+        flag: flag that names it, for the error; "" = none does.
+
+    Raises:
+        UserError: if it cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be read ({error.strerror}): give a file that can".lstrip()) from None
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise UserError(f"{flag} {path} is not UTF-8 text ({place}): mend the file".lstrip()) from None
+    except ValueError as error:  # A name that no file can have.
+        raise UserError(f"{flag} {path} cannot be read ({error}): give a file that can".lstrip()) from None
+
+
+def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool = False) -> None:
+    """Write a text file in UTF-8.
+
+    Args:
+        flag: flag that names it, for the error; "" = none does.
+        make_folder: make the folder of the file where there is none.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    try:
+        if make_folder:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # The latter is a name that no file can have.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{flag} {path} cannot be written ({reason}): name another file".lstrip()) from None
+
+
+MOST_LEVELS = 64
+"""Levels of nesting at most: readers call themselves for each."""
+
+WHOLE_NUMBERS = 2**63
+"""Whole numbers are below this, and above its negative, as in arrays."""
+
+_LEAST_VALUES = 100_000
+"""Values that any text may stand for. More, and it cannot stand for more of them than it has characters."""
+
+
+def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
+    """Parse JSON text.
+
+    Args:
+        infinite: whether numbers may be infinite, as Python writes and reads them.
+        unbounded: whether whole numbers may have any size, as Hugging Face writes 10^30 where there is no limit.
+
+    Raises:
+        PlanError: if it is not JSON, has a key twice, or holds what `check_values` refuses.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{described} is not JSON ({error}): mend it") from None
+    check_values(document, described, len(text), infinite=infinite, unbounded=unbounded)
+    return document
+
+
+def check_values(
+    document: object, described: str, num_characters: int, *, infinite: bool = False, unbounded: bool = False
+) -> None:
+    """Check that a document holds finite numbers and text that can be written, and is not nested too deeply.
+
+    Args:
+        num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can stand for much
+            more than it holds.
+        infinite: whether numbers may be infinite.
+        unbounded: whether whole numbers may have any size.
+
+    Raises:
+        PlanError: if it does not, or is.
+    """
+    level, counted = [document], 0
+    for _ in range(MOST_LEVELS):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += value
+                below += value.values()
+            elif isinstance(value, list | tuple | set):
+                below += value
+            elif fault := _fault(value, infinite, unbounded):
+                raise PlanError(f"{described} {fault}")
+            counted += 1
+            if counted > max(num_characters, _LEAST_VALUES):
+                raise PlanError(f"{described} refers to its own parts again and again: write out what it stands for")
+        if not below:
+            return
+        level = below
+    raise PlanError(f"{described} is nested more than {MOST_LEVELS} levels deep: make it flatter")
+
+
+def _fault(value: object, infinite: bool, unbounded: bool) -> str | None:
+    """Return what is wrong with a number or a text, and the remedy; None if nothing is."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"holds {value}, which is half a character: write the text anew"
+    elif isinstance(value, float) and not isfinite(value) and not (infinite and isinf(value)):
+        return f"holds the number {value}, or one too large to tell it from that: give a finite number"
+    elif isinstance(value, int) and not unbounded and not -WHOLE_NUMBERS < value < WHOLE_NUMBERS:
+        return f"holds a whole number of {len(str(abs(value)))} digits: give one below 2^63, or write it as 1e30"
+    return None
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {repeated!r} stands twice")
+    return document
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the string below each field of a class, on one line, by the name of the field; its bases are left out."""
+    body = ast.parse(dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }

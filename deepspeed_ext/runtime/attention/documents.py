@@ -1,0 +1,272 @@
+"""Documents that lie one after the other in a sequence, and attention that keeps them apart."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
+from deepspeed_ext.runtime.micro_batch import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Starts of the documents in the rows of a micro-batch."""
+
+    starts: tuple[tuple[int, ...], ...]
+    """For each row, the positions at which a document begins, ascending; the first is 0."""
+    attend_apart: bool = True
+    """Tokens see their own document alone."""
+    positions_restart: bool = True
+    """Positions count from the start of the document."""
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
+    """Positions [B, T] of whole sequences, once they are on the device of the layers."""
+    seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
+    """What token slices see, by their first token, where that is on a device already; see `on`."""
+
+    def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
+        """Return these documents with everything that token slices need of them computed and moved to a device at once.
+
+        Args:
+            token_slices: lengths of the token slices.
+        """
+        whole, seen_from = self.whole, self.seen_from
+        if self.positions_restart:
+            whole = to_device(self.positions(0, token_slices.seq_length), device)
+        if self.attend_apart and device.type != "cpu":
+            seen_from = self._seen(token_slices.bounds(), device)
+        return replace(self, whole=whole, seen_from=seen_from)
+
+    def positions(self, start: int, length: int) -> Tensor:
+        """Positions [B, N] of the tokens start .. start + N in their documents."""
+        if self.whole is not None:
+            return self.whole[:, start : start + length]
+        positions = torch.arange(start, start + length).repeat(len(self.starts), 1)
+        for of_row, row in zip(positions, self.starts, strict=True):
+            first, inner = _begun(row, start, start + length)
+            begins = torch.tensor([first, *inner])
+            ends = torch.tensor([*inner, start + length])
+            of_row -= begins.repeat_interleave(ends - begins.clamp(min=start), output_size=length)
+        return positions
+
+    def seen(self, start: int, end: int, device: torch.device, window: int | None = None) -> tuple["SeenKeys", ...]:
+        """Keys that the tokens start .. end of each row attend to: those of their documents so far, in their windows.
+
+        Args:
+            start: first token of a token slice.
+            end: token behind its last one.
+            window: tokens that a token attends to, itself included; None for all of its document so far.
+        """
+        seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
+        return seen if window is None else tuple(row.within(window, start) for row in seen)
+
+    def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
+        """Return the result of `seen` for each token slice, by its first token."""
+        cumulative = [[_cumulative(row, start, end) for row in self.starts] for start, end in bounds]
+        flat = [ends for rows in cumulative for row in rows for ends in (row.queries, row.keys)]
+        numbers = torch.tensor([each for ends in flat for each in ends], dtype=torch.int32)
+        # One copy for all of them, which nobody waits for.
+        tensors = iter(to_device(numbers, device).split([len(ends) for ends in flat]))
+
+        def on_device(row: _Cumulative) -> SeenKeys:
+            runs = Runs(next(tensors), next(tensors), _longest(row.queries), _longest(row.keys))
+            return SeenKeys(row.first_key, runs)
+
+        return {rows[0].start: tuple(map(on_device, rows)) for rows in cumulative}
+
+
+class _Cumulative(NamedTuple):
+    """Starts of documents in a token slice from `start` and in the keys from `first_key`, and the ends of both."""
+
+    start: int
+    first_key: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def _begun(starts: Sequence[int], start: int, end: int) -> tuple[int, Sequence[int]]:
+    """Start of the document that has the token `start`, and the starts after it before `end`.
+
+    A sequence of a million tokens may have 100,000 documents, and every layer asks in every token slice: so they are
+    looked up, and not gone through.
+    """
+    inner = bisect_right(starts, start)
+    return starts[inner - 1], starts[inner : bisect_left(starts, end, inner)]
+
+
+def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
+    first_key, inner = _begun(starts, start, end)
+    queries, keys = (tuple(each - first for each in (first, *inner, end)) for first in (start, first_key))
+    return _Cumulative(start, first_key, queries, keys)
+
+
+class SeenKeys(NamedTuple):
+    """Keys that the tokens of a token slice attend to, in one row.
+
+    keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
+    queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
+                             first key
+    """
+
+    first_key: int
+    """Start of the first document that has tokens in the token slice; keys before it are not seen."""
+    runs: Runs
+    """Its documents, keys counted from `first_key`."""
+
+    def within(self, window: int, start: int) -> "SeenKeys":
+        """Keys that windows reach, of these.
+
+        Args:
+            start: first token of the token slice.
+        """
+        out_of_reach = start + 1 - window - self.first_key
+        if out_of_reach <= 0:
+            return self
+        # The first run loses keys, so all ends move; computed on the device, which nobody waits for.
+        keys = (self.runs.keys - out_of_reach).clamp_(min=0)
+        longest = min(self.runs.longest_keys, window - 1 + self.runs.longest_queries)
+        return SeenKeys(self.first_key + out_of_reach, self.runs._replace(keys=keys, longest_keys=longest))
+
+
+def _longest(cumulative: Sequence[int]) -> int:
+    return max(end - start for start, end in pairwise(cumulative))
+
+
+class DocumentsAtOnce:
+    """Attention within each document, by a kernel that takes many in one call: one call for each row.
+
+    Args:
+        seen: keys that the tokens of each row attend to.
+        end: token behind the last one of the token slice.
+    """
+
+    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys], end: int) -> None:
+        self._kernel, self._seen, self._end = kernel, seen, end
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend row by row, as in `AttentionKernel`."""
+        given_from = self._end - key.shape[1]  # Keys out of reach are not given.
+        rows = []
+        for row, seen in enumerate(self._seen):
+            keys = slice(seen.first_key - given_from, None)
+            rows.append(self._kernel.forward(query[row], key[row, keys], value[row, keys], seen.runs, scale))
+        return Attended(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, row by row, as in `AttentionKernel`.
+
+        Keys that no query of a row sees get 0, or none if no row sees them.
+        """
+        first_key, given_from = min(seen.first_key for seen in self._seen), self._end - key.shape[1]
+        rows = []
+        for row, (first, runs) in enumerate(self._seen):
+            keys = slice(first - given_from, None)
+            of_query, *of_seen = self._kernel.backward(
+                output_gradient[row],
+                query[row],
+                key[row, keys],
+                value[row, keys],
+                attended.output[row],
+                attended.log_sum_exp[row],
+                runs,
+                scale,
+            )
+            if first > first_key:
+                of_seen = [F.pad(each, (0, 0, 0, 0, first - first_key, 0)) for each in of_seen]
+            rows.append((of_query, *of_seen))
+        return Gradients.cut(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows as one tensor, without a copy if there is one."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
+
+
+class _Piece(NamedTuple):
+    """The part of one document that lies in one token slice, in tokens of the whole sequence."""
+
+    row: int
+    first_key: int
+    """First key that one of its tokens sees: the start of the document, or of the first token's window."""
+    first: int
+    """First token of it in the token slice."""
+
+
+_Places = tuple[slice, slice]
+"""Rows and tokens in a tensor."""
+
+
+class DocumentAttention:
+    """Attention within each document, by any kernel: one call for each piece of a document.
+
+    A document may have begun in an earlier token slice. Its piece is then attended as a token slice is, to a prefix
+    and to itself, only that the prefix begins at the document:
+
+        keys      [ document 0 | document 1         ]      of a row, up to the end of this token slice
+        queries                       [ 1 1 1 1 1 1 ]      this token slice: one piece
+                               prefix   diagonal
+
+    Args:
+        kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
+        end: token behind the last one of the token slice.
+        window: tokens that a token attends to, itself included; None for all of its document so far.
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[[int, int, int], AttentionKernel],
+        documents: Documents,
+        end: int,
+        window: int | None = None,
+    ) -> None:
+        self._kernel, self._documents, self._end, self._window = kernel, documents, end, window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend piece by piece, as in `AttentionKernel`."""
+        output = torch.empty_like(query)
+        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
+        for piece, here, keys in self._pieces(query, key):
+            attended = self._kernel(piece.row, piece.first, piece.first_key).forward(
+                query[here], key[keys], value[keys], scale
+            )
+            output[here] = attended.output
+            log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, piece by piece, as in `AttentionKernel`; keys that no query sees get 0."""
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for piece, here, keys in self._pieces(query, key):
+            of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
+            gradients = self._kernel(piece.row, piece.first, piece.first_key).backward(
+                output_gradient[here], query[here], key[keys], value[keys], of_piece, scale
+            )
+            of_query[here] = gradients.query
+            for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
+                # Pieces share no keys: each is of another document, or of another row.
+                total[keys][:, : prefix.shape[1]] = prefix
+                total[keys][:, prefix.shape[1] :] = own
+        return Gradients.cut(of_query, of_key, of_value)
+
+    def _pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[_Piece, _Places, _Places]]:
+        """Pieces of documents in the token slice, and where their queries and their keys are in the tensors."""
+        start, given_from = self._end - query.shape[1], self._end - key.shape[1]
+        for row, starts in enumerate(self._documents.starts):
+            of_first, inner = _begun(starts, start, self._end)
+            for begin, end in pairwise((of_first, *inner, self._end)):
+                first = max(begin, start)
+                reached = begin if self._window is None else max(begin, first + 1 - self._window)
+                here = slice(row, row + 1), slice(first - start, end - start)
+                keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
+                yield _Piece(row, reached, first), here, keys

@@ -1,0 +1,489 @@
+"""Fused attention kernels of torch on CPUs and CUDA devices, and the choice of a kernel by device, dtype and head size.
+
+    flash               fp16, bf16      causal mask aligned to the bottom right, so one call does; documents too
+    memory-efficient    and fp32        the same mask by number 2; key heads are repeated for the queries of their group
+
+Both take sliding windows: flash attention counts the keys before a query, the other kernel counts the query's own too.
+
+What each of them takes is read off torch 2.13: `aten/src/ATen/native/transformers/cuda`, files `sdp_utils.cpp`,
+`flash_attn/flash_api.cpp`, `attention_backward.cu` and `mem_eff_attention/kernel_forward.h`.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+from torch.nn import functional as F
+
+from deepspeed_ext.runtime.attention.kernels import (
+    Attended,
+    AttentionKernel,
+    Gradients,
+    PlainAttention,
+    QueryTile,
+    query_tiles,
+)
+
+_aten = torch.ops.aten
+
+
+class CpuFlash:
+    """Torch's flash attention for CPUs, which aligns its causal mask to the upper left: prefix and diagonal apart.
+
+    The two parts merge exactly by their log-sum-exps, and the backward of each part is exact when given the merged
+    output and log-sum-exp, since softmax weights are exp(score - log-sum-exp) whatever part a key is in.
+
+    A sliding window is a mask that the kernel is given, tile by tile of the queries: keys out of the reach of a whole
+    tile are then not computed.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend to the diagonal, then to the prefix if there is one, as in `AttentionKernel`."""
+        if self._window is not None:
+            return self._forward_in_window(query, key, value, scale, self._window)
+        prefix_len = key.shape[1] - query.shape[1]
+        diagonal = _forward(query, key[:, prefix_len:], value[:, prefix_len:], scale, causal=True)
+        if not prefix_len:
+            return diagonal
+        prefix = _forward(query, key[:, :prefix_len], value[:, :prefix_len], scale, causal=False)
+        log_sum_exp = torch.logaddexp(diagonal.log_sum_exp, prefix.log_sum_exp)
+        output = prefix.output * _weight(prefix, log_sum_exp)
+        output += diagonal.output * _weight(diagonal, log_sum_exp)
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients of diagonal and prefix, which share the queries, as in `AttentionKernel`."""
+        if self._window is not None:
+            return self._backward_in_window(output_gradient, query, key, value, attended, scale, self._window)
+        prefix_len = key.shape[1] - query.shape[1]
+        diagonal = key[:, prefix_len:], value[:, prefix_len:]
+        of_query, of_key, of_value = _backward(output_gradient, query, *diagonal, attended, scale, causal=True)
+        if not prefix_len:
+            return Gradients.cut(of_query, of_key, of_value)
+        prefix = key[:, :prefix_len], value[:, :prefix_len]
+        of_query_too, *of_prefix = _backward(output_gradient, query, *prefix, attended, scale, causal=False)
+        return Gradients(of_query.add_(of_query_too), (of_key, of_value), (of_prefix[0], of_prefix[1]))
+
+    @staticmethod
+    def _forward_in_window(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Attended:
+        output = torch.empty_like(query)
+        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
+        for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
+            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            mask = _mask(tile, window, query.dtype)
+            attended = _forward(query[:, queries], key[:, keys], value[:, keys], scale, mask=mask)
+            output[:, queries], log_sum_exp[:, :, queries] = attended
+        return Attended(output, log_sum_exp)
+
+    @staticmethod
+    def _backward_in_window(
+        output_gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: Attended,
+        scale: float,
+        window: int,
+    ) -> Gradients:
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
+            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            found = _backward(
+                output_gradient[:, queries],
+                query[:, queries],
+                key[:, keys],
+                value[:, keys],
+                Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries].contiguous()),
+                scale,
+                mask=_mask(tile, window, query.dtype),
+            )
+            of_query[:, queries] = found[0]
+            of_key[:, keys] += found[1]
+            of_value[:, keys] += found[2]
+        return Gradients.cut(of_query, of_key, of_value)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+) -> Attended:
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output, log_sum_exp = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return Attended(output.transpose(1, 2), log_sum_exp)
+
+
+def _backward(
+    output_gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Attended,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of queries [B, N, H, D], keys and values [B, E, G, D]."""
+    tensors = (output_gradient, query, key, value, attended.output)
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(tensor.transpose(1, 2) for tensor in tensors), attended.log_sum_exp, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return [gradient.transpose(1, 2) for gradient in gradients]
+
+
+def _tile_length(window: int) -> int:
+    """Queries of a tile: as it is longer, more keys out of the windows are computed; as it is shorter, calls cost."""
+    return max(128, window // 4)
+
+
+def _mask(tile: QueryTile, window: int, dtype: torch.dtype) -> Tensor:
+    """Mask that is added to the scores [N, E] of a tile: 0 in the window of a query, minus infinity elsewhere."""
+    num_queries, num_keys = tile.end - tile.first, tile.end_key - tile.first_key
+    # Keys from the first of a query's window on, up to its own.
+    last = num_keys - num_queries
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(last).triu_(last + 1 - window)
+    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _weight(part: Attended, log_sum_exp: Tensor) -> Tensor:
+    """Share of a part in the merged softmax, [B, N, H, 1]."""
+    return (part.log_sum_exp - log_sum_exp).exp().transpose(1, 2).unsqueeze(-1).to(part.output.dtype)
+
+
+Capability = tuple[int, int]
+"""Compute capability of a device, such as (8, 0)."""
+
+CAUSAL_FROM_BOTTOM_RIGHT = 2
+"""Number of a mask of the memory-efficient kernel (`CustomMaskType` in its sources)."""
+
+LOG_SUM_EXP_ROW = 32
+"""The memory-efficient kernel pads the queries of its log-sum-exp to a multiple of so many (`kAlignLSE`)."""
+
+
+@cache
+def capability_of(device: torch.device) -> Capability:
+    """Compute capability of a CUDA device; (0, 0) where it is no device of NVIDIA's, whose kernels differ."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
+    """Whether flash attention computes forward and backward for such heads.
+
+    Args:
+        dtype: type of queries, keys and values.
+    """
+    # On these, the backward of these sizes wants more shared memory than there is.
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    too_large = 192 < head_size <= 224 if small else False
+    fits = head_size % 8 == 0 and head_size <= 256 and not too_large
+    return dtype in (torch.float16, torch.bfloat16) and capability >= (8, 0) and fits
+
+
+def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
+    """Whether the memory-efficient kernel computes forward and backward for such heads.
+
+    Args:
+        dtype: type of queries, keys and values.
+    """
+    oldest = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
+    # Rows of 16 bytes are what tensor cores load at once.
+    return dtype in oldest and capability >= oldest[dtype] and head_size * dtype.itemsize % 16 == 0
+
+
+class CudaFlash:
+    """Flash attention: one call, since its causal mask is aligned to the bottom right.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._before = _keys_before(window)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
+        output, log_sum_exp, *_ = _aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=self._before,
+        )
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, as in `AttentionKernel`."""
+        # Without dropout no state of a random generator is read: any tensor stands for it.
+        no_random_state = attended.log_sum_exp
+        return Gradients.cut(
+            *_aten._flash_attention_backward(
+                output_gradient,
+                query,
+                key,
+                value,
+                attended.output,
+                attended.log_sum_exp,
+                None,
+                None,
+                query.shape[1],
+                key.shape[1],
+                0.0,
+                True,
+                no_random_state,
+                no_random_state,
+                scale=scale,
+                window_size_left=self._before,
+            )
+        )
+
+
+def _keys_before(window: int | None) -> int | None:
+    """Keys before its own that a query sees: how flash attention takes a window."""
+    return None if window is None else window - 1
+
+
+class Runs(NamedTuple):
+    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other."""
+
+    queries: Tensor
+    """Int32 [runs + 1], the first 0, the last the number of queries."""
+    keys: Tensor
+    """The same of keys. Of each run the last keys are those of its queries."""
+    longest_queries: int
+    """Queries of the longest run."""
+    longest_keys: int
+    """Keys of the longest run."""
+
+
+class CudaFlashOfRuns:
+    """Flash attention of many runs in one call, each by a causal mask of its own, aligned to the bottom right.
+
+    Shapes have no dimension of rows: queries are [N, H, D], keys and values [E, G, D], the log-sum-exp [H, N].
+
+    Args:
+        window: keys that a query sees, itself included; None for all of its run up to its own.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._before = _keys_before(window)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the output [N, H, D] and its log-sum-exp [H, N].
+
+        Args:
+            query: [N, H, D].
+            key: [E, G, D].
+            value: [E, G, D].
+            scale: factor of the scores.
+        """
+        output, log_sum_exp, *_ = _aten._flash_attention_forward(
+            query, key, value, *runs, 0.0, True, False, scale=scale, window_size_left=self._before
+        )
+        return output, log_sum_exp
+
+    def backward(
+        self,
+        output_gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        runs: Runs,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries [N, H, D], keys and values [E, G, D].
+
+        Args:
+            output_gradient: [N, H, D].
+            query: [N, H, D].
+            key: [E, G, D].
+            value: [E, G, D].
+            output: [N, H, D].
+            log_sum_exp: [H, N].
+            scale: factor of the scores.
+        """
+        return _aten._flash_attention_backward(
+            output_gradient,
+            query,
+            key,
+            value,
+            output,
+            log_sum_exp,
+            *runs,
+            0.0,
+            True,
+            log_sum_exp,
+            log_sum_exp,
+            scale=scale,
+            window_size_left=self._before,
+        )
+
+
+class MemoryEfficient:
+    """The memory-efficient kernel, for fp32 and for what flash attention does not take.
+
+    It knows no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
+    three products of tensor cores (`OpMultiplyAddFastF32`), which loses little.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
+        repeats = query.shape[2] // key.shape[2]
+        output, log_sum_exp, *_ = _aten._efficient_attention_forward(
+            query,
+            _repeated(key, repeats),
+            _repeated(value, repeats),
+            None,
+            None,
+            None,
+            None,
+            None,
+            0.0,
+            CAUSAL_FROM_BOTTOM_RIGHT,
+            True,
+            scale=scale,
+            window_size=self._window,
+        )
+        # It is padded, as the backward wants it: a view keeps the strides.
+        return Attended(output, log_sum_exp[..., : query.shape[1]])
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, as in `AttentionKernel`."""
+        groups = key.shape[2]
+        repeats = query.shape[2] // groups
+        no_random_state = attended.log_sum_exp
+        of_query, of_key, of_value, _ = _aten._efficient_attention_backward(
+            output_gradient,
+            query,
+            _repeated(key, repeats),
+            _repeated(value, repeats),
+            None,
+            attended.output,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            _padded(attended.log_sum_exp),
+            0.0,
+            no_random_state,
+            no_random_state,
+            CAUSAL_FROM_BOTTOM_RIGHT,
+            False,
+            scale=scale,
+            window_size=self._window,
+        )
+        if repeats > 1:
+            of_key, of_value = (each.unflatten(2, (groups, repeats)).sum(3) for each in (of_key, of_value))
+        return Gradients.cut(of_query, of_key, of_value)
+
+
+def _padded(log_sum_exp: Tensor) -> Tensor:
+    """A log-sum-exp whose rows are padded as those that the forward gave; what came of pieces is not."""
+    if log_sum_exp.stride(1) % LOG_SUM_EXP_ROW == 0:
+        return log_sum_exp
+    return F.pad(log_sum_exp, (0, -log_sum_exp.shape[-1] % LOG_SUM_EXP_ROW), value=float("inf"))
+
+
+def _repeated(heads: Tensor, repeats: int) -> Tensor:
+    return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=2)
+
+
+HOPPER = 9
+"""Major compute capability that its kernels are for; torch refuses calls on any other."""
+PACKAGE = "flash_attn_interface"
+"""Name by which its installation is imported."""
+
+
+def activate_flash_attention_3(device: torch.device) -> bool:
+    """Let flash attention of this process be FlashAttention-3, where device, torch and its package allow.
+
+    Returns:
+        Whether it is.
+    """
+    activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
+    if device.type != "cuda" or activate is None or importlib.util.find_spec(PACKAGE) is None:
+        return False
+    if capability_of(device)[0] != HOPPER:
+        return False
+    try:
+        activate("FA3")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        # An installation that does not fit this torch or this CUDA must not stop a run that can do without it.
+        warnings.warn(f"FlashAttention-3 is installed, but cannot be used: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def kernel_for(
+    query: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+    capability: Callable[[torch.device], Capability] = capability_of,
+) -> AttentionKernel:
+    """The best kernel for queries [B, N, H, D].
+
+    Args:
+        query: the queries, of which device, dtype and head size count.
+        window: keys that a query sees, itself included; None for all up to its own.
+        softcap: limit of the scores, which no fused kernel of torch's knows; None for none.
+    """
+    if softcap is not None:
+        return PlainAttention(window=window, softcap=softcap)
+    if query.device.type == "cpu":
+        return CpuFlash(window)
+    if query.device.type == "cuda":
+        heads = query.dtype, query.shape[-1], capability(query.device)
+        if flash_takes(*heads):
+            return CudaFlash(window)
+        if memory_efficient_takes(*heads):
+            return MemoryEfficient(window)
+    return PlainAttention(window=window)
+
+
+def kernel_of_runs_for(
+    query: Tensor,
+    window: int | None = None,
+    capability: Callable[[torch.device], Capability] = capability_of,
+) -> CudaFlashOfRuns | None:
+    """Return the kernel that attends within many runs of tokens in one call; None if there is none, as on CPUs.
+
+    Args:
+        query: [B, N, H, D], for its device, dtype and head size.
+        window: keys that a query sees, itself included; None for all of its run up to its own.
+    """
+    if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
+        return CudaFlashOfRuns(window)
+    return None

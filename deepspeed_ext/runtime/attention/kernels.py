@@ -1,0 +1,365 @@
+"""Attention of one token slice over the keys and values up to its end: the interface of kernels, and the plain kernel.
+
+Shapes, here and in `attention`: queries [B, N, H, D] of the N tokens of a token slice; keys and values [B, E, G, D] of
+the last E tokens up to its end, H a multiple of G (grouped queries); log-sum-exp [B, H, N], in at least fp32. Query n
+sees the keys 0 .. E - N + n, which is causal attention aligned to the bottom right:
+
+    prefix    diagonal
+    x x x x | x . .        E - N keys that all queries see, then N keys under the usual causal mask
+    x x x x | x x .
+    x x x x | x x x
+
+With a sliding window of W tokens it sees the last W of these alone, itself included; so E need be no more than
+W - 1 + N. With W = 4:
+
+    . x x x | x . .
+    . . x x | x x .
+    . . . x | x x x
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.costs import SCORES_AT_ONCE, tile_length
+from deepspeed_ext.pointwise import Pointwise
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, head_rows, scaled_mask
+
+
+class Attended(NamedTuple):
+    """Output [B, N, H, D] of attention, and its log-sum-exp [B, H, N]."""
+
+    output: Tensor
+    log_sum_exp: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of a token slice's attention, in tensors that nobody else holds."""
+
+    query: Tensor
+    """[B, N, H, D]."""
+    own: tuple[Tensor, Tensor]
+    """Gradients of the token slice's own keys and values, each [B, N, G, D]; not yet complete."""
+    prefix: tuple[Tensor, Tensor]
+    """Gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0."""
+
+    @classmethod
+    def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
+        """Split gradients of the last P + N keys and values into those of the prefix and of the token slice: views.
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, P + N, G, D].
+            value: [B, P + N, G, D].
+        """
+        prefix_len = key.shape[1] - query.shape[1]
+        return cls(query, (key[:, prefix_len:], value[:, prefix_len:]), (key[:, :prefix_len], value[:, :prefix_len]))
+
+
+class AttentionKernel(Protocol):
+    """Forward and backward of attention, without autograd; shapes as at the top of this file."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Return the output [B, N, H, D] and its log-sum-exp [B, H, N].
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, E, G, D].
+            value: [B, E, G, D].
+            scale: factor of the scores.
+        """
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values.
+
+        Args:
+            output_gradient: [B, N, H, D].
+            query: [B, N, H, D].
+            key: [B, E, G, D].
+            value: [B, E, G, D].
+            scale: factor of the scores.
+        """
+
+
+class QueryTile(NamedTuple):
+    """Queries that a kernel computes at once, and the keys they reach, all counted from the first one given."""
+
+    first: int
+    end: int
+    """Query behind the last one."""
+    first_key: int
+    """First key that one of them sees."""
+    end_key: int
+    """Key behind the last that one of them sees."""
+
+
+def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: int) -> Iterator[QueryTile]:
+    """Tiles of the queries, first to last, each with no more keys than it reaches.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
+        at_once: queries of a tile, but for the last.
+    """
+    prefix_len = num_keys - num_queries
+    for first in range(0, num_queries, at_once):
+        end = min(first + at_once, num_queries)
+        first_key = 0 if window is None else max(0, prefix_len + first + 1 - window)
+        yield QueryTile(first, end, first_key, prefix_len + end)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDropout:
+    """Dropout on the probabilities of attention."""
+
+    probability: float
+    """Probability of zero, above 0."""
+    place: DropoutPlace
+    first_head: int = 0
+    """Number of the first query head, where a rank holds some of them."""
+    first_key: int = 0
+    """Position of the first key."""
+
+    def numbers(self, length: int, num_heads: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability."""
+        rows = head_rows(self.place.rows(length, device), self.first_head, num_heads)
+        return rows, self.place.columns(self.first_key, num_keys, device), self.probability
+
+
+class PlainAttention:
+    """Attention written out, for what no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
+
+    Scores [B, G, H/G, n, E] of a tile of n queries exist while it is computed; the backward computes them again. A tile
+    reads the keys in reach of its queries alone.
+
+    Args:
+        dropout: on the probabilities; None for none.
+        window: keys that a query sees, itself included; None for all up to its own.
+        softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
+        scores_at_once: most scores of a tile, if it has more than one query.
+    """
+
+    def __init__(
+        self,
+        dropout: AttentionDropout | None = None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scores_at_once: int = SCORES_AT_ONCE,
+    ) -> None:
+        self._dropout, self._window, self._softcap = dropout, window, softcap
+        self._scores_at_once = scores_at_once
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
+        numbers = self._numbers(query, key)
+        tiles = [
+            self._forward(
+                query[:, tile.first : tile.end],
+                key[:, tile.first_key : tile.end_key],
+                value[:, tile.first_key : tile.end_key],
+                scale,
+                _of_tile(numbers, tile),
+            )
+            for tile in self._tiles(query, key)
+        ]
+        if len(tiles) == 1:
+            return tiles[0]
+        return Attended(*(torch.cat(parts, dim) for parts, dim in zip(zip(*tiles, strict=True), (1, 2), strict=True)))
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, from weights computed again, as in `AttentionKernel`."""
+        numbers = self._numbers(query, key)
+        tiles = list(self._tiles(query, key))
+
+        def of(tile: QueryTile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            return self._backward(
+                output_gradient[:, queries],
+                query[:, queries],
+                key[:, keys],
+                value[:, keys],
+                Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries]),
+                scale,
+                _of_tile(numbers, tile),
+                dtype,
+            )
+
+        if len(tiles) == 1 and not tiles[0].first_key:
+            return Gradients.cut(*of(tiles[0], key.dtype))
+        of_query = torch.empty_like(query)
+        # What tiles find for the same keys adds up in at least fp32, and is rounded once.
+        at_least_fp32 = torch.promote_types(key.dtype, torch.float32)
+        of_key, of_value = (torch.zeros_like(each, dtype=at_least_fp32) for each in (key, value))
+        for tile in tiles:
+            of_query[:, tile.first : tile.end], *found = of(tile, at_least_fp32)
+            for total, part in zip((of_key, of_value), found, strict=True):
+                total[:, tile.first_key : tile.end_key] += part
+        return Gradients.cut(of_query, of_key.to(key.dtype), of_value.to(value.dtype))
+
+    def _forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, numbers: tuple[Tensor, Tensor, float] | tuple[()]
+    ) -> Attended:
+        groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+        scores = self._scores(
+            _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
+        )
+        weights, log_sum_exp = _weights(scores, scale, self._window, self._softcap, value.dtype, *numbers)
+        output = torch.bmm(_flat(weights), _by_group(value, groups, value.dtype))
+        return Attended(_by_token(output, query, query.dtype), log_sum_exp.flatten(1, 2))
+
+    def _backward(
+        self,
+        output_gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: Attended,
+        scale: float,
+        numbers: tuple[Tensor, Tensor, float] | tuple[()],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries [B, N, H, D], and in a type those of keys and values [B, E, G, D]."""
+        groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+        queries, keys, values, of_output = (
+            _by_group(each, groups, at_least_fp32) for each in (query, key, value, output_gradient)
+        )
+        scores, of_weights = (self._scores(*each, query, key) for each in ((queries, keys), (of_output, values)))
+        # Row sums of weights * of_weights, which equal output . output_gradient.
+        row = _row_sums(output_gradient, attended.output, groups, at_least_fp32)
+        log_sum_exp = attended.log_sum_exp.unflatten(1, (groups, -1))
+        found = _backward(scores, scale, self._window, self._softcap, log_sum_exp, of_weights, row, *numbers)
+        weights, of_scores = (_flat(each) for each in found)
+        return (
+            _by_token(torch.bmm(of_scores, keys), query, query.dtype),
+            _by_token(torch.bmm(of_scores.transpose(1, 2), queries), key, dtype),
+            _by_token(torch.bmm(weights.transpose(1, 2), of_output), value, dtype),
+        )
+
+    def _tiles(self, query: Tensor, key: Tensor) -> Iterator[QueryTile]:
+        rows, num_queries, heads, _ = query.shape
+        at_once = tile_length(num_queries, key.shape[1], rows * heads, self._window, self._scores_at_once)
+        return query_tiles(num_queries, key.shape[1], self._window, at_once)
+
+    def _numbers(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float] | tuple[()]:
+        if self._dropout is None:
+            return ()
+        return self._dropout.numbers(query.shape[1], query.shape[2], key.shape[1], query.device)
+
+    @staticmethod
+    def _scores(rows: Tensor, columns: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Products [B, G, R, N, E] of what queries [B G, R N, D] and keys [B G, E, D] have."""
+        shape = query.shape[0], key.shape[2], -1, query.shape[1], key.shape[1]
+        return torch.bmm(rows, columns.transpose(1, 2)).view(shape)
+
+
+def _of_tile(
+    numbers: tuple[Tensor, Tensor, float] | tuple[()], tile: QueryTile
+) -> tuple[Tensor, Tensor, float] | tuple[()]:
+    """Random numbers of the queries and keys of a tile."""
+    if not numbers:
+        return ()
+    rows, columns, probability = numbers
+    return rows[..., tile.first : tile.end], columns[tile.first_key : tile.end_key], probability
+
+
+def _flat(weights: Tensor) -> Tensor:
+    """Weights [B, G, R, N, E] as matrices [B G, R N, E]."""
+    return weights.flatten(0, 1).flatten(1, 2)
+
+
+@Pointwise
+def _by_group(heads: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Heads [B, N, G R, D] as matrices [B G, R N, D] of a type."""
+    return heads.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).to(dtype).flatten(0, 1).flatten(1, 2)
+
+
+@Pointwise
+def _by_token(product: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices [B G, R N, D] as heads [B, N, G R, D] of a type, as the tensor `like` has them."""
+    rows, length, heads, _ = like.shape
+    groups = product.shape[0] // rows
+    product = product.unflatten(0, (rows, groups)).unflatten(2, (heads // groups, length))
+    return product.permute(0, 3, 1, 2, 4).to(dtype).flatten(2, 3).contiguous()
+
+
+@Pointwise
+def _row_sums(one: Tensor, other: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Sums [B, G, R, N] over channels of the product of two tensors [B, N, G R, D]."""
+    return (one * other).sum(-1, dtype=dtype).transpose(1, 2).unflatten(1, (groups, -1))
+
+
+@Pointwise
+def _weights(
+    scores: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    head_rows: Tensor | None = None,
+    columns: Tensor | None = None,
+    probability: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, G, R, N, E], dropped where there are random numbers, and log-sum-exp [B, G, R, N] of the scores."""
+    scores = _masked(_capped(scores * scale, softcap), window)
+    log_sum_exp = scores.logsumexp(-1)
+    weights = (scores - log_sum_exp.unsqueeze(-1)).exp()
+    if head_rows is not None:
+        weights = weights * scaled_mask(head_rows, columns, probability, weights)
+    return weights.to(dtype), log_sum_exp
+
+
+@Pointwise
+def _backward(
+    scores: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    log_sum_exp: Tensor,
+    of_weights: Tensor,
+    row: Tensor,
+    head_rows: Tensor | None = None,
+    columns: Tensor | None = None,
+    probability: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights as in the forward, and gradients of the scores [B, G, R, N, E].
+
+    Args:
+        scores: [B, G, R, N, E].
+        scale: factor of the scores.
+        window: keys that a query sees; None for all up to its own.
+        softcap: limit of the scaled scores; None for none.
+        log_sum_exp: [B, G, R, N].
+        row: sums over each row of weights times their gradients.
+        head_rows: random numbers of the queries by head; None for no dropout.
+    """
+    capped = _capped(scores * scale, softcap)
+    weights = (_masked(capped, window) - log_sum_exp.unsqueeze(-1)).exp()
+    # Of c tanh(x / c) the derivative is 1 - tanh(x / c)^2.
+    slope = scale if softcap is None else scale * (1 - (capped / softcap).square())
+    if head_rows is None:
+        return weights, weights * (of_weights - row.unsqueeze(-1)) * slope
+    mask = scaled_mask(head_rows, columns, probability, weights)
+    return weights * mask, weights * (of_weights * mask - row.unsqueeze(-1)) * slope
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scaled scores between -c and c, where there is a limit c."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
+def _masked(scores: Tensor, window: int | None) -> Tensor:
+    """Scores [..., N, E], those of keys that a query does not see infinitely low."""
+    length, num_keys = scores.shape[-2:]
+    keys = torch.arange(num_keys, device=scores.device)
+    last_seen = torch.arange(num_keys - length, num_keys, device=scores.device).unsqueeze(1)
+    hidden = keys > last_seen
+    if window is not None:
+        hidden |= keys <= last_seen - window
+    return scores.masked_fill(hidden, float("-inf"))

@@ -1,0 +1,426 @@
+"""State of a micro-batch on a stage between token slices, and head exchanges among sequence-parallel ranks.
+
+Between the matrices each of R sequence-parallel ranks has its part of a token slice. Around attention it has all of the
+token slice's tokens and every R-th part of the heads instead (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509,
+section 3), so that keys and values of all tokens are kept by heads, and attention is that of one rank:
+
+    rank      matrices: tokens x heads       attention: tokens x heads
+    0         [ N / 2 first,  H      ]       [ N,  first  H / 2 ]
+    1         [ N / 2 last,   H      ]       [ N,  second H / 2 ]
+
+Queries, keys and values go in one message, the output comes back in another; the gradients go the same ways back. Where
+ranks outnumber the key heads, each key head is sent to the ranks whose queries read it, and the gradients of these
+copies are summed.
+
+Deadlocks. The messages of an exchange are enqueued by the op that attends, in the order of the op's layers. All ranks
+of a group are at the same place of the pipeline and run the same program, and recomputation and autograd go through
+equal graphs in the same order, so they come to the same exchanges in the same order. An exchange has a communicator
+of its own, and waits for nothing but the same op on the other ranks (ADR 48).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention import (
+    AttentionDropout,
+    AttentionKernel,
+    PlainAttention,
+    kernel_for,
+    kernel_of_runs_for,
+    positional_dropout,
+)
+from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
+from deepspeed_ext.runtime.attention.token_slice_attention import (
+    KeysOfTokenSlices,
+    KeyValueState,
+    TokenSliceAttention,
+    key_value_state,
+)
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
+
+__all__ = ["Past"]
+
+
+def to_all_tokens(
+    query: Tensor, key: Tensor, value: Tensor, ranks: SequenceParallelRanks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries [B, N, H / R, D], and the keys and values [B, N, G / R, D], of all tokens of a token slice.
+
+    Args:
+        query: [B, N / R, H, D], of this rank's part.
+        key: [B, N / R, G, D].
+        value: [B, N / R, G, D].
+        ranks: the R ranks that share the token slice.
+
+    Raises:
+        UserError: if the ranks cannot share the heads.
+    """
+    check_heads(query.shape[2], key.shape[2], ranks.size)
+    copies = max(ranks.size // key.shape[2], 1)
+    if copies > 1:
+        key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
+    query, key, value = _Exchange.apply(ranks, True, query, key, value)
+    return query, key, value
+
+
+def to_all_heads(output: Tensor, ranks: SequenceParallelRanks) -> Tensor:
+    """Return the output [B, N / R, H, D] of attention for this rank's part of the tokens.
+
+    Args:
+        output: [B, N, H / R, D], of this rank's heads.
+        ranks: the R ranks that share the token slice.
+    """
+    (output,) = _Exchange.apply(ranks, False, output)
+    return output
+
+
+def check_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> None:
+    """Refuse heads that ranks cannot share evenly.
+
+    Args:
+        num_heads: query heads H of a layer on a rank.
+
+    Raises:
+        UserError: if they cannot.
+    """
+    if num_heads % num_ranks:
+        raise UserError(
+            f"{num_ranks} sequence-parallel ranks cannot share {num_heads} attention heads evenly: "
+            "take a number of ranks that divides them"
+        )
+    if num_key_heads % num_ranks and num_ranks % num_key_heads:
+        raise UserError(
+            f"{num_ranks} sequence-parallel ranks and {num_key_heads} key heads: "
+            "take a number of ranks that divides the key heads, or is a multiple of them"
+        )
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges several tensors in one message; their gradients go back in one."""
+
+    @staticmethod
+    def forward(ctx, ranks: SequenceParallelRanks, to_tokens: bool, *tensors):
+        ctx.ranks, ctx.to_tokens = ranks, to_tokens
+        return _all_tokens(tensors, ranks) if to_tokens else _all_heads(tensors, ranks)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        back = _all_heads if ctx.to_tokens else _all_tokens
+        return None, None, *back(gradients, ctx.ranks)
+
+
+def _all_tokens(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple[Tensor, ...]:
+    """Make tensors [B, N, H / R, D] of tensors [B, N / R, H, D]."""
+    by_heads = [tensor.unflatten(2, (ranks.size, -1)).permute(2, 0, 1, 3, 4) for tensor in tensors]
+    by_tokens = _exchanged(by_heads, ranks)
+    return tuple(tensor.transpose(0, 1).flatten(1, 2) for tensor in by_tokens)
+
+
+def _all_heads(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple[Tensor, ...]:
+    """Make tensors [B, N / R, H, D] of tensors [B, N, H / R, D]."""
+    by_tokens = [tensor.unflatten(1, (ranks.size, -1)).transpose(0, 1) for tensor in tensors]
+    by_heads = _exchanged(by_tokens, ranks)
+    return tuple(tensor.permute(1, 2, 0, 3, 4).flatten(2, 3) for tensor in by_heads)
+
+
+def _exchanged(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> list[Tensor]:
+    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return what came, by rank: views of one message."""
+    sent = torch.cat([tensor.flatten(3) for tensor in tensors], dim=3)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=ranks.group)
+    widths = [tensor.shape[3] * tensor.shape[4] for tensor in tensors]
+    entries = zip(received.split(widths, dim=3), tensors, strict=True)
+    return [entry.unflatten(3, tensor.shape[3:]) for entry, tensor in entries]
+
+
+Made = TypeVar("Made")
+
+
+class SequenceState:
+    """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
+
+    The engine makes one at a micro-batch's first forward and drops it after its last backward (evaluating, after its
+    last forward); nobody else owns one.
+
+    Args:
+        token_slices: lengths of the token slices.
+        ranks: ranks that share the tokens of each token slice; None for one alone.
+        sequences: number of each row, by which its masks differ from those of all other sequences.
+        documents: starts of the documents; None if every row is one document.
+        forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
+            be freed.
+        keys_apart: whether keys and values of token slices are kept apart, as copies to the host need them.
+        key_value_gradients: type in which gradients of keys and values are kept between two backwards; None for fp32,
+            or the wider type of the model.
+    """
+
+    def __init__(
+        self,
+        token_slices: TokenSlices,
+        *,
+        ranks: SequenceParallelRanks | None = None,
+        seed: int = 0,
+        sequences: Sequence[int] = (0,),
+        documents: Documents | None = None,
+        forward_only: bool = False,
+        keys_apart: bool = False,
+        key_value_gradients: torch.dtype | None = None,
+    ) -> None:
+        self.token_slices, self.forward_only = token_slices, forward_only
+        self._keys_apart, self._key_value_gradients = keys_apart, key_value_gradients
+        self.attended: Counter[tuple[int, int]] = Counter()
+        """Calls of attention, by layer and first position of this rank's part of the token slice."""
+        self.ranks = ranks or SequenceParallelRanks()
+        self.parts = self.ranks.parts(token_slices)
+        """This rank's parts of the token slices."""
+        starts = (start for start, _ in self.parts.bounds())
+        self.bounds = dict(zip(starts, token_slices.bounds(), strict=True))
+        """First position and end of each token slice, by the first position of this rank's part."""
+        self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
+        self._layers: dict[int, tuple[int | None, KeyValueState | None]] = {}
+        self.shared: dict[tuple[int, str], Any] = {}
+        """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
+        self.drawn = DrawnNumbers(token_slices.seq_length)
+        """Random numbers of dropout."""
+
+    def past(self, layer: int, token_slice: int) -> "Past":
+        """Return the state as one layer sees it while it computes one token slice.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        return Past(self.parts.prefix_len(token_slice), layer, self)
+
+    def forget_shared(self, token_slice: int) -> None:
+        """Let go of what layers share of a token slice; the next layer that asks makes it again.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        start = self.parts.prefix_len(token_slice)
+        self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
+
+    def keys_of(self, token_slice: int) -> list[Tensor]:
+        """Keys and values [B, N, G, D] of a token slice, layer after layer; only where they are kept apart.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        start = self.token_slices.prefix_len(token_slice)
+        return [tensor for state in self._kept_apart() for tensor in state.of_token_slice(start)]
+
+    def drop_keys_of(self, token_slice: int) -> None:
+        """Let go of keys and values of a token slice, until they are put back.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        for state in self._kept_apart():
+            state.drop(self.token_slices.prefix_len(token_slice))
+
+    def put_back_keys_of(self, token_slice: int, tensors: Sequence[Tensor]) -> None:
+        """Have keys and values again that were dropped.
+
+        Args:
+            token_slice: number of the token slice.
+            tensors: keys and values [B, N, G, D], as `keys_of` gave them.
+        """
+        pairs = zip(self._kept_apart(), tensors[::2], tensors[1::2], strict=True)
+        for state, key, value in pairs:
+            state.put_back(self.token_slices.prefix_len(token_slice), key, value)
+
+    def _kept_apart(self) -> Iterator[KeysOfTokenSlices]:
+        for _, state in self._layers.values():
+            assert isinstance(state, KeysOfTokenSlices), "keys and values of whole sequences are not copied to the host"
+            yield state
+
+    def keys_and_values(self, layer: int, window: int | None) -> KeyValueState | None:
+        """Return the keys and values of a layer; None where no token slice but their own will read them.
+
+        Args:
+            window: tokens that its tokens attend to, themselves included; None for all before them.
+
+        Raises:
+            UserError: if the layer has another window already.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = window, self._new_state(window)
+        known, state = self._layers[layer]
+        if known != window:
+            raise UserError(
+                f"layer {layer} attends with window={window}, and before with window={known}: give it one window"
+            )
+        return state
+
+    def _new_state(self, window: int | None) -> KeyValueState | None:
+        if len(self.token_slices) == 1 and not self._keys_apart:
+            return None
+        return key_value_state(
+            self.token_slices.seq_length,
+            window,
+            forward_only=self.forward_only,
+            apart=self._keys_apart,
+            gradients_in=self._key_value_gradients,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The tokens before a token slice, for one layer. A layer gets it by having an argument named `past`.
+
+    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. `attend` alone knows
+    of the others.
+    """
+
+    prefix_len: int
+    """Tokens before those that the layer is given."""
+    _layer: int
+    _sequence: SequenceState
+
+    @property
+    def positions_restart(self) -> bool:
+        """Whether positions restart with documents; if not, they count on from `prefix_len`."""
+        documents = self._sequence.documents
+        return documents is not None and documents.positions_restart
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Positions of the N tokens that the layer is given: [1, N], or [B, N] where they restart with documents.
+
+        Args:
+            device: device that needs them; None for torch's default.
+        """
+        if not self.positions_restart:
+            return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
+        positions = self._sequence.documents.positions(self.prefix_len, length)
+        return positions if device is None else positions.to(device)
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Return a value that all layers of this stage share for this token slice; the first layer makes it."""
+        key = self.prefix_len, name
+        if key not in self._sequence.shared:
+            self._sequence.shared[key] = make()
+        return self._sequence.shared[key]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        first_head: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of this token slice to itself and to the token slices before it.
+
+        Sequence-parallel ranks attend together, each to all tokens with its part of the heads.
+
+        Args:
+            query: [B, N, H, D], of the N tokens that the layer is given.
+            key: [B, N, G, D]; H must be a multiple of G.
+            value: [B, N, G, D].
+            scale: factor of the scores; 1 / sqrt(D) if None.
+            first_head: number of the first query head, where a rank holds some of them.
+            window: tokens that a token attends to, itself included; None for all before it. A layer has one.
+            softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
+
+        Returns:
+            [B, N, H, D].
+
+        Raises:
+            UserError: if the layer has another window already, these are not the tokens that it was given, or
+                ranks cannot share its heads.
+        """
+        ranks, (start, end) = self._sequence.ranks, self._sequence.bounds[self.prefix_len]
+        length = (end - start) // ranks.size
+        if query.shape[1] != length:
+            part = "token slice" if ranks.size == 1 else "part of the token slice"
+            raise UserError(
+                f"layer {self._layer} attends with {query.shape[1]} tokens, and its {part} has {length}: hand "
+                "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
+            )
+        self._sequence.attended[self._layer, self.prefix_len] += 1
+        if window is not None and window >= self._sequence.token_slices.seq_length:
+            window = None  # It hides nothing.
+        if ranks.size > 1:
+            query, key, value = to_all_tokens(query, key, value, ranks)
+            first_head += ranks.rank * query.shape[2]
+        output = TokenSliceAttention.apply(
+            query,
+            key,
+            value,
+            self._sequence.keys_and_values(self._layer, window),
+            start,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            self._kernel(query, start, dropout, first_head, window, softcap),
+        )
+        return output if ranks.size == 1 else to_all_heads(output, ranks)
+
+    def dropout(
+        self,
+        inputs: Tensor,
+        probability: float,
+        *,
+        site: int,
+        first_token: int = 0,
+        first_channel: int = 0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Dropout whose mask depends on the place of each element alone.
+
+        Args:
+            inputs: [B, N, C], of tokens that the layer is given.
+            site: a number, from 1, for each use of dropout in a layer.
+            first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
+            first_channel: channels before those of `inputs`, where ranks share them.
+            residual: [B, N, C], what the result is added to, in the same pass; None for nothing.
+        """
+        place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
+        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
+
+    def _place(self, site: int, start: int, sequences: Sequence[int]) -> DropoutPlace:
+        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, self._sequence.drawn)
+
+    def _kernel(
+        self, query: Tensor, start: int, dropout: float, first_head: int, window: int | None, softcap: float | None
+    ) -> AttentionKernel:
+        """Return what attends with the queries [B, N, H, D] of all tokens of the token slice, from `start` on."""
+        documents, sequences = self._sequence.documents, self._sequence.sequences
+        apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
+        end = start + query.shape[1]
+
+        def dropping(sequences: Sequence[int], first: int, first_key: int) -> AttentionKernel:
+            place = self._place(0, first, sequences)
+            of_scores = AttentionDropout(dropout, place, first_head, first_key)
+            return PlainAttention(of_scores, window=window, softcap=softcap)
+
+        if apart and dropout:
+            return DocumentAttention(
+                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key),
+                documents,
+                end,
+                window,
+            )
+        if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
+            seen = self.once(
+                f"seen keys in window {window}",
+                lambda: documents.seen(start, end, query.device, window),
+            )
+            return DocumentsAtOnce(at_once, seen, end)
+        if apart:
+            return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
+        if not dropout:
+            return kernel_for(query, window, softcap)
+        first_key = 0 if window is None else max(0, start + 1 - window)
+        return dropping(sequences, start, first_key)

@@ -1,0 +1,390 @@
+"""Attention of a token slice to itself and to the token slices before it, with exact gradients.
+
+The chain rule across token slices, with one backward per token slice, last to first:
+
+    tokens of    0        1        2
+    K, V   [ written | written | written ]        once each, at its forward
+    dK, dV [  += 2   |  += 2   |         ]  <- backward of 2: adds to those before, returns its own
+           [  += 1   |         |         ]  <- backward of 1: its own = what 2 added + what 1 finds
+           [         |         |         ]  <- backward of 0: now everyone has added to its own
+
+When the backward of a token slice runs, all later ones have run, so the gradients of its keys and values are complete
+and flow on into the layer's projections like any other gradient: no surrogate loss, no retained graph.
+
+With a sliding window a token slice reads, and finds gradients for, the keys in its reach alone; the table below shows
+which keys and gradients are then kept.
+
+A sequence in one piece has no other token slice to keep anything for. Its keys and values are autograd's, as in any
+other operation: nothing is copied, and what computes the layer again keeps none of them.
+
+    layer                       keys and values                                      gradients
+    whole sequence              one buffer; reading gives views                      of all tokens before the last
+                                                                                     token slice that ran backward
+    window, in training;        a copy of each token slice's, freed by its own       of the tokens before it, or of the
+    copied to the host          backward, which is the last to read them; reading    W - 1 before it
+                                puts the keys in reach together
+    window, forward alone       those in reach of the token slice; the others are    none
+                                freed as the next one writes
+
+A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back. Gradients are
+in `PendingGradients`, those of each token slice apart.
+
+    token slice          0        1        2        3
+    backward of 3     [ += 3 | += 3 | += 3 ]              a buffer for each token slice before it
+    backward of 2     [ += 2 | += 2 ]                     its own = what is pending for it + what it finds; freed
+    backward of 1     [ += 1 ]
+    backward of 0
+
+Each token slice has buffers of its own, from the first backward that finds gradients for it to its own backward, which
+frees them. Sums are computed in fp32, or in the wider type of the model; `kept_in` may round what is stored between
+two backwards (ADR 49).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.runtime.attention import Attended, AttentionKernel, Gradients
+
+
+class PendingGradients:
+    """Gradients that token slices which ran backward have for the keys and values of earlier ones.
+
+    Args:
+        kept_in: type in which they are kept; None for fp32, or the wider type of the model.
+    """
+
+    def __init__(self, kept_in: torch.dtype | None = None) -> None:
+        self._kept_in = kept_in
+        self._ends: dict[int, int] = {}  # of token slices that were written and have not run backward, by their starts
+        self._began = False
+        # By the start of a token slice: the first of its tokens that has gradients, and those [B, E, G, D] of its
+        # keys and values from there on; gradients of the tokens before are 0.
+        self._pending: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
+
+    def written(self, start: int, end: int) -> None:
+        """Note that keys and values of a token slice are there.
+
+        Args:
+            end: token behind the last one.
+        """
+        if not self._began:
+            self._ends[start] = end
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
+        self._began = True
+        assert start == max(self._ends), "token slices must run backward last to first"
+        del self._ends[start]
+        if start in self._pending:
+            due, found = self._pending.pop(start)
+            for own, later in zip(gradients.own, found, strict=True):
+                # In place, since nobody else holds it; the sum is rounded once, from fp32.
+                own[:, due - start :].add_(later)
+        reached = start - gradients.prefix[0].shape[1]
+        for begin, end in self._ends.items():
+            if end > reached:
+                first = max(begin, reached)
+                key, value = (each[:, first - reached : end - reached] for each in gradients.prefix)
+                self._pending[begin] = self._sums(begin, first, (key, value))
+        return gradients.own
+
+    def _sums(self, begin: int, first: int, found: tuple[Tensor, Tensor]) -> tuple[int, tuple[Tensor, Tensor]]:
+        """What is pending for the token slice from `begin`, and what was found from its token `first` on."""
+        known_first, known = self._pending.get(begin, (0, None))
+        if known is not None and first >= known_first:
+            for total, each in zip(known, found, strict=True):
+                total[:, first - known_first :].add_(each)
+            return known_first, known
+        key, value = (self._copy(each) for each in found)
+        if known is not None:
+            for total, each in zip((key, value), known, strict=True):
+                total[:, known_first - first :].add_(each)
+        return first, (key, value)
+
+    def _copy(self, gradient: Tensor) -> Tensor:
+        dtype = self._kept_in or torch.promote_types(gradient.dtype, torch.float32)
+        return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
+
+
+class KeyValueState(Protocol):
+    """Keys and values of one layer for one micro-batch, and the gradients that token slices have for earlier ones."""
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store the keys and values of the tokens start .. start + N.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, E, G, D] that a token slice attends to: the last E tokens up to its end.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
+
+
+def key_value_state(
+    seq_length: int,
+    window: int | None,
+    *,
+    forward_only: bool,
+    apart: bool = False,
+    gradients_in: torch.dtype | None = None,
+) -> KeyValueState:
+    """Return the state of a layer that nothing has been written to.
+
+    Args:
+        window: tokens that a token attends to, itself included; None for all before it.
+        forward_only: whether no backward will follow.
+        apart: whether those of token slices are kept apart in training, as copies to the host need them.
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
+    """
+    if forward_only:
+        return KeysOfSequence(seq_length) if window is None else KeysInReach(window)
+    if window is None and not apart:
+        return KeysOfSequence(seq_length, gradients_in)
+    return KeysOfTokenSlices(window, gradients_in)
+
+
+class KeysOfSequence:
+    """Keys and values of a whole sequence, in one buffer that later token slices write on.
+
+    Args:
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
+    """
+
+    def __init__(self, seq_length: int, gradients_in: torch.dtype | None = None) -> None:
+        self.seq_length = seq_length
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._pending = PendingGradients(gradients_in)
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store keys and values. Writing the same tokens again changes nothing, so recomputing a forward is safe.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        if self._keys is None or self._values is None:
+            shape = (key.shape[0], self.seq_length, *key.shape[2:])
+            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+        end = start + key.shape[1]
+        self._keys[:, start:end] = key
+        self._values[:, start:end] = value
+        self._pending.written(start, end)
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens 0 .. end, each [B, end, G, D]: views, never copies.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        assert self._keys is not None and self._values is not None, "read before any write"
+        return self._keys[:, :end], self._values[:, :end]
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Add up gradients, as in `KeyValueState`."""
+        return self._pending.accumulate(gradients, start)
+
+
+class KeysOfTokenSlices:
+    """Keys and values in training, those of each token slice apart: for a sliding window, or to be copied to the host.
+
+    Args:
+        window: tokens that a token attends to, itself included; None for all before it.
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
+    """
+
+    def __init__(self, window: int | None, gradients_in: torch.dtype | None = None) -> None:
+        self.window = window
+        self._of_token_slices: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pending = PendingGradients(gradients_in)
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store copies of keys and values; what was written of the same tokens before is let go of.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        # Copied, since they are parts of a product that would stay with them.
+        copies = (each.clone(memory_format=torch.contiguous_format) for each in (key, value))
+        self._of_token_slices[start] = next(copies), next(copies)
+        self._pending.written(start, start + key.shape[1])
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, E, G, D] in reach, put together from the token slices where there are several.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        first = 0 if self.window is None else max(0, start + 1 - self.window)
+        reached = [
+            tuple(each[:, max(0, first - begin) :] for each in kept)
+            for begin, kept in sorted(self._of_token_slices.items())
+            if begin < end and first < begin + kept[0].shape[1]
+        ]
+        assert sum(key.shape[1] for key, _ in reached) == end - first, "keys in reach are not there"
+        if len(reached) == 1:
+            return reached[0]
+        keys, values = (torch.cat(parts, dim=1) for parts in zip(*reached, strict=True))
+        return keys, values
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Add up gradients, as in `KeyValueState`, and free the keys of the token slice, which no later op reads."""
+        complete = self._pending.accumulate(gradients, start)
+        del self._of_token_slices[start]
+        return complete
+
+    def of_token_slice(self, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, G, D] of a token slice.
+
+        Args:
+            start: first token of the token slice.
+        """
+        return self._of_token_slices[start]
+
+    def drop(self, start: int) -> None:
+        """Let go of keys and values of a token slice, until they are put back.
+
+        Args:
+            start: first token of the token slice.
+        """
+        del self._of_token_slices[start]
+
+    def put_back(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Have keys and values of a token slice again.
+
+        Args:
+            start: first token of the token slice.
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+        """
+        self._of_token_slices[start] = key, value
+
+
+class KeysInReach:
+    """Keys and values for a sliding window where no backward follows: those that the last token slice reached."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._reached: tuple[Tensor, Tensor] | None = None
+        self._end = 0
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store keys and values, and free those before that are out of reach.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        assert start == self._end, "token slices must run forward first to last, each once"
+        before = (key[:, :0], value[:, :0]) if self._reached is None else self._reached
+        kept = min(start, self.window - 1)
+        keys, values = (
+            torch.cat((old[:, old.shape[1] - kept :], new), dim=1)
+            for old, new in zip(before, (key, value), strict=True)
+        )
+        self._reached, self._end = (keys, values), start + key.shape[1]
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, E, G, D] of the token slice that was written last, and of those in its reach.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        assert self._reached is not None and end == self._end, "read of another token slice than the last"
+        assert self._reached[0].shape[1] == end - max(0, start + 1 - self.window), "keys in reach are not there"
+        return self._reached
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Refuse a backward: keys [B, E, G, D] that it would have read are gone.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError(f"a backward at token {start} of a sequence that was to run forward alone")
+
+
+class TokenSliceAttention(torch.autograd.Function):
+    """Attention over prefix and diagonal. The graph keeps queries, output and log-sum-exp.
+
+    Keys and values live in their `KeyValueState`, outside autograd: views of a buffer that later token slices write
+    must not be saved for backward. The graph keeps them, too, where there is no state.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, state: KeyValueState | None, start: int, scale: float, kernel: AttentionKernel):
+        """Return the output [B, N, H, D].
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            state: keys and values of the sequence; None if the token slice is all of it.
+            scale: factor of the scores.
+        """
+        if state is None:
+            query, *keys = kept = _kept(query, key, value)
+        else:
+            # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
+            kept = (query := query.contiguous(),)
+            state.write(key, value, start)
+            keys = state.read(start, start + query.shape[1])
+        attended = kernel.forward(query, *keys, scale)
+        # Kernels leave the heads before the tokens; the next layer wants them after, and would keep a copy of its own.
+        output = attended.output.contiguous()
+        ctx.save_for_backward(output, attended.log_sum_exp, *kept)
+        ctx.state, ctx.start, ctx.scale, ctx.kernel = state, start, scale, kernel
+        return output
+
+    @staticmethod
+    def backward(ctx, output_gradient):  # noqa: D102
+        output, log_sum_exp, query, *keys = ctx.saved_tensors
+        state, start = ctx.state, ctx.start
+        if state is not None:
+            keys = state.read(start, start + query.shape[1])
+        gradients = ctx.kernel.backward(output_gradient, query, *keys, Attended(output, log_sum_exp), ctx.scale)
+        own_key, own_value = gradients.own if state is None else state.accumulate(gradients, start)
+        return gradients.query, own_key, own_value, None, None, None, None
+
+
+def _kept(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values to keep: as they are if they hold nothing else alive, else copies.
+
+    Cut from one product, all three together are that product. Where a norm has replaced the queries and keys, the
+    values would keep the others alive, which nobody reads.
+
+    Args:
+        *heads: each [B, N, heads, D]; no two share an element.
+    """
+    storages = (each.untyped_storage() for each in heads)
+    held = {storage._cdata: storage.nbytes() for storage in storages}
+    # Kernels read the elements of a head in one run.
+    if sum(held.values()) == sum(each.nbytes for each in heads) and all(each.stride(-1) == 1 for each in heads):
+        return heads
+    return tuple(each.contiguous() for each in heads)

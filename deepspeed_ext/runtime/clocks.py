@@ -1,0 +1,258 @@
+"""Observers of the ops and phases of a step: clocks, timelines, and named ranges for profilers."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
+
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.programs.host_copies import TimedCopy
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.timeline import Span
+
+__all__ = ["Observer", "ProfilerRanges"]
+
+
+class Stamps:
+    """Takes stamps, and tells the time between two.
+
+    Accelerators run behind the host, so there stamps are events on their queue, read when the work is over.
+    """
+
+    def __init__(self) -> None:
+        self._synchronous = get_accelerator().is_synchronized_device()
+
+    def now(self) -> Any:
+        """A stamp of this place."""
+        if self._synchronous:
+            return time.perf_counter()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device is done with all it was given; stamps can then be read."""
+        if not self._synchronous:
+            get_accelerator().synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one stamp to another."""
+        if self._synchronous:
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1000.0  # events tell milliseconds
+
+
+OPS, SUMS, REDUCTIONS, UPDATE = "forward-backward", "shared-grads-sync", "all-grads-sync", "optimizer"
+PHASES = (OPS, SUMS, REDUCTIONS, UPDATE)
+"""Phases of a step, one after the other: ops and transfers; sums of gradients over the ranks of one replica; what is
+left of the sums over replicas; norm, clipping and update."""
+
+
+class Observer(Protocol):
+    """Somebody who surrounds what an engine does."""
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    def op(self, op: Op) -> AbstractContextManager[None]:
+        """Surround the computing of an op."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Surround a phase of a step after the ops."""
+
+
+class Observers:
+    """Several observers as one."""
+
+    def __init__(self, members: Iterable[Observer] = ()) -> None:
+        self._members = list(members)
+
+    @contextmanager
+    def joined_by(self, observer: Observer) -> Iterator[None]:
+        """Let another one observe the batches that run inside."""
+        self._members.append(observer)
+        try:
+            yield
+        finally:
+            self._members.remove(observer)
+
+    def begin(self) -> None:
+        """A batch begins."""
+        for member in self._members:
+            member.begin()
+
+    def op(self, op: Op) -> AbstractContextManager[None]:
+        """Surround the computing of an op."""
+        return self._around(member.op(op) for member in self._members)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Surround a phase of a step after the ops."""
+        return self._around(member.phase(name) for member in self._members)
+
+    @contextmanager
+    def _around(self, surroundings: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+        with ExitStack() as entered:
+            for each in surroundings:
+                entered.enter_context(each)
+            yield
+
+
+class BackwardTimer:
+    """Runs DeepSpeed's timer of backwards, of its setting `wall_clock_breakdown`. Its hooks time the forwards."""
+
+    def __init__(self, engine: Any) -> None:
+        self._timer = engine.timers(BACKWARD_MICRO_TIMER)
+
+    def begin(self) -> None:
+        """The timer goes on."""
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Time an op that is no forward."""
+        if op.kind is OpKind.FORWARD:
+            yield
+            return
+        self._timer.start()
+        yield
+        self._timer.stop()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Let a phase be."""
+        return nullcontext()
+
+
+class ProfilerRanges:
+    """Gives ops and phases names, in torch's profiler and on an accelerator's timeline (NVTX on CUDA)."""
+
+    def begin(self) -> None:
+        """A batch has no name."""
+
+    def op(self, op: Op) -> AbstractContextManager[None]:
+        """Name an op: `2F0.3`."""
+        return _named(str(op))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name a phase."""
+        return _named(name)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    accelerator = get_accelerator()
+    accelerator.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        accelerator.range_pop()
+
+
+class OpClock:
+    """Stamps the start and end of ops, in seconds since the clock was made. An `Observer`."""
+
+    def __init__(self) -> None:
+        self.stamps = Stamps()
+        self.stamps.wait()
+        self._marks: list[tuple[Op, Any, Any]] = []
+        self._copies: list[tuple[tuple[Content, int, int, int], list[Any]]] = []
+        self._origin = self.stamps.now()
+
+    def begin(self) -> None:
+        """Go on; one clock may measure several batches."""
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Stamp an op."""
+        start = self.stamps.now()
+        yield
+        self._marks.append((op, start, self.stamps.now()))
+
+    def copied(self, what: tuple[Content, int, int, int], stamps: Sequence[Any]) -> None:
+        """Take the stamps of a copy that is back.
+
+        Args:
+            what: what was copied: its content, stage, micro-batch and token slice.
+            stamps: begin and end of the copy to the host, the drop, begin and end of the copy back; less where the copy
+                began before anybody measured.
+        """
+        if len(stamps) == _STAMPS_OF_COPY:
+            self._copies.append((what, list(stamps)))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Let a phase be."""
+        return nullcontext()
+
+    def spans(self) -> list[Span]:
+        """The ops measured, in order."""
+        self.stamps.wait()
+        since = partial(self.stamps.seconds, self._origin)
+        return [Span(op, since(start), since(end)) for op, start, end in self._marks]
+
+    def host_copies(self) -> list[TimedCopy]:
+        """The copies measured, by the start of the copy to the host."""
+        self.stamps.wait()
+        # Stamps of two streams may differ by their resolution.
+        timed = (
+            TimedCopy(*what, *accumulate((self.stamps.seconds(self._origin, each) for each in stamps), max))
+            for what, stamps in self._copies
+        )
+        return sorted(timed, key=lambda copy: copy.offload_start)
+
+
+_STAMPS_OF_COPY = 5
+
+
+FORWARD, BACKWARD = "forward-compute", "backward-compute"
+"""Parts of the ops: those that go forward, and all others, weight gradients included."""
+
+
+class PhaseClock:
+    """Adds up the seconds of a step, by phase. An `Observer`.
+
+    Args:
+        parts: whether to measure forwards and backwards, too.
+    """
+
+    def __init__(self, *, parts: bool) -> None:
+        self.names = PHASES + (FORWARD, BACKWARD) * parts
+        self._parts, self._stamps = parts, Stamps()
+        self._began: Any = None
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Stamp the start of the ops."""
+        self._began = self._stamps.now()
+
+    def op(self, op: Op) -> AbstractContextManager[None]:
+        """Measure an op, if parts are."""
+        return self._measure(FORWARD if op.kind is OpKind.FORWARD else BACKWARD) if self._parts else nullcontext()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase; the first of a step ends the ops."""
+        if self._began is not None:
+            self._marks.append((OPS, self._began, self._stamps.now()))
+            self._began = None
+        with self._measure(name):
+            yield
+
+    @contextmanager
+    def _measure(self, name: str) -> Iterator[None]:
+        start = self._stamps.now()
+        yield
+        self._marks.append((name, start, self._stamps.now()))
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by name, and start anew."""
+        self._stamps.wait()
+        seconds = dict.fromkeys(self.names, 0.0)
+        for name, start, end in self._marks:
+            seconds[name] += self._stamps.seconds(start, end)
+        self._marks.clear()
+        return seconds

@@ -1,0 +1,240 @@
+"""Batches whose data or labels are dicts: which entries go to which layers, and to the loss function.
+
+Layers take entries by the names of their forwards' arguments (`ForwardArguments`).
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from deepspeed_ext.plan.errors import UserError
+
+PAST = "past"
+"""The argument by which a layer asks for what came before its token slice; no entry of the data can be called so."""
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardArguments:
+    """Arguments of a forward beside its first, which is the output of the layer before, and the past."""
+
+    owner: str
+    """Owner of the forward, as errors name it."""
+    first: str | None
+    """Name of the first argument; None if it has none."""
+    required: tuple[str, ...] = ()
+    """Arguments that must be given."""
+    optional: tuple[str, ...] = ()
+    """Arguments with a default."""
+    takes_past: bool = False
+    """Has an argument named `past`."""
+    takes_all: bool = False
+    takes_unnamed: bool = False
+    """Has `*arguments`, or arguments that cannot be given by name."""
+
+    @classmethod
+    def of(cls, owner: str, function: Callable[..., Any], *, bound: int = 0) -> "ForwardArguments":
+        """Read a function's arguments.
+
+        Args:
+            bound: arguments before the first that somebody else gives, such as `self`.
+        """
+        try:
+            parameters = list(inspect.signature(function).parameters.values())[bound:]
+        except ValueError:
+            # Functions written in C do not say; those that are used as layers take one tensor.
+            return cls(owner, None)
+        first = parameters[0].name if parameters and parameters[0].kind in _BY_NAME[:1] else None
+        named = [each for each in parameters if each.kind in _BY_NAME and each.name not in (first, PAST)]
+        unnamed = [each for each in parameters[1:] if each.kind is inspect.Parameter.POSITIONAL_ONLY]
+        return cls(
+            owner,
+            first,
+            required=tuple(each.name for each in named if each.default is inspect.Parameter.empty),
+            optional=tuple(each.name for each in named if each.default is not inspect.Parameter.empty),
+            takes_past=any(each.name == PAST and each.kind in _BY_NAME for each in parameters),
+            takes_all=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+            takes_unnamed=bool(unnamed) or any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters),
+        )
+
+    @classmethod
+    def of_layer(cls, number: int, layer: Any) -> "ForwardArguments":
+        """Read those of a layer, built or not: every rank can read those of all layers.
+
+        Args:
+            number: number of the layer, from 0.
+            layer: a `LayerSpec`, a `TiedLayerSpec`, a module or a function.
+        """
+        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+            return cls.of(f"layer {number} ({_name(layer.forward_fn)})", layer.forward_fn, bound=1)
+        if isinstance(layer, LayerSpec):
+            return cls.of(f"layer {number} ({layer.typename.__name__})", layer.typename.forward, bound=1)
+        if isinstance(layer, nn.Module):
+            return cls.of(f"layer {number} ({type(layer).__name__})", layer.forward)
+        return cls.of(f"layer {number} ({_name(layer)})", layer)
+
+    def taken(self, names: Collection[str]) -> tuple[str, ...]:
+        """Names that can be given by name: not the first argument, and not the past."""
+        if self.takes_all:
+            return tuple(name for name in names if name not in (self.first, PAST))
+        return tuple(name for name in names if name in self.required or name in self.optional)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class DataEntries:
+    """Hands entries of the data to the layers whose forwards have arguments of those names.
+
+    The first layer's first argument is an entry too; other layers' is the output of the layer before. A stage with a
+    layer that cannot do without an entry reads the data. So does one whose layer takes an entry by an argument with a
+    default, but that must be `declared`: such arguments are often no entries, and their ranks read no data then.
+
+    Args:
+        layers: layers of the whole model, first to last.
+        stages: numbers of the layers of each stage.
+        loss_fn: the loss function, if there is one.
+        declared: names of all entries, when known beforehand; None to find them in the first batch.
+
+    Raises:
+        UserError: if the declared names do not fit the layers.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        stages: Sequence[range],
+        loss_fn: Callable[..., Any] | None = None,
+        declared: Collection[str] | None = None,
+    ) -> None:
+        self._layers = [ForwardArguments.of_layer(number, layer) for number, layer in enumerate(layers)]
+        self._stages = stages
+        self._loss = None if loss_fn is None else ForwardArguments.of("the loss function", _forward(loss_fn))
+        self._declared = None if declared is None else frozenset(declared)
+        self._checked: set[tuple[frozenset[str], frozenset[str]]] = set()
+        if declared:
+            self._check_layers(list(declared))
+
+    @property
+    def first(self) -> str:
+        """Entry that the first layer starts from."""
+        first = self._layers[0].first
+        assert first is not None, "checked with the names of the entries"
+        return first
+
+    def name(self, layer: int) -> str:
+        """A layer in words, by its number."""
+        return self._layers[layer].owner
+
+    def reader(self, stage: int) -> str | None:
+        """A layer of a stage, in words, for which the stage must read the data; None if there is none."""
+        declared = self._declared or ()
+        asking = (self._layers[number] for number in self._stages[stage])
+        return next((each.owner for each in asking if each.required or each.taken(declared)), None)
+
+    def given(self, layer: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries that a layer takes, by the names of its arguments."""
+        return {name: entries[name] for name in self._layers[layer].taken(entries)}
+
+    def given_to_stage(self, stage: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries that any layer of a stage takes; no other needs to be moved to its device."""
+        taken = {name for number in self._stages[stage] for name in self._layers[number].taken(entries)}
+        if stage == 0:
+            taken.add(self.first)
+        return {name: entry for name, entry in entries.items() if name in taken}
+
+    def given_to_loss(self, labels: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of the labels that the loss function takes."""
+        return {} if self._loss is None else {name: labels[name] for name in self._loss.taken(labels)}
+
+    def check(self, inputs: Any, labels: Any, *, cutting_stages: Collection[int]) -> None:
+        """Hold a batch against the layers and the loss function; what was found right is not looked at again.
+
+        Args:
+            inputs: data of a micro-batch; entries if it is a dict.
+            labels: labels of a micro-batch; entries if it is a dict.
+
+        Raises:
+            UserError: if a layer or the loss function needs an entry that is not there, or cannot be given one.
+        """
+        names = frozenset(inputs) if isinstance(inputs, Mapping) else None
+        label_names = frozenset(labels) if isinstance(labels, Mapping) else None
+        if (names, label_names) in self._checked:
+            return
+        if names is None:
+            self._check_without_entries(inputs)
+        else:
+            self._check_layers(list(inputs))
+            self._check_reading(list(inputs), cutting_stages)
+        if label_names is not None and self._loss is not None:
+            _check(self._loss, list(labels), "labels")
+        self._checked.add((names, label_names))
+
+    def _check_layers(self, names: Sequence[str]) -> None:
+        if PAST in names:
+            raise UserError(
+                f"the data has an entry {PAST!r}, by which layers ask for what came before a token slice: rename it"
+            )
+        if self._layers[0].first not in names:
+            raise UserError(
+                f"{self._layers[0].owner} starts from {self._layers[0].first!r}, which is no entry of the data "
+                f"({_listed(names)}): name an entry like the first layer's first argument"
+            )
+        for layer in self._layers:
+            _check(layer, names, "data")
+
+    def _check_reading(self, names: Sequence[str], cutting_stages: Collection[int]) -> None:
+        missing = [name for name in self._declared or () if name not in names]
+        if missing:
+            raise UserError(
+                f"the data has no entry {missing[0]!r} of data_entries ({_listed(names)}): yield it, or take it out of "
+                "data_entries"
+            )
+        for stage, layers in enumerate(self._stages):
+            for layer in (self._layers[number] for number in layers):
+                if stage not in cutting_stages and layer.taken(names):
+                    raise UserError(
+                        f"{layer.owner} takes {layer.taken(names)[0]!r}, an entry of the data, by an argument with a "
+                        f"default, and stage {stage} reads no data: build the module with data_entries="
+                        f"{tuple(names)}, and give its rank the data iterator"
+                    )
+
+    def _check_without_entries(self, inputs: Any) -> None:
+        if self._declared:
+            raise UserError(
+                f"the data is a {type(inputs).__name__}, and data_entries={tuple(sorted(self._declared))} names the "
+                "entries of a dict: yield a dict of them with the labels"
+            )
+        for layer in self._layers:
+            if layer.required:
+                raise UserError(
+                    f"{layer.owner} requires {layer.required[0]!r}, and the data is a {type(inputs).__name__}: yield a "
+                    "dict with an entry of that name, with the labels"
+                )
+
+
+def _check(arguments: ForwardArguments, names: Sequence[str], what: str) -> None:
+    if arguments.takes_unnamed:
+        raise UserError(
+            f"{arguments.owner} takes arguments without a name, which entries of the {what} cannot reach: name them"
+        )
+    missing = [name for name in arguments.required if name not in names]
+    if missing:
+        raise UserError(
+            f"{arguments.owner} requires {missing[0]!r}, which is no entry of the {what} ({_listed(names)}): yield it, "
+            "or give the argument a default"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "which has none"
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "forward", function)

@@ -1,0 +1,443 @@
+"""Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
+
+Each method is what one instruction of `plan.programs` means. Nothing here knows of optimizers or replicas: the engine
+says what surrounds a batch, and this says what happens to a token slice.
+
+`RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` hands it to
+DeepSpeed's engine, one class for each kind of instruction; `METHODS` names the method of `Executor` for each.
+"""
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads, ReduceTiedGrads
+from torch import Tensor
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, reader_of
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule, check_lowering, lower_rank, partners
+from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind, Program
+from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.runtime.channels import RankLinks
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
+from deepspeed_ext.runtime.gradients.reductions import GradientReductions
+from deepspeed_ext.runtime.gradients.weight_gradients import compute
+from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.live_batch import BatchPlan, Buffer, LiveBatch
+from deepspeed_ext.runtime.micro_batch import parts_on_device
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.offload import TokenSliceCopies
+from deepspeed_ext.runtime.stage_ops import StageOps
+
+
+class TokenSliceInstruction(PipeInstruction):
+    """A step of a program; the instruction is its only keyword."""
+
+    def __init__(self, *, step: Instruction) -> None:
+        super().__init__(step=step)
+
+    def __repr__(self) -> str:
+        """Text of the instruction in DeepSpeed's log: `SendActivation(3F1.2 @0)`."""
+        return f"{self.name}({self.kwargs['step'].place})"
+
+
+def _instruction_class(kind: InstructionKind) -> type[TokenSliceInstruction]:
+    # DeepSpeed looks the handler up by exact class, so every kind has its own.
+    name = "".join(word.capitalize() for word in kind.name.split("_"))
+    return type(name, (TokenSliceInstruction,), {"__doc__": f"The plan's `{kind.value}`.", "__module__": __name__})
+
+
+INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
+    kind: _instruction_class(kind) for kind in InstructionKind
+}
+
+
+class ProgramSchedule(PipeSchedule):
+    """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow.
+
+    Args:
+        training: whether backwards follow the forwards.
+        updates: whether reductions and the optimizer step follow them; None if they do in training.
+    """
+
+    def __init__(self, program: Program, shape: PipelineShape, *, training: bool, updates: bool | None = None) -> None:
+        super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
+        self.program, self.shape, self.training = program, shape, training
+        self.updates = training if updates is None else updates
+        self.puts_weight_gradients_off = any(
+            instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
+        )
+
+    def num_pipe_buffers(self) -> int:
+        """Buffers that the program names."""
+        return self.program.num_buffers
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The program, then the end of the batch."""
+        for instruction in self.program.instructions:
+            yield [INSTRUCTION_CLASSES[instruction.kind](step=instruction)]
+        if self.updates:
+            yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def without_update(self) -> "ProgramSchedule":
+        """Return the same program, with nothing after its last instruction."""
+        return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)
+
+
+class RankPrograms:
+    """A rank's programs by their extent.
+
+    Args:
+        schedule: order of the ops when training. One that was simulated before is not simulated again.
+        shape: shape of the pipeline, for any number of micro-batches and token slices.
+        settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
+            then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
+            its host.
+        host_copies: what waits on the host while nothing reads it; None for nothing.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        rank: int,
+        shape: PipelineShape,
+        loading_ranks: Container[int],
+        settles: bool | None = None,
+        host_copies: HostCopySettings | None = None,
+    ) -> None:
+        self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
+        self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        self._host_copies = host_copies
+        self._settled: set[tuple[bool, PipelineShape]] = set()
+        self._training = SimulatedSchedule.of(schedule)
+        self._evaluation = SimulatedSchedule(forward_order, complete=False)
+        self._rank, self._shape = rank, shape
+        self._loads = rank in loading_ranks
+        self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
+
+    def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
+        """Return the shape of the pipeline for a number of micro-batches.
+
+        Args:
+            num_token_slices: token slices of a micro-batch; None for those of training.
+        """
+        num_token_slices = num_token_slices or self._shape.num_token_slices
+        return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
+
+    def training(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
+        """Return the program of a training step: the ops in the order of the schedule, then the optimizer step.
+
+        Args:
+            num_token_slices: token slices of a micro-batch; None for those of the module.
+        """
+        return self._program(self.shape(num_micro_batches, num_token_slices), training=True)
+
+    def evaluation(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
+        """Return the program of an evaluation, which has forwards only.
+
+        Args:
+            num_token_slices: token slices of a micro-batch; None for those of training.
+        """
+        return self._program(self.shape(num_micro_batches, num_token_slices), training=False)
+
+    def ran(self, schedule: ProgramSchedule) -> None:
+        """Take note that a program has run to its end."""
+        self._settled.add((schedule.training, schedule.shape))
+
+    def _program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
+        under_ops = not self._settles or (training, shape) in self._settled
+        key = training, shape, under_ops
+        if key not in self._lowered:
+            if training:
+                # The trainer has done so before the process group was made.
+                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
+            spans = (self._training if training else self._evaluation).spans(shape)
+            messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
+            program = lower_rank(
+                self._rank,
+                messages,
+                shape,
+                loads=self._loads,
+                under_ops=under_ops,
+                host_copies=self._host_copies if training else None,
+            )
+            self._lowered[key] = ProgramSchedule(program, shape, training=training)
+        return self._lowered[key]
+
+
+Around = Callable[[Op], AbstractContextManager[None]]
+"""Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""
+
+
+class Executor:
+    """The stages of one pipeline rank, at work on one batch after the other.
+
+    Args:
+        around: surrounds the computing of each op.
+        reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        host_copies: how what waits on the host is copied; None where nothing does.
+    """
+
+    def __init__(
+        self,
+        module: TokenSlicePipelineModule,
+        ops: StageOps,
+        links: RankLinks,
+        device: torch.device,
+        *,
+        next_batch: Callable[[], Any],
+        around: Around,
+        ledger: OpLedger,
+        reductions: GradientReductions | None = None,
+        host_copies: HostCopySettings | None = None,
+    ) -> None:
+        self._module, self._ops, self._links, self._device = module, ops, links, device
+        self._next_batch, self._around = next_batch, around
+        self._ledger, self._reductions, self._attached = ledger, reductions, False
+        self._host_copies = host_copies
+        self.copies = None if host_copies is None else TokenSliceCopies(host_copies, device)
+        """Copies in the memory of the host."""
+        self._stages = list(module.pipeline.stages_of(module.stage_id))
+        self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
+        self.live = LiveBatch()
+
+    def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
+        """Forget the previous batch, and expect another.
+
+        Args:
+            puts_weight_gradients_off: whether the schedule defers weight gradients.
+        """
+        self.plan, self.live = plan, LiveBatch()
+        self._ops.begin(plan, self.live)
+        if self._host_copies is not None and self.copies is not None:
+            self.copies.begin(self._host_copies.fitting(plan.shape))
+        if puts_weight_gradients_off:
+            self.attach_weight_gradients()
+
+    def attach_weight_gradients(self) -> None:
+        """Let products ask their weights what to do with gradients: compute them now or later, add them up where."""
+        if not self._attached:
+            self._ops.weight_gradients.attach(self._module)
+            self._attached = True
+
+    def finish(self) -> LiveBatch:
+        """Hand over what the batch left, and keep nothing of it."""
+        finished, self.live = self.live, LiveBatch()
+        self._ops.finish()
+        if self.copies is not None:
+            self.copies.finish()
+        return finished
+
+    # ------------------------------------------------------------------ data
+
+    def load(self, step: Instruction) -> None:
+        """Take a micro-batch, cut it, and move what the stages read to their device: no op waits for the host then."""
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise UserError(
+                f"the data iterator ended at micro-batch {step.micro_batch} of a batch of "
+                f"{self.plan.shape.num_micro_batches}: give one that does not end, such as "
+                "deepspeed.utils.RepeatingLoader"
+            ) from None
+        module = self._module
+        if batch is None:
+            raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
+        documents = None if module.documents is None else module.documents(batch)
+        self.plan.cuts.cut(step.micro_batch, documents)
+        token_slices = self.plan.cuts.of(step.micro_batch)
+        if module.stage_id in module.cutting_ranks:
+            parts = module.split_batch(batch, self.plan.cuts.parts_of(step.micro_batch))
+            module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
+            self.live.parts[step.micro_batch] = parts_on_device(
+                parts,
+                self._device,
+                token_slices.seq_length,
+                inputs=0 in self._stages,
+                labels=self.plan.shape.last_stage in self._stages,
+            )
+        if documents is not None:
+            self.live.documents[step.micro_batch] = documents.on(self._device, token_slices)
+
+    # ------------------------------------------------------------------ ops
+
+    def forward(self, step: Instruction) -> None:
+        """Compute a token slice's way through a stage."""
+        op, held = step.op, self.live.buffers[step.buffer]
+        if op.stage:
+            held.inputs = self._read(op)
+        inputs, entries = self._ops.given(op, held)
+        self._ops.check(op, inputs, entries)
+        with self._around(op):
+            self._ops.forward(op, held, inputs, entries)
+        if not self.plan.training and op.token_slice == self.plan.shape.last_token_slice:
+            self._forget(op, last_stage=self._stages[-1])
+
+    def backward(self, step: Instruction) -> None:
+        """Compute the gradients that a token slice gives a stage's inputs and weights."""
+        op, held = step.op, self.live.buffers[step.buffer]
+        is_last = op.stage == self.plan.shape.last_stage
+        gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
+        self._take_fetched(op, held)
+        with self._around(op):
+            self._ops.backward(op, held, gradients)
+        if op.token_slice == 0:
+            self._forget(op, last_stage=self._stages[0])
+
+    def input_gradient(self, step: Instruction) -> None:
+        """Compute the gradients of inputs; defer the products of weights."""
+        with self._ops.weight_gradients.deferring() as deferred:
+            self.backward(step)
+        self.live.buffers[step.buffer].deferred_wgrads = deferred
+
+    def weight_gradient(self, step: Instruction) -> None:
+        """Compute the products that were deferred."""
+        held = self.live.buffers[step.buffer]
+        with self._around(step.op):
+            compute(held.deferred_wgrads)
+
+    def reduce_gradients(self, step: Instruction) -> None:
+        """Start the reductions of a stage whose gradients are complete."""
+        if self._reductions is not None and self.plan.reduces:
+            self._reductions.reduce_stage(step.stage)
+
+    def free(self, step: Instruction) -> None:
+        """Empty a buffer."""
+        del self.live.buffers[step.buffer]
+
+    # ------------------------------------------------------------------ host copies
+
+    def offload_input(self, step: Instruction) -> None:
+        """Post a copy of a stage's input to the host."""
+        self._copies.offload(Content.INPUT, step.op, self.live.buffers[step.buffer].inputs)
+
+    def drop_input(self, step: Instruction) -> None:
+        """Let go of a stage's input that is on the host."""
+        self.live.buffers[step.buffer].inputs = ()
+        self._copies.drop(Content.INPUT, step.op)
+
+    def fetch_input(self, step: Instruction) -> None:
+        """Post the copy of a stage's input back."""
+        self._copies.fetch(Content.INPUT, step.op)
+
+    def offload_keys_and_values(self, step: Instruction) -> None:
+        """Post a copy of the keys and values of a token slice to the host."""
+        state = self.live.states[step.stage, step.micro_batch]
+        self._copies.offload(Content.KEYS_AND_VALUES, step.op, state.keys_of(step.token_slice))
+
+    def drop_keys_and_values(self, step: Instruction) -> None:
+        """Let go of keys and values that are on the host."""
+        self.live.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
+        self._copies.drop(Content.KEYS_AND_VALUES, step.op)
+
+    def fetch_keys_and_values(self, step: Instruction) -> None:
+        """Post the copy of keys and values back."""
+        self._copies.fetch(Content.KEYS_AND_VALUES, step.op)
+
+    # ------------------------------------------------------------------ transfers
+
+    def post(self, step: Instruction) -> None:
+        """Expect what an op reads of another rank."""
+        self._links.post(step.op)
+
+    def send_activation(self, step: Instruction) -> None:
+        """Post an activation to the rank of the stage after."""
+        held = self.live.buffers[step.buffer]
+        self._links.send(self._reader(step.op), held.outputs)
+        held.outputs = ()
+
+    def pass_activation(self, step: Instruction) -> None:
+        """Give an activation to the stage after, which is this rank's too."""
+        held = self.live.buffers[step.buffer]
+        passed = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.outputs)
+        self.live.passed[self._reader(step.op)] = passed
+        held.outputs = ()
+
+    def send_gradient(self, step: Instruction) -> None:
+        """Post the gradients of a stage's inputs to the rank of the stage before."""
+        self._links.send(self._reader(step.op), self.live.buffers[step.buffer].take_gradients())
+
+    def pass_gradient(self, step: Instruction) -> None:
+        """Give the gradients of a stage's inputs to the stage before, which is this rank's too."""
+        self.live.passed[self._reader(step.op)] = self.live.buffers[step.buffer].take_gradients()
+
+    def complete(self, step: Instruction) -> None:
+        """Let go of a message once it has left."""
+        reader = self._reader(step.op)
+        with self._ledger.waiting_for(self._links.peer(reader), self._links.over(reader)):
+            self._links.complete(reader)
+
+    # ------------------------------------------------------------------ parts of the above
+
+    @property
+    def _copies(self) -> TokenSliceCopies:
+        assert self.copies is not None, "programs have host copies where the executor was given settings for them"
+        return self.copies
+
+    def _take_fetched(self, op: Op, held: Buffer) -> None:
+        """Have on the device what was fetched for a backward."""
+        if self.copies is None:
+            return
+        for content, token_slice, tensors in self.copies.arrivals(op):
+            if content is Content.INPUT:
+                held.inputs = tensors
+            else:
+                self.live.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
+
+    def _reads_data(self) -> str:
+        """Reason for which this rank reads the data, in words."""
+        readers = (self._module.data_entries.reader(stage) for stage in self._stages)
+        for_whom = next((f" for {reader}" for reader in readers if reader), "")
+        return f"pipeline rank {self._module.stage_id} reads the data{for_whom},"
+
+    def _read(self, op: Op) -> tuple[Tensor, ...]:
+        """Tensors that an op reads of another stage: passed on by this rank, or received from another rank."""
+        if op in self.live.passed:
+            return self.live.passed.pop(op)
+        with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
+            return self._links.wait(op)
+
+    def _reader(self, result: Op) -> Op:
+        """The op that reads a result, by which messages are named."""
+        reader = reader_of(result, self.plan.shape)
+        assert reader is not None, "what leaves a stage is read by another"
+        return reader
+
+    def _forget(self, op: Op, *, last_stage: int) -> None:
+        """Let go of what a stage remembers of a micro-batch; at this rank's last stage to need it, of its data too."""
+        del self.live.states[op.stage, op.micro_batch]
+        if op.stage == last_stage:
+            self.live.forget_batch(op.micro_batch)
+
+
+METHODS = {
+    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
+    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
+    InstructionKind.FORWARD: Executor.forward,
+    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
+    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
+    InstructionKind.RECEIVE_GRADIENT: Executor.post,
+    InstructionKind.BACKWARD: Executor.backward,
+    InstructionKind.INPUT_GRADIENT: Executor.input_gradient,
+    InstructionKind.WEIGHT_GRADIENT: Executor.weight_gradient,
+    InstructionKind.SEND_GRADIENT: Executor.send_gradient,
+    InstructionKind.PASS_GRADIENT: Executor.pass_gradient,
+    InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
+    InstructionKind.COMPLETE_GRADIENT: Executor.complete,
+    InstructionKind.FREE: Executor.free,
+    InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
+    InstructionKind.OFFLOAD_INPUT: Executor.offload_input,
+    InstructionKind.OFFLOAD_KEYS_AND_VALUES: Executor.offload_keys_and_values,
+    InstructionKind.DROP_INPUT: Executor.drop_input,
+    InstructionKind.DROP_KEYS_AND_VALUES: Executor.drop_keys_and_values,
+    InstructionKind.FETCH_INPUT: Executor.fetch_input,
+    InstructionKind.FETCH_KEYS_AND_VALUES: Executor.fetch_keys_and_values,
+}
+"""Method that carries out each instruction of a program."""

@@ -1,0 +1,158 @@
+"""The gradients that an optimizer steps with: their global norm, clipping, and counts of bad and of zero elements."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.runtime.clocks import UPDATE
+
+
+def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradients [...] that this rank's optimizer is about to step with: whole, or under ZeRO 1 of its partition."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for weights, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+            yield from zip(weights, gradients, strict=True)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for group, weights in enumerate(optimizer.params_in_partition):
+            # Behind the last weight the partition is filled up.
+            parts = (part for part in optimizer.averaged_gradients[group] if not hasattr(part, "_zero_padding"))
+            yield from zip(weights, parts, strict=False)
+    else:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+
+
+def count_bad_copies(engine: Any) -> None:
+    """Let a gradient that is no number count in the norm on each tensor-parallel rank.
+
+    The norm leaves out all copies but the first of what tensor parallelism does not cut, and each rank steps its own.
+    Here 0 times those that are left out is added to one that counts: nothing, or NaN.
+    """
+    if engine.grid.get_slice_parallel_rank() == 0:
+        return
+    counted, left_out = None, []
+    for parameter, gradient in stepped_gradients(engine):
+        if is_model_parallel_parameter(parameter):
+            counted = gradient if counted is None else counted
+        elif gradient.numel():
+            left_out.append(gradient)
+    if counted is not None and left_out:
+        largest = torch.stack([each.to(counted.dtype) for each in torch._foreach_norm(left_out, float("inf"))])
+        counted.view(-1)[:1].add_(largest.sum() * 0)
+
+
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, tensor_parallel_rank: int
+) -> Tensor:
+    """2-norm of the gradients of a whole model.
+
+    Counted once are weights that pipeline ranks share, and parameters that every tensor-parallel rank holds.
+    DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
+
+    Args:
+        tensor_parallel_rank: this rank's place on the tensor axis.
+
+    Returns:
+        A scalar in fp64, on the device of the parameters.
+    """
+    parameters = list(parameters)
+    counted = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None
+        and not getattr(parameter, "ds_pipe_replicated", False)
+        and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+    ]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in counted
+    ]
+    # Every rank takes part in the sum, also one that owns none of the counted gradients; fp64 holds any of them.
+    nothing = torch.zeros((), dtype=torch.double, device=parameters[0].device)
+    squares = torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else nothing
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients down if the norm of the whole model is above `max_norm`.
+
+    The host does not read the norm: gradients within the limit are multiplied by 1.
+
+    Args:
+        parameters: parameters whose gradients [...] are scaled in place.
+        norm: norm of all gradients of the model: [].
+    """
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(coefficient)
+
+
+def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Let the next step of an optimizer change nothing, if the norm of its gradient is no number.
+
+    DeepSpeed's other optimizers do so themselves. Fused steps skip on the device, and the host need not wait for the
+    norm; with others it does, and takes away the gradients, without which no optimizer of torch updates a weight.
+
+    Args:
+        norm: norm of all gradients of the model: [].
+    """
+    is_bad = ~torch.isfinite(norm)
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = is_bad.to(torch.float32)
+    elif is_bad.item():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+class ZeroGradients:
+    """Counts the zeros of each step, before clipping. An `Observer`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._found = engine, torch.zeros(())
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    def op(self, op: Op) -> AbstractContextManager[None]:
+        """Let an op be."""
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count before the update."""
+        if name == UPDATE:
+            self._found = num_zero_gradients(self._engine)
+        return nullcontext()
+
+    def number(self) -> int:
+        """Zeros of the last step; the host waits for it only here."""
+        return int(self._found.item())
+
+
+def num_zero_gradients(engine: Any) -> Tensor:
+    """Zeros in the gradient of the whole model [], between the reductions and the step; every rank must ask.
+
+    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank holds.
+    """
+    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
+    zeros = torch.zeros((), dtype=torch.int64, device=engine.device)
+    for parameter, gradient in stepped_gradients(engine):
+        replicated = getattr(parameter, "ds_pipe_replicated", False)
+        if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
+            zeros += gradient.numel() - torch.count_nonzero(gradient)
+    dist.all_reduce(zeros, group=engine.grid.get_model_parallel_group())
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        dist.all_reduce(zeros, group=engine.grid.get_data_parallel_group())
+    return zeros

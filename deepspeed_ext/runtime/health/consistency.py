@@ -1,0 +1,153 @@
+"""Compares, by hashes, what several ranks hold copies of: replicas, tied weights, and what tensor parallelism shares.
+
+Copies start equal and get equal updates, so they stay equal to the bit. Where they do not, memory or a link is broken,
+or ranks have computed different things; training goes on without a sign of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor
+
+from deepspeed_ext.runtime.health.bad_states import WEIGHT, State, states_of
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Words by bytes of an element. They are far smaller than the modulus, which keeps their highest bits apart."""
+
+_PIECE = 1 << 20
+"""Words that are hashed at a time, so that the copy of them in 64 bits stays small."""
+
+_GOLDEN = -7046029254386353131
+"""2^64 over the golden ratio, as a signed number: multiples of it are spread evenly over all 64 bits."""
+
+
+def hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """Hash of the bits of each tensor: [tensors], on their device.
+
+    The words of the tensor are multiplied by odd numbers and added up modulo 2^64, as in the multilinear
+    hashing of Dietzfelbinger (STACS 1996). A product with an odd number is 0 only if the other factor is: two tensors
+    that differ in one word always have two hashes.
+    """
+    device = tensors[0].device
+    longest = max(each.nbytes // min(each.element_size(), 4) for each in tensors)
+    factors = torch.arange(min(_PIECE, longest), dtype=torch.int64, device=device)
+    factors.mul_(_GOLDEN).bitwise_or_(1)
+    return torch.stack([_hash(each, factors) for each in tensors])
+
+
+def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in words.split(_PIECE):
+        total = total * (_GOLDEN | 1) + (piece * factors[: piece.numel()]).sum()
+    return total
+
+
+_NAMED = 3
+"""Differences that a message names; more are counted."""
+
+REPLICAS, TENSOR_PARALLEL, TIED = "replicas", "tensor-parallel ranks", "tied stages"
+REPLICAS_AND_SEQUENCE = "replicas and sequence-parallel ranks"
+"""Kinds of ranks that hold copies."""
+
+
+class Difference(NamedTuple):
+    """Copies of a state that are not equal."""
+
+    state: str
+    among: str
+    """Kind of the ranks that hold copies."""
+    odd: tuple[int, ...]
+    """Ranks whose copies differ from those of most; all of them where no copy has a majority."""
+    others: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Text for messages."""
+        from_others = f" from that on {_listed(self.others)}" if self.others else ""
+        return f"{self.state} on {_listed(self.odd)} differs{from_others} ({self.among})"
+
+
+class _Copies(NamedTuple):
+    """States of which all ranks of a group hold copies, in one order."""
+
+    among: str
+    group: dist.ProcessGroup
+    states: list[State]
+
+
+def differences(engine: Any) -> list[Difference]:
+    """Copies that differ, the same list on every rank; every rank must ask.
+
+    Args:
+        engine: the engine of this rank, between two steps.
+    """
+    found: list[Difference] = []
+    for copies in _all_copies(engine):
+        own = hashes([state.values for state in copies.states])
+        ranks = dist.get_process_group_ranks(copies.group)
+        gathered = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(gathered, own, group=copies.group)
+        by_rank = torch.stack(gathered).tolist()
+        for number, state in enumerate(copies.states):
+            difference = compared(str(state), copies.among, ranks, [each[number] for each in by_rank])
+            found += [] if difference is None else [difference]
+    any_found = torch.tensor(len(found), device=engine.device)
+    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
+    if not any_found.item():
+        return []
+    everywhere: list[list[Difference]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return list(dict.fromkeys(each for of_rank in everywhere for each in of_rank))
+
+
+def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> Difference | None:
+    """Return how the copies of a state differ; None if they do not.
+
+    Args:
+        hashed: hash of the copy of each.
+    """
+    (usual, count), *others = Counter(hashed).most_common()
+    if not others:
+        return None
+    majority = 2 * count > len(ranks)
+    odd = tuple(rank for rank, each in zip(ranks, hashed, strict=True) if not majority or each != usual)
+    return Difference(state, among, odd, tuple(rank for rank in ranks if rank not in odd))
+
+
+def described(found: Sequence[Difference]) -> str:
+    """Differences in words: the first few, and how many more."""
+    more = len(found) - _NAMED
+    return "; ".join(map(str, found[:_NAMED])) + (f"; and {more} more" if more > 0 else "")
+
+
+def _all_copies(engine: Any) -> Iterator[_Copies]:
+    """What this rank holds copies of, group by group, in an order in which no two ranks wait for each other."""
+    states = list(states_of(engine))
+    weights = [state for state in states if state.kind == WEIGHT]
+    whole = isinstance(engine.optimizer, torch.optim.Optimizer)
+    grid = engine.grid
+    if grid.get_data_parallel_world_size() > 1:
+        # DeepSpeed's optimizers deal their states to the replicas.
+        among = REPLICAS if engine.module.sequence_ranks.size == 1 else REPLICAS_AND_SEQUENCE
+        yield _Copies(among, grid.get_data_parallel_group(), states if whole else weights)
+    if grid.get_slice_parallel_world_size() > 1:
+        # Those ranks deal their parts alike.
+        uncut = [state for state in states if not is_model_parallel_parameter(state.parameter)]
+        if uncut:
+            yield _Copies(TENSOR_PARALLEL, grid.get_slice_parallel_group(), uncut)
+    tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[State]]] = {}
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1:
+            held = [state for state in (states if whole else weights) if state.parameter is weight]
+            tied.setdefault(ranks, (group, []))[1].extend(held)
+    for ranks in sorted(tied):
+        yield _Copies(TIED, *tied[ranks])
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,254 @@
+"""The ledger of a rank: instructions done, the current one and its peer, started collectives, the place in the code.
+
+An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
+until the accelerator has come to the same place in its queue:
+
+    host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
+    accelerator   ......... done 0, waiting for rank 1                  the position
+    told by       event               message   event
+
+An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
+costs it nothing, such as to post a message, it has done as soon as it has done what was before.
+
+Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same. How
+many collectives a rank has started, torch counts.
+
+Torch counts them, so a step does nothing for it. Of two ranks of a group, the one that has started fewer is the one
+that the other waits for.
+"""
+
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
+
+from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
+from deepspeed_ext.runtime.health.stall import LedgerFile, Position
+
+_LIBRARIES = tuple(f"/site-packages/{name}/" for name in ("torch", "deepspeed"))
+_MOST_FRAMES = 40
+
+
+def main_stack() -> traceback.StackSummary:
+    """Stack of the main thread, its innermost frame last; empty if it is gone."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return traceback.StackSummary()
+    return traceback.StackSummary.extract(list(traceback.walk_stack(frame))[:_MOST_FRAMES][::-1], lookup_lines=True)
+
+
+def innermost_caller(stack: traceback.StackSummary) -> str:
+    """The innermost place that is not in torch or DeepSpeed: `save.py:88 save_checkpoint`; empty if there is none."""
+    for frame in reversed(stack):
+        if not any(library in frame.filename for library in _LIBRARIES):
+            return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+    return ""
+
+
+def is_in_collective(stack: traceback.StackSummary) -> bool:
+    """Whether a stack ends in a call of a collective, or in the wait for one."""
+    if not stack:
+        return False
+    last = stack[-1]
+    return last.filename.endswith("torch/distributed/distributed_c10d.py") or ".wait(" in (last.line or "")
+
+
+class Collectives:
+    """The counts of this rank, by group."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+        self._left_out: set[str] = set()
+        self._before: dict[str, int] = {}
+
+    def name(self, group: dist.ProcessGroup | None, words: str) -> None:
+        """Give a group words for a reader.
+
+        Args:
+            group: the group; the same words on all of its ranks.
+        """
+        if group is not None:
+            self._words.setdefault(group.group_name, words)
+
+    def leave_out(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Count no collectives of some groups: those for messages, which some backends count with collectives."""
+        self._left_out.update(group.group_name for group in groups)
+
+    def start_anew(self) -> None:
+        """Count from here, at the same place of the program on all ranks.
+
+        DeepSpeed's engine sends a message to each neighbour when it is made, in the group of all ranks. Some backends
+        count messages with collectives, and ranks at the ends of a pipeline have fewer neighbours.
+        """
+        self._before = self._all()
+
+    def counts(self) -> dict[str, int]:
+        """Collectives started, by words and name of the group; from any thread."""
+        return {
+            f"{self._words.get(name, 'group')}#{name}": count - self._before.get(name, 0)
+            for name, count in self._all().items()
+            if name not in self._left_out
+        }
+
+    def _all(self) -> dict[str, int]:
+        # A copy, since the main thread may be making a group.
+        groups = [group for group in list(distributed_c10d._world.pg_map) if group.size() > 1]
+        counts = {}
+        for group in groups:
+            with suppress(RuntimeError):  # of a backend that does not count
+                counts[group.group_name] = group._get_sequence_number_for_group()
+        return counts
+
+
+Reached = Callable[[], bool]
+"""Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
+
+Mark = Callable[[], Reached]
+"""Marks the place in the accelerator's queue at which the host is."""
+
+
+class _State(NamedTuple):
+    batch: str
+    program: Sequence[Instruction]
+    done: int
+    waits_for: int | None
+    phase: str = ""
+    number: int = 0
+    """Of the batch or phase, counted from the first."""
+
+
+class OpLedger:
+    """The ledger of one rank. The thread that runs the program writes, another may read at any time.
+
+    Args:
+        mark: see `Mark`; None where the host computes by itself.
+    """
+
+    def __init__(self, rank: int, mark: Mark | None = None) -> None:
+        self._rank, self._mark = rank, mark
+        self._said = self._reached = _State("no batch yet", (), 0, None)
+        self.collectives = Collectives()
+        """Collectives that this rank has started."""
+        self._ahead: deque[tuple[Reached | None, _State]] = deque()
+        self._lock = Lock()
+
+    def begin(self, batch: str, program: Sequence[Instruction]) -> None:
+        """Start on a batch."""
+        self._say(_State(batch, program, 0, None, number=self._said.number + 1), self._mark)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around something that all ranks of the run do, other than a program."""
+        before = self._said
+        self._say(before._replace(phase=name, number=before.number + 1), self._mark)
+        yield
+        # Not in a `finally`: where it fails, it is what the ledger should say.
+        self._say(self._said._replace(phase=before.phase, number=self._said.number + 1), self._mark)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no instruction of the batch is done yet."""
+        return self._said.done == 0
+
+    def done(self) -> None:
+        """The instruction at hand is done."""
+        said = self._said
+        is_op = said.done < len(said.program) and said.program[said.done].kind in COMPUTES
+        self._say(said._replace(done=said.done + 1), self._mark if is_op else None)
+
+    @contextmanager
+    def waiting_for(self, rank: int, over: Reached | None = None) -> Iterator[None]:
+        """Around a wait for another rank.
+
+        Args:
+            over: says whether the accelerator has what it waits for; None to mark the place.
+        """
+        self._say(self._said._replace(waits_for=rank), None)
+        yield
+        # Not in a `finally`: where the wait fails, it is what the ledger should say.
+        self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
+
+    def position(self) -> Position:
+        """Current position of the rank."""
+        return self._now()[0]
+
+    def _now(self) -> tuple[Position, Sequence[Instruction]]:
+        """Current position of the rank, and its program."""
+        with self._lock:
+            self._catch_up()
+            state = self._reached
+        instruction = str(state.program[state.done]) if state.done < len(state.program) else ""
+        position = Position(
+            rank=self._rank,
+            batch=state.batch,
+            done=state.done,
+            total=len(state.program),
+            doing=state.phase or instruction,
+            waits_for=state.waits_for,
+            phase=state.number,
+            collectives=self.collectives.counts(),
+        )
+        return position, state.program
+
+    def _say(self, state: _State, mark: Mark | None) -> None:
+        """Note where the host is; None marks nothing: the accelerator gets there with what was said before."""
+        self._said = state
+        with self._lock:
+            if self._mark is None:
+                self._reached = state
+                return
+            # Before the mark, so that the event of one that was reached can serve again.
+            self._catch_up()
+            self._ahead.append((None if mark is None else mark(), state))
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
+            self._reached = self._ahead.popleft()[1]
+
+    def file(self, behind: str, seen: Position) -> LedgerFile:
+        """Return the ledger as a file has it.
+
+        Args:
+            behind: text that names the rank behind.
+            seen: position at the last look at the rank, with the time and the place in the code that the look showed.
+        """
+        position, program = self._now()
+        # Where it has moved since the look, it has stood still for no time yet.
+        seconds = seen.seconds if position.same_place(seen) else 0.0
+        position = replace(position, seconds=seconds, code=seen.code, in_collective=seen.in_collective)
+        stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()]
+        return LedgerFile.of(behind, position, program, stack)
+
+
+def accelerator_mark() -> Mark | None:
+    """Function that marks a place in the queue of this host's accelerator."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+
+    free: list[Any] = []
+
+    def mark() -> Reached:
+        event = free.pop() if free else accelerator.Event()
+        event.record()
+
+        def reached() -> bool:
+            if not event.query():
+                return False
+            free.append(event)
+            return True
+
+        return reached
+
+    return mark

@@ -1,0 +1,360 @@
+"""A run that stands still: the position of each rank, asked for over a store, and the rank for which the others wait.
+
+    Position     what a rank does, since when, and for which ranks it may wait; `LedgerFile` writes it with the program
+    RollCall     questions to all ranks over a store: where are you?
+    explain      the rank behind, from all positions
+
+    7/question      set by any rank that asks
+    7/answers       one line from each rank that lives, appended: its position
+    7/verdict       what the first rank that has read the answers concludes; all others take it over
+    7/heard         number of ranks that have taken it over
+
+    host/3          host of rank 3, set once: a rank that gives no sign of life cannot report it any more
+
+For 1,024 ranks a question costs each of them a few calls of the store. Only the standard library and the plan: files of
+ledgers are described without torch.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_ext.plan.programs.program import Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Position of a rank in its run."""
+
+    rank: int
+    """Global rank."""
+    batch: str
+    """Number of the optimizer step, or what else the rank is at."""
+    done: int
+    """Instructions done."""
+    total: int
+    """Instructions of the program; 0 between batches."""
+    doing: str
+    """The instruction it is at, as `Instruction` is written, or the phase; empty between batches."""
+    waits_for: int | None = None
+    """Global rank whose message it waits for, or that has yet to take one; None while it waits for none."""
+    seconds: float = 0.0
+    """Since this position last changed."""
+    phase: int = 0
+    """Number of batches and phases begun so far: all ranks of a run begin the same ones. 0 outside of them."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """Collectives that it has started in each group of ranks, by name of the group."""
+    code: str = ""
+    """Place in the code at which its main thread is."""
+    in_collective: bool = False
+    """Whether the main thread is inside of a collective."""
+
+    def __str__(self) -> str:
+        """Line for a reader."""
+        step = f", instruction {self.done + 1} of {self.total}" if self.doing and self.done < self.total else ""
+        waits = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
+        code = f", in {self.code}" if self.code else ""
+        where = f"at '{self.doing}'" if self.doing else "between batches"
+        return f"rank {self.rank} is {where} since {self.seconds:.0f} s{waits}{code} ({self.batch}{step})"
+
+    def to_fields(self) -> dict[str, Any]:
+        """The position as JSON fields."""
+        return asdict(self)
+
+    def same_place(self, other: "Position") -> bool:
+        """Whether the rank has not moved between two looks at it."""
+        return (self.batch, self.done, self.doing, self.waits_for, self.phase, self.collectives) == (
+            other.batch, other.done, other.doing, other.waits_for, other.phase, other.collectives
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentInstruction:
+    """The instruction at which a rank is."""
+
+    instruction: str
+    """Its kind, such as `backward` or `receive gradient`."""
+    op: str
+    """The op that it belongs to: `0B0.2`."""
+    stage: int
+    """Stage of that op."""
+    micro_batch: int
+    """Micro-batch of that op."""
+    token_slice: int
+    """Token slice of that op."""
+    peer: int | None
+    """Global rank for which it waits; null while it waits for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFile:
+    """The ledger of a rank, as its file has it. Its fields are the keys."""
+
+    behind: str
+    """Text that names the rank for which all others wait."""
+    position: Position
+    """Where this rank is."""
+    waiting: CurrentInstruction | None
+    """The instruction at which it is; null outside of programs."""
+    stack: tuple[str, ...]
+    """Where its main thread is in the code, the innermost call last: `FILE:LINE FUNCTION`."""
+    done: tuple[str, ...]
+    """Instructions of its program that are done, in order."""
+    to_do: tuple[str, ...]
+    """The instructions that are left; the first one is that of `waiting`."""
+
+    @classmethod
+    def of(cls, behind: str, position: Position, program: Sequence[Instruction], stack: Sequence[str]) -> "LedgerFile":
+        """Return the ledger of a rank in its program.
+
+        Args:
+            behind: text that names the rank behind.
+            stack: where its main thread is in the code.
+        """
+        at = program[position.done] if position.done < len(program) else None
+        waiting = at and CurrentInstruction(
+            instruction=at.kind.value,
+            op=str(at.op),
+            stage=at.stage,
+            micro_batch=at.micro_batch,
+            token_slice=at.token_slice,
+            peer=position.waits_for,
+        )
+        texts = tuple(map(str, program))
+        return cls(behind, position, waiting, tuple(stack), texts[: position.done], texts[position.done :])
+
+    def write(self, directory: Path) -> Path:
+        """Write the file, and return it.
+
+        Args:
+            directory: made where it is missing.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank_{self.position.rank:05d}.json"
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+class RollCall:
+    """The questions of a run, as one rank hears them. Every rank answers every question, so all count them alike."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank, self._number = store, rank, 0
+
+    def set_host(self, host: str) -> None:
+        """Say on which host this rank is."""
+        self._store.set(_host_key(self._rank), host)
+
+    def hosts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the hosts of those of some ranks that have said theirs, by rank."""
+        return {
+            rank: self._store.get(_host_key(rank)).decode() for rank in ranks if self._store.check([_host_key(rank)])
+        }
+
+    def is_asked(self) -> bool:
+        """Whether there is a question that this rank has not dealt with."""
+        return bool(self._store.check([self._key("question")]))
+
+    def ask(self) -> None:
+        """Ask all ranks."""
+        self._store.set(self._key("question"), "")
+
+    def answer(self, position: Position) -> None:
+        """Answer the question."""
+        self._store.append(self._key("answers"), json.dumps(position.to_fields()) + "\n")
+
+    def answers(self) -> dict[int, Position]:
+        """The answers so far, by rank."""
+        lines = self._store.get(self._key("answers")).decode().splitlines()
+        positions = [Position(**json.loads(line)) for line in lines]
+        return {position.rank: position for position in positions}
+
+    def has_verdict(self) -> bool:
+        """Whether some rank has concluded."""
+        return bool(self._store.check([self._key("verdict")]))
+
+    def settle(self, line: str | None) -> tuple[str | None, bool]:
+        """Conclude, unless another rank has.
+
+        Args:
+            line: the conclusion; None if all is well.
+
+        Returns:
+            The conclusion of all ranks, and whether this rank's was the first.
+        """
+        mine = json.dumps([self._rank, line])
+        by, settled = json.loads(self._store.compare_set(self._key("verdict"), "", mine))
+        return settled, by == self._rank
+
+    def count_heard(self, more: int = 0) -> int:
+        """Number of ranks that have heard the conclusion."""
+        return int(self._store.add(self._key("heard"), more))
+
+    def next(self) -> None:
+        """The question is dealt with: expect another."""
+        self._number += 1
+
+    def _key(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+
+def _host_key(rank: int) -> str:
+    return f"host/{rank}"
+
+
+MOST_RANKS_NAMED = 8
+"""Ranks that a line names; of more it tells the number."""
+
+
+Hosts = Callable[[Sequence[int]], Mapping[int, str]]
+"""Returns the hosts of some ranks, of those that are known."""
+
+
+def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hosts = lambda ranks: {}) -> str | None:
+    """Say in one line which rank is behind; None if no rank has waited too long for another.
+
+    A rank that stands still may just take long: compile, save, evaluate. So there is no stall unless one that stands
+    still waits for another, or does so while another gives no sign of life.
+
+    Args:
+        positions: positions of all ranks, by global rank; None for one that gave no sign of life.
+        limit_s: longest time in seconds for which a rank may wait.
+    """
+    living = {rank: position for rank, position in positions.items() if position is not None}
+    standing = sorted(rank for rank, position in living.items() if position.seconds >= limit_s)
+    if not standing:
+        return None
+    waits, silent = _Waits(living, limit_s), sorted(positions.keys() - living.keys())
+    if silent:
+        named = f"{_on_hosts(silent, hosts)} {_is(silent)} behind"
+        return f"{named}: {_gives(silent)} no sign of life{waits.told_by(standing)}"
+    for rank in standing:
+        reached, ends = waits.chain(rank)
+        if ends == [rank] or not living.keys() >= set(ends):
+            continue  # It does not wait, or for one of which nothing is known yet.
+        if not ends:
+            return (
+                f"ranks {_list(reached)} wait for each other{waits.told_by(standing)}: a connection between them "
+                "carries nothing any more, or this is a fault of ours"
+            )
+        others = [each for each in standing if each not in ends]
+        return f"{_on_hosts(ends, hosts)} {_is(ends)} behind: {living[ends[0]]}{waits.told_by(others)}"
+    if len(standing) == len(living) > 1 and all(position.in_collective for position in living.values()):
+        return (
+            f"ranks {_list(standing)} are in the same collective, and it does not end{waits.told_by(standing)}: a "
+            "connection between them carries nothing any more"
+        )
+    return None
+
+
+def explain_alone(position: Position, silent_s: float, hosts: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Say in one line what a rank knows that can ask nobody.
+
+    Args:
+        silent_s: seconds since the store was last heard of.
+        hosts: those that are known, by rank.
+    """
+    return (
+        f"{_on_hosts([0], lambda _: hosts)} is behind: its host keeps the store at which the ranks met, and that gives "
+        f"no sign of life since {silent_s:.0f} s; {position}"
+    )
+
+
+class _Waits:
+    """For whom each rank waits."""
+
+    def __init__(self, positions: Mapping[int, Position], limit_s: float) -> None:
+        self._positions, self._limit_s = positions, limit_s
+        members: dict[str, list[int]] = defaultdict(list)
+        for rank, position in positions.items():
+            for group in position.collectives:
+                members[group].append(rank)
+        self._members = members
+        self._least = {group: min(positions[rank].collectives[group] for rank in of) for group, of in members.items()}
+
+    def chain(self, rank: int) -> tuple[list[int], list[int]]:
+        """Ranks that one waits for, directly or not, itself included; and those of them that wait for nobody."""
+        reached, to_follow, ends = {rank}, [rank], []
+        while to_follow:
+            others = self._awaited_by(rank := to_follow.pop())
+            if not others:
+                ends.append(rank)
+            to_follow += others - reached
+            reached |= others
+        return sorted(reached), sorted(ends)
+
+    def told_by(self, ranks: Sequence[int]) -> str:
+        """The end of a line: which ranks wait, and where the first of them does."""
+        if not ranks:
+            return ""
+        first = self._positions[ranks[0]]
+        group = next((group for group, count in first.collectives.items() if count > self._least[group]), None)
+        collective = "" if group is None or first.waits_for is not None else group.partition("#")[0]
+        of = f", for a collective of the {collective}" if collective else ""
+        others = f", and so {_do(ranks[1:])} {_ranks(ranks[1:])}" if ranks[1:] else ""
+        return f"; {first}{of}{others}"
+
+    def _awaited_by(self, rank: int) -> set[int]:
+        position = self._positions.get(rank)
+        if position is None:
+            return set()
+        # One that moved lately is on its way to where the others wait.
+        if position.seconds < self._limit_s / 2:
+            return set()
+        if position.waits_for is not None:
+            return {position.waits_for}
+        return self._in_fewer_collectives(position) or self._in_earlier_phases(position)
+
+    def _in_fewer_collectives(self, position: Position) -> set[int]:
+        """Ranks that have started the fewest collectives of a group of which this one has started more."""
+        return {
+            other
+            for group, count in position.collectives.items()
+            if count > self._least[group]
+            for other in self._members[group]
+            if self._positions[other].collectives[group] == self._least[group]
+        }
+
+    def _in_earlier_phases(self, position: Position) -> set[int]:
+        """Ranks of its groups that have not come to the phase of this one.
+
+        The host of an accelerator runs ahead and has started all collectives. Where the accelerator is, phases show.
+        """
+        if not position.doing or position.done < position.total:
+            return set()
+        others = {other for group in position.collectives for other in self._members[group]}
+        return {other for other in others if self._positions[other].phase < position.phase}
+
+
+def _ranks(ranks: Sequence[int | str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
+
+
+def _on_hosts(ranks: Sequence[int], hosts: Hosts) -> str:
+    """Ranks with the hosts where somebody has to look."""
+    known = hosts(ranks[:MOST_RANKS_NAMED])
+    return _ranks([f"{rank} (host {known[rank]})" if rank in known else rank for rank in ranks])
+
+
+def _list(ranks: Sequence[int | str]) -> str:
+    more = len(ranks) - MOST_RANKS_NAMED
+    return ", ".join(map(str, ranks[:MOST_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _do(ranks: Sequence[int]) -> str:
+    return "does" if len(ranks) == 1 else "do"
+
+
+def _gives(ranks: Sequence[int]) -> str:
+    return "it gives" if len(ranks) == 1 else "they give"

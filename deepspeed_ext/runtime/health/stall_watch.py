@@ -1,0 +1,358 @@
+"""Watches a rank: when the run stalls, reports which rank is behind, writes the ledgers and ends the process.
+
+Ranks that stand still cannot talk over their communicators, on which they wait for each other. So a thread of each
+rank looks after it, and the threads talk over a connection of their own to the store by which the ranks met:
+
+    rank 0   stands still too long    --> asks -----> reads the answers: "rank 2 is behind"; writes its ledger, ends
+    rank 1   stands still                     '-> answers, hears the same; writes its ledger, ends
+    rank 2   computes for ever                '-> answers, hears the same; writes its ledger, ends
+
+    0 ------------------ timeout / 2 ------------------- timeout ---------- + 5 s --------- + 30 s
+    a rank stops         all ranks are asked             asked again:      the kernel       communicators
+                         where they are                  all end           kills it         give up by themselves
+
+A collective that hangs on an accelerator never raises, so the thread ends the process. A rank that was stopped cannot
+end itself, and is killed by a timer of the kernel. The store is kept by a rank, too, which may be the one that has
+stopped. So a second thread, which asks nobody, keeps the time; it ends a rank to which the store no longer answers.
+
+A process that was stopped, or whose threads cannot run, ends by no signal that it would have to take, and its launcher
+may not know. The kernel's timer needs none of its threads.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.runtime.health.ledger import (
+    OpLedger,
+    accelerator_mark,
+    innermost_caller,
+    is_in_collective,
+    main_stack,
+)
+from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_alone
+
+_CLOCK_MONOTONIC = 1
+_SIGEV_SIGNAL = 0
+
+
+class _Event(ctypes.Structure):
+    """Linux's `struct sigevent`."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_byte * 48),
+    )
+
+
+class _Time(ctypes.Structure):
+    """The C library's `struct timespec`."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Setting(ctypes.Structure):
+    """The C library's `struct itimerspec`."""
+
+    _fields_ = (("interval", _Time), ("value", _Time))
+
+
+class KillTimer:
+    """The timer of this process. It is off until it is set; without Linux always."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._timer: ctypes.c_void_p | None = None
+        if not sys.platform.startswith("linux"):
+            return
+        self._library = ctypes.CDLL(None)
+        timer = ctypes.c_void_p()
+        event = _Event(None, signal.SIGKILL, _SIGEV_SIGNAL)
+        try:
+            if self._library.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+                self._timer = timer
+        except AttributeError:
+            pass  # A C library without it: the launcher kills what does not end.
+
+    def set(self, seconds: float) -> None:
+        """Kill the process after this time, and no sooner."""
+        # A child process that was forked has no timer.
+        if self._timer is not None and os.getpid() == self._process:
+            whole = int(seconds)
+            setting = _Setting(_Time(0, 0), _Time(whole, int((seconds - whole) * 1e9)))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(setting), None)
+
+    def end(self) -> None:
+        """Remove the timer."""
+        timer, self._timer = self._timer, None
+        if timer is not None and os.getpid() == self._process:
+            self._library.timer_delete(timer)
+
+
+STANDS_STILL = 75
+"""Exit code of a rank that ends because the run stands still: `EX_TEMPFAIL`, a failure that may not come again."""
+
+KILLED_AFTER_S = 5.0
+"""Seconds after the timeout at which a rank of which no thread runs is killed."""
+
+GRACE = timedelta(seconds=30)
+"""Time that communicators wait longer than the timeout, so that they do not give up before the watch has spoken."""
+
+_ANSWERS = 3
+"""Looks at the store that a living rank surely takes while another waits for answers."""
+
+_UNHEARD = 1 / 3
+"""Part of the timeout for which a rank must not have answered until it counts as stopped: a library may hold up all
+threads of a process for a while."""
+
+_CONCLUDES_IN_S = 20.0
+"""Seconds in which a ledger is written and the line is said, or the process is killed without: a file system may hang
+as well as a rank."""
+
+_PARTING_S = 10.0
+"""How long to wait for a thread that is to end: calls to a store that answers take less, on a busy host too."""
+
+
+def end_process() -> None:
+    """End this process at once, whatever its main thread waits for."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(STANDS_STILL)
+
+
+class StallWatch:
+    """The threads that look after one rank.
+
+    Args:
+        world_size: number of ranks. A rank that is alone has nobody to wait for, and is not watched.
+        store: of all ranks, over a connection that nobody else uses.
+        timeout: longest time that a rank may wait for another.
+        remedy: returns the end of the line: what the user can do.
+        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
+    """
+
+    def __init__(
+        self,
+        ledger: OpLedger,
+        *,
+        rank: int,
+        world_size: int,
+        store: Any,
+        timeout: timedelta,
+        directory: Path,
+        remedy: Callable[[], str] = lambda: "start it again",
+        say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
+        end: Callable[[], object] = end_process,
+        ending: Callable[[str], object] = lambda why: None,
+    ) -> None:
+        self.ledger, self.timeout = ledger, timeout
+        self._rank, self._world_size, self._roll_call = rank, world_size, RollCall(store, rank)
+        timeout_s = timeout.total_seconds()
+        self._interval_s = min(max(timeout_s / 20, 0.02), 5.0)
+        # By the timeout all have answered.
+        self._limit_s = timeout_s - (_ANSWERS + 1) * self._interval_s
+        self._directory, self._remedy, self._say, self._end = directory, remedy, say, end
+        self._ending = ending
+        self._clock_s = self._heard_s = self._moved_s = 0.0
+        self._asks_at_s = self._limit_s / 2
+        self._position = ledger.position()
+        self._hosts: dict[int, str] = {}
+        # First question that a rank has left without an answer since its last one, by the clock.
+        self._unheard_since: dict[int, float] = {}
+        self._ended, self._concluding = threading.Event(), threading.Lock()
+        self._kill_timer, self._killed_after_s = KillTimer(), timeout_s + KILLED_AFTER_S
+        device = get_accelerator().current_device()
+        self._threads = [
+            threading.Thread(target=self._on_device, args=(device, run), name="stall watch", daemon=True)
+            for run in (self._ask, self._keep_time)
+        ]
+        for thread in self._threads if world_size > 1 else ():
+            thread.start()
+
+    def __enter__(self) -> Self:
+        """Watch as long as the block goes on."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop watching."""
+        self.end()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        # A thread that Python kills in the middle of a call to the store takes the process down with it. Whoever drops
+        # the last reference to an engine ends its watch, and that may be this very thread.
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(timeout=_PARTING_S)
+        self._kill_timer.end()
+
+    def _on_device(self, device: int, run: Callable[[], None]) -> None:
+        # A thread starts on the first device of the host, and to ask for an event there would take memory of it.
+        get_accelerator().set_device(device)
+        run()
+
+    # ------------------------------------------------------------------ the thread that asks nobody
+
+    def _keep_time(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._interval_s):
+            now = time.monotonic()
+            # A process that was stopped, such as by Ctrl-Z, has not waited for anybody in that time.
+            self._clock_s += min(now - before, 2 * self._interval_s)
+            before = now
+            self._kill_timer.set(self._killed_after_s)
+            position = self.ledger.position()
+            if not position.same_place(self._position):
+                self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
+            silent_s = self._clock_s - self._heard_s
+            # Not before those who can ask: a rank that ends first takes their ledgers with it.
+            if silent_s > self.timeout.total_seconds() and self._still_s > self._limit_s / 2:
+                self._conclude(explain_alone(self._where(), silent_s, self._hosts), speaks=True)
+
+    @property
+    def _still_s(self) -> float:
+        """Seconds since this rank last moved."""
+        return self._clock_s - self._moved_s
+
+    def _where(self) -> Position:
+        """Position of this rank, with what only a look at its main thread shows."""
+        stack = main_stack()
+        code, in_collective = innermost_caller(stack), is_in_collective(stack)
+        return replace(self._position, seconds=self._still_s, code=code, in_collective=in_collective)
+
+    # ------------------------------------------------------------------ the thread that asks
+
+    def _ask(self) -> None:
+        with suppress(RuntimeError):  # The first look finds out.
+            self._roll_call.set_host(socket.gethostname())
+        while not self._ended.wait(self._interval_s):
+            try:
+                if 0 not in self._hosts:  # Of the rank that keeps the store, which may not answer any more.
+                    self._hosts |= self._roll_call.hosts([0])
+                self._look()
+            except RuntimeError:
+                return  # The store is gone; the other thread goes on.
+            self._heard_s = self._clock_s
+
+    def _look(self) -> None:
+        if self._still_s > self._asks_at_s:
+            self._asks_at_s += self._limit_s / 2
+            self._roll_call.ask()
+        elif not self._roll_call.is_asked():
+            return
+        asked_s = self._clock_s
+        self._roll_call.answer(self._where())
+        if not self._roll_call.has_verdict():
+            self._ended.wait(_ANSWERS * self._interval_s)
+        answers = self._roll_call.answers()
+        line, first = self._roll_call.settle(
+            explain(self._heard(answers, asked_s), self._limit_s, self._roll_call.hosts)
+        )
+        if line is not None:
+            self._conclude(line, speaks=first, heard_by=len(answers))
+        self._roll_call.next()
+
+    def _heard(self, answers: dict[int, Position], asked_s: float) -> dict[int, Position | None]:
+        """Positions of the ranks that answered, and None for those that are silent for long."""
+        positions: dict[int, Position | None] = dict(answers)
+        for rank in range(self._world_size):
+            if rank in answers:
+                self._unheard_since.pop(rank, None)
+            elif asked_s - self._unheard_since.setdefault(rank, asked_s) > _UNHEARD * self._limit_s:
+                positions[rank] = None
+        return positions
+
+    # ------------------------------------------------------------------ the end
+
+    def _conclude(self, line: str, *, speaks: bool, heard_by: int = 0) -> None:
+        """Write the ledger, say the line, and end the process once all who live have done so."""
+        with self._concluding:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        self._kill_timer.set(_CONCLUDES_IN_S)
+        try:
+            written = self._write(line)
+            if speaks:
+                self._say(f"error: the run stands still: {line}; {written}: {self._remedy()}")
+            if heard_by:
+                self._wait_for_others(heard_by)
+            if speaks or self._rank == 0:
+                self._ending(f"the run stands still: {line}")
+        finally:
+            self._end()
+            self._kill_timer.end()
+
+    def _write(self, line: str) -> str:
+        """Write the ledger, and return where the ledgers are, or why they are not."""
+        try:
+            written = self.ledger.file(line, self._where()).write(self._directory)
+            return f"the ledger of each rank is in {written.parent}"
+        except OSError as error:
+            return f"ledgers cannot be written to {self._directory} ({error.strerror})"
+
+    def _wait_for_others(self, number: int) -> None:
+        """Wait until all have come so far: a launcher ends all once one ends, and with rank 0 the store is gone."""
+        deadline = time.monotonic() + _ANSWERS * self._interval_s
+        with suppress(RuntimeError):
+            self._roll_call.count_heard(1)
+            while self._roll_call.count_heard() < number and time.monotonic() < deadline:
+                time.sleep(self._interval_s / 10)
+
+
+def watch_this_rank(
+    timeout: timedelta,
+    directory: Path,
+    *,
+    name: str,
+    remedy: Callable[[], str] = lambda: "start it again",
+    end: Callable[[], object] = end_process,
+    ending: Callable[[str], object] = lambda why: None,
+) -> StallWatch:
+    """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
+
+    Args:
+        timeout: longest time that a rank may wait for another.
+        name: of the watch, the same on all ranks, and of no other watch.
+        remedy: returns the end of the line: what the user can do.
+        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
+    """
+    rank = dist.get_rank()
+    return StallWatch(
+        OpLedger(rank, accelerator_mark()),
+        rank=rank,
+        world_size=dist.get_world_size(),
+        store=dist.PrefixStore(f"stall watch {name}", _own_connection(dist.distributed_c10d._get_default_store())),
+        timeout=timeout,
+        directory=directory,
+        remedy=remedy,
+        end=end,
+        ending=ending,
+    )
+
+
+def _own_connection(store: Any) -> Any:
+    """The store over another connection: one is locked while the main thread waits for something there."""
+    try:
+        return store.clone()
+    except dist.DistError:
+        raise
+    except RuntimeError:
+        return store  # One written in Python, which has no connection.

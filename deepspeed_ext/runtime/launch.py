@@ -1,0 +1,348 @@
+"""The place of this process among all that were launched, as its launcher's variables give it.
+
+Three parts: lists as Slurm writes them, the variables of each launcher (deepspeed, torchrun, mpirun, srun), and
+`LaunchEnvironment`, rank and size of this process. Only the standard library: it is read before torch loads.
+
+torch             RANK, WORLD_SIZE: by torchrun, by DeepSpeed's launcher over pdsh, or by hand
+Open MPI          mpirun, and deepspeed --launcher openmpi
+MVAPICH           mpirun_rsh, and deepspeed --launcher mvapich
+MPICH, Intel MPI  mpiexec, and deepspeed --launcher mpich or impi
+Slurm             srun, and deepspeed --launcher slurm
+
+A process may see the variables of several: mpirun starts ranks through srun, and an allocation of Slurm is where others
+launch. The launcher nearest to the process stands first in `LAUNCHERS`, and everything is taken from this one: of two
+numbers that belong together, one from each would be no rank at all.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from deepspeed_ext.plan.errors import UserError
+
+__all__ = ["LaunchEnvironment"]
+
+_FIRST_HOST = re.compile(r"(?:[^,\[\]]|\[\d[\d,-]*\])+")
+_FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
+_SAME_NODES = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list such as `rack[03-05,9]-gpu[1-2],login`, here `rack03-gpu1`.
+
+    Raises:
+        UserError: if it is no such list.
+    """
+    first = _FIRST_HOST.match(hosts)
+    if first is None:
+        raise UserError(f"{hosts[:80]!r} is not a list of hosts as Slurm writes it: set MASTER_ADDR to the first host")
+    return _FIRST_NUMBER.sub(r"\1", first[0])
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Return the number of tasks of a node.
+
+    Args:
+        counts: of all nodes, such as `4(x2),1` for three nodes of 4, 4 and 1 tasks.
+        node: its number, from 0.
+
+    Raises:
+        UserError: if the list does not say it.
+    """
+    passed = 0
+    for part in counts.split(","):
+        same = _SAME_NODES.fullmatch(part)
+        if same is None:
+            break
+        passed += int(same[2] or 1)
+        if node < passed:
+            return int(same[1])
+    raise UserError(
+        f"{counts[:80]!r} does not say how many tasks node {node} has, as 4(x2),1 does: set RANK, WORLD_SIZE, "
+        "LOCAL_RANK and LOCAL_SIZE"
+    )
+
+
+PORTS = range(20_000, 32_768)
+"""Ports where ranks can meet: below those that systems give to outgoing connections."""
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the ranks meet."""
+
+    address: str | None = None
+    """Host of the first rank; None if nobody says it."""
+    port: int | None = None
+    """A port there; None if nobody says it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """The variables of a launcher."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    """Among those of this host."""
+    local_size: Callable[[Variables], int | None]
+    """Number of processes on this host, as the variables tell it; None if they do not."""
+    sign: str
+    """A variable that only its processes have."""
+    meeting: Callable[[Variables], Meeting]
+
+
+def launcher_of(variables: Variables) -> Launcher | None:
+    """Return the launcher that gave this process its rank; None if it was not launched as one of several.
+
+    Raises:
+        UserError: if two say different numbers of processes, or the tasks of Slurm are elsewhere.
+    """
+    found = next((each for each in LAUNCHERS if each.rank in variables and each.sign in variables), None)
+    if found is None:
+        _refuse_to_stand_for_all_tasks(variables)
+    elif found is not TORCH and TORCH.size in variables and number(variables, found.size) is not None:
+        stated, launched = number(variables, TORCH.size), number(variables, found.size)
+        if stated != launched:
+            raise UserError(
+                f"{TORCH.size}={stated} is not the {launched} processes that {found.name} launched ({found.size}): "
+                f"unset {TORCH.size}"
+            )
+    return found
+
+
+def number(variables: Variables, name: str) -> int | None:
+    """Return the number in a variable; None if it is not set.
+
+    Raises:
+        UserError: if it is no number.
+    """
+    if name not in variables:
+        return None
+    if not re.fullmatch(r"\s*-?\d{1,18}\s*", variables[name]):
+        raise UserError(f"{name}={variables[name][:80]!r} is not a number: set it as a rank")
+    return int(variables[name])
+
+
+def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
+    """Refuse a process of a batch script or of an allocation: it would wait for tasks that nobody started."""
+    tasks = None if SLURM.sign in variables or TORCH.size in variables else number(variables, "SLURM_NTASKS")
+    if tasks is not None and tasks > 1:
+        raise UserError(
+            f"SLURM_NTASKS={tasks}, and this process is none of the {tasks} tasks: write srun before the command, or "
+            "srun -n 1 for one"
+        )
+
+
+def _first_number(*names: str) -> Callable[[Variables], int | None]:
+    """Return a function that returns the number of the first of some variables that is set."""
+
+    def first(variables: Variables) -> int | None:
+        return next((number(variables, name) for name in names if name in variables), None)
+
+    return first
+
+
+def _nowhere(variables: Variables) -> Meeting:
+    return Meeting()
+
+
+def _at_mpirun(variables: Variables) -> Meeting:
+    """Return the host of mpirun, whose address every process of Open MPI 4 knows, and a port made of the job's number.
+
+    Raises:
+        UserError: on the first rank, if it is on another host.
+    """
+    job = number(variables, "OMPI_MCA_ess_base_jobid")
+    port = None if job is None else PORTS[job % len(PORTS)]
+    if variables["OMPI_COMM_WORLD_SIZE"] == variables.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+        return Meeting(address="127.0.0.1", port=port)
+    mpirun, daemon = (variables.get(f"OMPI_MCA_orte_{name}_uri") for name in ("hnp", "local_daemon"))
+    address = re.search(r"tcp://([\d.]+)", mpirun or "")
+    if address is None or "MASTER_ADDR" in variables:
+        return Meeting(port=port)
+    if variables["OMPI_COMM_WORLD_RANK"] == "0" and daemon != mpirun:
+        raise UserError(
+            "the first rank is on another host than mpirun, and nobody says where: add -x MASTER_ADDR=HOST with the "
+            "host of the first rank, or run mpirun there"
+        )
+    return Meeting(address=address[1], port=port)
+
+
+def _on_this_node(variables: Variables) -> int | None:
+    counts, node = variables.get("SLURM_STEP_TASKS_PER_NODE"), number(variables, "SLURM_NODEID")
+    return None if counts is None or node is None else tasks_of_node(counts, node)
+
+
+def _on_the_first_node(variables: Variables) -> Meeting:
+    """Return the first node of the step, and a port made of the numbers of job and step, which all tasks know."""
+    hosts = variables.get("SLURM_STEP_NODELIST")
+    job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
+    return Meeting(
+        address=None if hosts is None else first_host(hosts),
+        port=None if job is None or step is None else PORTS[(100 * job + step) % len(PORTS)],
+    )
+
+
+TORCH = Launcher(
+    name="torch",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size=_first_number("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    sign="RANK",
+    meeting=_nowhere,
+)
+
+SLURM = Launcher(
+    name="srun",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    local_size=_on_this_node,
+    # A batch script has a SLURM_PROCID, too, and is no task of its own allocation.
+    sign="SLURM_STEP_ID",
+    meeting=_on_the_first_node,
+)
+
+LAUNCHERS = (
+    TORCH,
+    Launcher(
+        name="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size=_first_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        sign="OMPI_COMM_WORLD_RANK",
+        meeting=_at_mpirun,
+    ),
+    Launcher(
+        name="mpirun_rsh",
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size=_first_number("MV2_COMM_WORLD_LOCAL_SIZE"),
+        sign="MV2_COMM_WORLD_RANK",
+        meeting=_nowhere,
+    ),
+    Launcher(
+        name="mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size=_first_number("MPI_LOCALNRANKS"),
+        # Slurm sets PMI_RANK for libraries of MPI, too, but this one only mpiexec does.
+        sign="MPI_LOCALRANKID",
+        meeting=_nowhere,
+    ),
+    SLURM,
+)
+"""The launcher nearest to the process first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchEnvironment:
+    """Place of this process among all that were launched."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among those of this host."""
+    local_size: int
+    """Number of processes on this host."""
+    meeting: Meeting = field(default_factory=Meeting)
+    """Where they meet, as far as the launcher knows it."""
+
+    @classmethod
+    def read(
+        cls,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        local_rank: int | None = None,
+    ) -> "LaunchEnvironment":
+        """Read the variables of whichever launcher set them; without a launcher, this process is alone.
+
+        Args:
+            local_rank: value of `--local_rank`, for launchers that pass it as a flag.
+
+        Raises:
+            UserError: if only some are set, or they contradict each other, or one is no number.
+        """
+        launcher = launcher_of(environment)
+        if launcher is None:
+            if TORCH.size in environment:
+                raise UserError("RANK is not set, but WORLD_SIZE is: start with deepspeed, torchrun, mpirun or srun")
+            return cls.first_of(1)
+        rank, world_size = number(environment, launcher.rank), number(environment, launcher.size)
+        if rank is None or world_size is None:
+            raise UserError(
+                f"{launcher.size} is not set, but {launcher.rank} is: start with deepspeed, torchrun, mpirun or srun"
+            )
+        on_this_host = number(environment, launcher.local_rank)
+        place = cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=(local_rank or 0) if on_this_host is None else on_this_host,
+            # Where the launcher does not say: the most there can be, so that no two ranks share a core.
+            local_size=launcher.local_size(environment) or world_size,
+            meeting=launcher.meeting(environment),
+        )
+        for mine, name, all_of_them, size in (
+            (place.rank, launcher.rank, place.world_size, launcher.size),
+            (place.local_rank, launcher.local_rank, place.local_size, "the number of ranks of this host"),
+        ):
+            if not 0 <= mine < all_of_them:
+                raise UserError(
+                    f"{name} {mine} is not below {size} {all_of_them}: start with deepspeed, torchrun, mpirun or srun"
+                )
+        return place
+
+    @classmethod
+    def of_dry_run(
+        cls, environment: Mapping[str, str] = os.environ, *, stated: int | None, least: int
+    ) -> "LaunchEnvironment":
+        """Return the place of a dry run: as its launcher says, or the first of ranks that nobody launched.
+
+        Args:
+            environment: variables. Without a rank, they are not a launcher's, but may say how many ranks there will be.
+            stated: number of ranks that the flags state; None if they do not.
+            least: the least number of ranks that the run needs.
+
+        Raises:
+            UserError: as `read`.
+        """
+        sizes = [number(environment, name) for name in (TORCH.size, "SLURM_NTASKS")]
+        unlaunched = {name: value for name, value in environment.items() if name not in (TORCH.size, "SLURM_NTASKS")}
+        if launcher_of(unlaunched) is not None:
+            return cls.read(environment)
+        return cls.first_of(stated or sizes[0] or sizes[1] or least)
+
+    @classmethod
+    def first_of(cls, world_size: int) -> "LaunchEnvironment":
+        """Return the place of the first process, all of them on one host."""
+        return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
+
+    def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Set the variables that torch and deepspeed read, the place to meet only where nobody has.
+
+        Raises:
+            UserError: if nobody said where the ranks meet.
+        """
+        environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
+        environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
+        # Alone, torch's store takes any free port; nobody else needs to know it.
+        meeting = Meeting(address="127.0.0.1", port=0) if self.world_size == 1 else self.meeting
+        for name, value in (("MASTER_ADDR", meeting.address), ("MASTER_PORT", meeting.port)):
+            if value is not None:
+                environment.setdefault(name, str(value))
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing and find_spec("mpi4py") is None:  # With it, DeepSpeed asks MPI.
+            raise UserError(
+                f"{' and '.join(missing)} not set, so the {self.world_size} ranks cannot meet: set them to the first "
+                "host and a free port there, or start with deepspeed or torchrun"
+            )

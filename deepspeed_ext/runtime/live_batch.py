@@ -1,0 +1,251 @@
+"""The batch in progress on a rank: what is recomputed of it, how it is cut, and its buffers, states and losses.
+
+BatchPlan    known before it runs: shape, rows, and the `Cuts` of its micro-batches (ADR 51)
+LiveBatch    state between forward and backward: micro-batches, sequence states, buffers, losses
+RandomState  kept in a buffer where a stage is computed again in the backward (`Recomputation`)
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.gradients.weight_gradients import Product
+from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What of a stage is computed again."""
+
+    stages: bool = False
+    """Whole stages. Of a token slice a stage keeps its input, and keys and values for later token slices."""
+    interval: int = 0
+    """Layers, this many at a time; 0 for none."""
+    choose: Callable[[range], Collection[int]] | None = None
+    """Chooses, of the numbers of a stage's layers, those that are computed again instead, one by one."""
+    keeps_random_state: bool = True
+    """What is computed again draws the same random numbers again, from the generators of torch."""
+
+    def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
+        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself."""
+        if self.choose is None:
+            step = self.interval or len(layers) or 1
+            yield from ((slice(start, start + step), bool(self.interval)) for start in range(0, len(layers), step))
+            return
+        chosen = {number - layers.start for number in self.choose(layers)}
+        ends = sorted({0, len(layers), *chosen, *(number + 1 for number in chosen)})
+        yield from ((slice(start, end), start in chosen) for start, end in pairwise(ends))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of torch's generators of random numbers, on the host and on the device of the layers."""
+
+    device: torch.device
+    of_host: Tensor
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The state before the layers of a device draw."""
+        of_device = None if device.type == "cpu" else get_accelerator().get_rng_state(device.index)
+        return cls(device, torch.get_rng_state(), of_device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw the same numbers again inside; afterwards the generators go on from where they were."""
+        on_host = self.of_device is None
+        forked = {"devices": []} if on_host else {"devices": [self.device], "device_type": self.device.type}
+        with torch.random.fork_rng(**forked):
+            torch.set_rng_state(self.of_host)
+            if self.of_device is not None:
+                get_accelerator().set_rng_state(self.of_device, self.device.index)
+            yield
+
+
+def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
+    """Whether a stage that is computed again wants the gradient of each of its outputs.
+
+    Without a graph nobody knows which outputs depend on weights. So all with fractions count, if anything in the stage
+    needs gradients, and the backward leaves out the gradients of those that turn out not to.
+
+    Args:
+        outputs: of any shape [...].
+    """
+    needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
+    return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
+
+
+CutByDocuments = Callable[[Documents], TokenSlices]
+"""Lengths of the token slices of a micro-batch, given its documents: of them alone, so that all ranks cut alike."""
+
+
+class Cuts:
+    """Cuts of the micro-batches of one batch, and this rank's part of each token slice.
+
+    Args:
+        token_slices: lengths of the token slices; of micro-batches that are cut by their documents, how many these are
+            and what they sum to.
+        ranks: ranks that share each token slice.
+        by_documents: gives the lengths of a micro-batch; None if all have those of `token_slices`.
+
+    Raises:
+        PlanError: if the ranks cannot share a token slice evenly.
+    """
+
+    def __init__(
+        self, token_slices: TokenSlices, ranks: SequenceParallelRanks, by_documents: CutByDocuments | None = None
+    ) -> None:
+        self.token_slices, self.ranks, self._by_documents = token_slices, ranks, by_documents
+        self._parts = ranks.parts(token_slices)
+        self._known: dict[int, tuple[TokenSlices, TokenSlices]] = {}
+
+    def cut(self, micro_batch: int, documents: Documents | None) -> None:
+        """Cut a micro-batch, before anything else is done with it.
+
+        Args:
+            documents: its documents; None where they are not told apart.
+
+        Raises:
+            PlanError: if the ranks cannot share a token slice evenly.
+            UserError: if the cut does not fit the schedule or the data.
+        """
+        if documents is None or self._by_documents is None:
+            return
+        cut, like = self._by_documents(documents), self.token_slices
+        if len(cut) != len(like) or cut.seq_length != like.seq_length:
+            raise UserError(
+                f"cut_by_documents gave {len(cut)} token slices of {cut.seq_length} tokens ({cut}), and the module has "
+                f"{len(like)} of {like.seq_length}: give as many"
+            )
+        self._known[micro_batch] = cut, self.ranks.parts(cut)
+
+    def of(self, micro_batch: int) -> TokenSlices:
+        """Return the lengths of the token slices of a micro-batch."""
+        return self._known.get(micro_batch, (self.token_slices,))[0]
+
+    def parts_of(self, micro_batch: int) -> TokenSlices:
+        """Return the part of each of its token slices that this rank has."""
+        return self._known[micro_batch][1] if micro_batch in self._known else self._parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Facts about a batch that are known before it runs."""
+
+    shape: PipelineShape
+    cuts: Cuts
+    """Lengths of the token slices of each micro-batch, and of this rank's parts of them."""
+    rows: int
+    training: bool
+    """Whether a backward follows."""
+    first_sequence: Callable[[int], int]
+    """Number of a micro-batch's first row among all sequences of the run, which dropout depends on."""
+    computes_loss: bool = True
+    """Whether to call the loss function."""
+    keeps_outputs: bool = False
+    """Whether to keep the last layer's outputs, and the labels."""
+    reduces: bool = False
+    """Whether gradients are summed over replicas as they are completed."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Tensors of one live token slice of a stage."""
+
+    inputs: tuple[Tensor, ...] = ()
+    """Inputs from the previous stage, until their gradients are taken; empty on the first stage."""
+    outputs: tuple[Tensor, ...] = ()
+    """Outputs for the next stage, until they are sent or passed on."""
+    roots: tuple[Tensor | GradientEdge, ...] = ()
+    """Starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the graph,
+    so that the tensors themselves can go once they are sent."""
+    random_state: RandomState | None = None
+    """What a stage that is computed again drew its random numbers from, if it keeps that."""
+    bear_gradients: tuple[bool, ...] = ()
+    """Of a stage that is computed again, for each output whether its gradient comes back."""
+    deferred_wgrads: list[Product] = field(default_factory=list)
+    """Products of weights that the backward deferred, first to last."""
+
+    def take_gradients(self) -> tuple[Tensor, ...]:
+        """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""
+        inputs, self.inputs = self.inputs, ()
+        return tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in inputs
+            if tensor.requires_grad
+        )
+
+
+class LiveBatch:
+    """State of a batch on one rank.
+
+    Attributes:
+        parts: per micro-batch, what its token slices read; on the ranks that load.
+        documents: per micro-batch, where its documents begin, when the module asks.
+        states: per stage and micro-batch, what token slices leave to others.
+        buffers: buffers by their number in the program.
+        passed: results that one stage of this rank passed to another, by the op that reads them.
+        losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
+        outputs: per micro-batch and token slice, the last layer's outputs, where they are asked for.
+        labels: per micro-batch and token slice, the labels, where they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[TokenSliceBatch]] = {}
+        self.documents: dict[int, Documents] = {}
+        self.states: dict[tuple[int, int], SequenceState] = {}
+        self.buffers: dict[int, Buffer] = defaultdict(Buffer)
+        self.passed: dict[Op, tuple[Tensor, ...]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.labels: dict[int, dict[int, Any]] = defaultdict(dict)
+
+    def add_loss(self, micro_batch: int, loss: Tensor) -> None:
+        """Add a token slice's share to the loss of its micro-batch.
+
+        Args:
+            loss: the share, a scalar.
+        """
+        earlier = self.losses.get(micro_batch)
+        self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
+
+    def outputs_by_micro_batch(self, cuts: Cuts) -> list[Any]:
+        """The outputs kept of each micro-batch, its token slices put together. Ranks that share these must all ask."""
+        return _joined(self.outputs, cuts)
+
+    def outputs_and_labels(self, cuts: Cuts) -> tuple[Any, Any]:
+        """Outputs and labels of the whole batch; None where the last stage is not. Ranks as above must all ask."""
+        if not self.outputs:
+            return None, None
+        labels = _joined(self.labels, cuts, read_by_all=True)
+        return join_micro_batches(self.outputs_by_micro_batch(cuts)), join_micro_batches(labels)
+
+    def forget_batch(self, micro_batch: int) -> None:
+        """Let go of the data of a micro-batch that no op of this rank needs any more."""
+        self.parts.pop(micro_batch, None)
+        self.documents.pop(micro_batch, None)
+
+
+def _joined(parts: Mapping[int, Mapping[int, Any]], cuts: Cuts, *, read_by_all: bool = False) -> list[Any]:
+    """What there is of each micro-batch, its token slices put together in their order, whatever order they ran in."""
+    return [
+        join_token_slices(
+            [of_one[number] for number in sorted(of_one)], cuts.of(micro_batch), cuts.ranks, read_by_all=read_by_all
+        )
+        for micro_batch, of_one in sorted(parts.items())
+    ]

@@ -1,0 +1,371 @@
+"""Micro-batches: cut into token slices, put together again, and the loss of a batch of them.
+
+Data, labels and outputs are tensors, or tuples, lists and dicts of such. Anything else is passed on unchanged.
+
+The loss of a batch is the mean over its micro-batches and replicas. Where the module counts tokens (`loss_tokens`), it
+is the mean over all tokens of the batch that bear loss, on all replicas: micro-batch m with n_m of the N tokens has the
+weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N must be known before the first
+loss, because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead.
+
+Losses and gradients are averaged over all ranks with the same weights, R sequence-parallel ranks of each replica among
+them. These compute parts of one loss, so each part counts R times.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.slicing import TokenSlices, parts_of_all_ranks
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
+
+__all__ = ["SplitBatch", "TokenSliceBatch", "split_along_sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSliceBatch:
+    """Data of one token slice of a micro-batch."""
+
+    inputs: Any
+    """Tensor or tuple of tensors for the first layer, or a dict of tensors that layers take by name."""
+    labels: Any
+    """Second argument of the loss function, or a dict of tensors that it takes by name."""
+    loss_weight: float | Tensor
+    """This token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a number, which
+    need not be sent to a device."""
+
+
+SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
+"""Cuts what the data iterator yields for one micro-batch, by the bounds of token slices or of one rank's parts of them.
+
+Weights of the loss are shares of the whole micro-batch, whoever else has the rest."""
+
+
+def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+    """Split a micro-batch of tensors whose second dimension is the sequence into token slices.
+
+    Tensors without a sequence dimension go to every token slice whole. The loss function returns the mean over the
+    tokens it sees, so the weight of a token slice is its share of the tokens.
+
+    Args:
+        batch: `(inputs, labels)`, each a tensor [B, N, ...], or a tuple or dict of tensors.
+        token_slices: lengths of the token slices.
+
+    Raises:
+        UserError: if the batch is no pair; or if the first tensor of the inputs or of the labels (any, of a dict) has
+            another sequence length.
+    """
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        of_hugging_face = "; for dicts of Hugging Face's loaders give the module transformers_layers.split_batch"
+        raise UserError(
+            f"the data iterator yields a {type(batch).__name__}, and micro-batches are pairs: yield (inputs, labels), "
+            f"each a tensor, or a tuple or dict of tensors{of_hugging_face if isinstance(batch, Mapping) else ''}"
+        )
+    inputs, labels = batch
+    for name, tensors in (("inputs", inputs), ("labels", labels)):
+        _check_length(name, tensors, token_slices)
+    return [
+        TokenSliceBatch(
+            cut_along_sequence(inputs, token_slices.seq_length, start, end),
+            cut_along_sequence(labels, token_slices.seq_length, start, end),
+            (end - start) / token_slices.seq_length,
+        )
+        for start, end in token_slices.bounds()
+    ]
+
+
+def _check_length(name: str, tensors: Any, token_slices: TokenSlices) -> None:
+    found = list(tensors_in(tensors))
+    # Of a dict nobody knows which entry is the main one.
+    asked = found if isinstance(tensors, Mapping) else found[:1]
+    if asked and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in asked):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in asked)
+        raise UserError(
+            f"{name} of shape {shapes} do not have the {token_slices.seq_length} tokens of the token "
+            f"slices {token_slices} in dimension 1: feed sequences of that length, or change the token slices"
+        )
+
+
+def _has_sequence(tensor: Tensor, length: int) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[1] == length
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors [...] of a tuple or dict of such, in order."""
+    if torch.is_tensor(tree):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for entry in tree.values():
+            yield from tensors_in(entry)
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            yield from tensors_in(entry)
+
+
+def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Call a function with each tensor, or what else there is, at one place of trees of the same form."""
+    if isinstance(tree, Mapping):
+        return {name: _map(function, entry, *(other[name] for other in others)) for name, entry in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(_map(function, *entries) for entries in zip(tree, *others, strict=True))
+    return function(tree, *others)
+
+
+def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> Any:
+    """Some tokens of a tensor [B, N, ...], or of a tuple or dict of tensors; what has no sequence stays as it is.
+
+    Args:
+        seq_length: tokens N of a tensor that has a sequence.
+        end: token behind the last one.
+    """
+
+    def cut(entry: Any) -> Any:
+        return entry[:, start:end] if torch.is_tensor(entry) and _has_sequence(entry, seq_length) else entry
+
+    return _map(cut, tensors)
+
+
+def to_device(tensors: Any, device: torch.device) -> Any:
+    """Move a tensor, or a tuple or dict of tensors, to a device. The host does not wait for the copies."""
+    return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == "cpu" and device.type == get_accelerator().device_name() != "cpu":
+        # Copies from any other memory, and of tensors with gaps, make the host wait.
+        tensor = tensor.contiguous()
+        if not get_accelerator().is_pinned(tensor):
+            tensor = get_accelerator().pin_memory(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def parts_on_device(
+    parts: Sequence[TokenSliceBatch], device: torch.device, seq_length: int, *, inputs: bool, labels: bool
+) -> list[TokenSliceBatch]:
+    """Move what the token slices of a micro-batch read. What they were cut from goes in one copy for all of them.
+
+    Dicts stay where they are: their entries may be as wide as activations, and go to the device for one token slice at
+    a time.
+
+    Args:
+        parts: data of each token slice.
+        inputs: whether inputs are read here.
+        labels: whether labels and weights of the loss are read here.
+    """
+    wholes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move(entry: Any) -> Any:
+        if not torch.is_tensor(entry) or entry.device == device:
+            return entry
+        whole = entry._base
+        if (
+            whole is None
+            or whole.shape != (*entry.shape[:1], seq_length, *entry.shape[2:])
+            or not whole.is_contiguous()
+        ):
+            return _moved(entry, device)
+        if id(whole) not in wholes:
+            wholes[id(whole)] = whole, _moved(whole, device)
+        start = (entry.storage_offset() - whole.storage_offset()) // whole.stride(1)
+        return wholes[id(whole)][1][:, start : start + entry.shape[1]]
+
+    def moved(tree: Any, wanted: bool) -> Any:
+        return _map(move, tree) if wanted and not isinstance(tree, Mapping) else tree
+
+    return [
+        TokenSliceBatch(moved(part.inputs, inputs), moved(part.labels, labels), moved(part.loss_weight, labels))
+        for part in parts
+    ]
+
+
+def detached(tensors: Any) -> Any:
+    """The values of a tensor, or of a tuple or dict of such, without the graph that computed them."""
+    return _map(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
+
+
+def join_token_slices(
+    parts: Sequence[Any],
+    token_slices: TokenSlices,
+    ranks: SequenceParallelRanks | None = None,
+    *,
+    read_by_all: bool = False,
+) -> Any:
+    """Put together what the token slices of a micro-batch gave: the opposite of the cut.
+
+    Args:
+        parts: data of each token slice, or of this rank's part of it: a tensor, or a tuple or dict of such.
+        token_slices: lengths of the token slices.
+        ranks: ranks that share the token slices, all of which must call this; None for one alone.
+        read_by_all: whether these are data, of which each of the ranks has what has no sequence dimension.
+
+    Returns:
+        The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in
+        common is given once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
+    """
+    ranks = ranks or SequenceParallelRanks()
+    lengths = parts_of_all_ranks(token_slices, ranks.size).lengths
+
+    def join(*pieces: Any) -> Any:
+        common = all(piece is pieces[0] for piece in pieces)
+        if ranks.size > 1 and torch.is_tensor(pieces[0]):
+            if not (common and read_by_all) or _has_sequence(pieces[0], lengths[0]):
+                pieces, common = tuple(part for piece in pieces for part in ranks.gather(piece)), False
+        if common:
+            return pieces[0]
+        if all(_has_sequence(piece, length) for piece, length in zip(pieces, lengths, strict=True)):
+            return torch.cat(pieces, dim=1)
+        return torch.stack(pieces, dim=min(1, pieces[0].dim()))
+
+    return _map(join, *parts)
+
+
+def join_micro_batches(wholes: Sequence[Any]) -> Any:
+    """Put together what micro-batches gave: rows after rows, and scalars to one dimension."""
+
+    def join(*wholes: Any) -> Any:
+        if not torch.is_tensor(wholes[0]):
+            return wholes[0] if all(whole == wholes[0] for whole in wholes) else list(wholes)
+        return torch.cat(wholes) if wholes[0].dim() else torch.stack(wholes)
+
+    return _map(join, *wholes)
+
+
+CountLossTokens = Callable[[Any], float]
+"""Number of tokens that bear loss in a micro-batch, as the data iterator yields it."""
+
+
+class BatchLoss:
+    """The loss of one batch after the other, on one rank.
+
+    Args:
+        computes: whether this rank has the last stage.
+        copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
+        sequence_ranks: of these, those that share each sequence with this rank.
+        pipeline: ranks of the other stages; None if there are none.
+        source: rank of the last stage.
+        weight: a weight of this rank, whose type and device the loss has.
+    """
+
+    def __init__(
+        self,
+        *,
+        computes: bool,
+        copies: dist.ProcessGroup,
+        sequence_ranks: SequenceParallelRanks,
+        pipeline: dist.ProcessGroup | None,
+        source: int,
+        weight: Tensor,
+    ) -> None:
+        self._computes, self._copies, self._sequence_ranks = computes, copies, sequence_ranks
+        self._pipeline, self._source, self._weight = pipeline, source, weight
+        self._ahead: deque[Any] = deque()
+        self._weights: Tensor | None = None
+        self._num_tokens: Tensor | None = None
+
+    def read_ahead(self, num_micro_batches: int, next_batch: Callable[[], Any], count: CountLossTokens | None) -> None:
+        """Read and weigh the micro-batches of a batch, where tokens are counted.
+
+        Args:
+            next_batch: gives the next micro-batch; raises StopIteration if there is none.
+            count: counts the tokens of a micro-batch; None if micro-batches weigh the same.
+        """
+        self._ahead, self._weights, self._num_tokens = deque(), None, None
+        if count is None or not self._computes:
+            return
+        try:
+            for _ in range(num_micro_batches):
+                self._ahead.append(next_batch())
+        except StopIteration:
+            pass  # whoever takes the micro-batch that is missing says so
+        counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
+        num_tokens = torch.tensor(sum(counts), dtype=torch.float64, device=self._weight.device)
+        dist.all_reduce(num_tokens, group=self._copies)
+        num_tokens /= self._sequence_ranks.size  # each of them counts whole micro-batches
+        # Before the mean over micro-batches and ranks.
+        shares = torch.tensor(counts, dtype=torch.float64, device=self._weight.device) / num_tokens.clamp(min=1)
+        self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
+        self._num_tokens = num_tokens
+
+    def first(self, next_batch: Callable[[], Any]) -> Any:
+        """Return the first micro-batch of a batch without taking it; None if there is none."""
+        if not self._ahead and self._weights is None:
+            with suppress(StopIteration):  # as above
+                self._ahead.append(next_batch())
+        return self._ahead[0] if self._ahead else None
+
+    def take(self, next_batch: Callable[[], Any]) -> Any:
+        """Return the next micro-batch: the first of those read ahead, else what `next_batch` gives."""
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._weights is not None:
+            raise StopIteration
+        return next_batch()
+
+    def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
+        """Return the loss [] of a token slice, times the weight of its micro-batch.
+
+        Args:
+            loss: share of the micro-batch's loss: [].
+        """
+        if self._weights is not None:
+            return loss * self._weights[micro_batch].to(loss.dtype)
+        return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
+
+    def of_micro_batch(self, loss: Tensor) -> Tensor:
+        """Return the loss [] of a whole micro-batch on this replica; all ranks that share it must ask.
+
+        Args:
+            loss: what this rank has of it, weighed: [].
+        """
+        if self._sequence_ranks.size > 1:
+            loss = loss / self._sequence_ranks.size
+            dist.all_reduce(loss, group=self._sequence_ranks.group)
+        return loss
+
+    def num_tokens(self) -> float:
+        """Number of tokens that bore loss in the last batch, on every rank; every rank must ask."""
+        counted = torch.zeros((), dtype=torch.float64, device=self._weight.device)
+        return self._told(counted if self._num_tokens is None else self._num_tokens).item()
+
+    def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
+        """Return the mean [] over replicas of the mean over micro-batches.
+
+        Args:
+            loss: mean over the micro-batches of this rank: []; None where the last stage is not.
+            broadcast: give it to every stage; otherwise only the last one has it.
+        """
+        if loss is None:
+            loss = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device)
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        if self._computes:
+            dist.all_reduce(loss, group=self._copies)
+            loss /= dist.get_world_size(self._copies)
+        if not broadcast:
+            return loss if self._computes else None
+        return self._told(loss)
+
+    def _told(self, value: Tensor) -> Tensor:
+        """Return a scalar of the last stage, on every rank."""
+        if self._pipeline is not None:
+            dist.broadcast(value, src=self._source, group=self._pipeline)
+        return value
+
+
+def batch_loss(engine: Any) -> BatchLoss:
+    """Return the loss of an engine's batches, on this rank."""
+    pipeline = engine.module.pipeline
+    return BatchLoss(
+        computes=engine.computes_loss,
+        copies=engine.grid.get_data_parallel_group(),
+        sequence_ranks=engine.module.sequence_ranks,
+        pipeline=engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None,
+        source=engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage)),
+        weight=next(engine.module.parameters()),
+    )

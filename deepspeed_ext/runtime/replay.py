@@ -1,0 +1,259 @@
+"""The last batch computed a second time, and with it the op in which NaN or infinity began.
+
+`ReplayingEngine` repeats the forwards and backwards of a batch under an observer; `find_origin` observes them, looks at
+all that each op leaves, and names the first rank, op and tensor that is not finite.
+
+NaN spreads: forwards to all later stages and token slices, backwards to all earlier ones, and over ranks with every
+sum. So each rank notes the first bad number of each of its ops, and of all ranks' notes that one counts which no other
+can have caused: forwards come before backwards, and within them ops come in the order of their dependencies.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.clocks import Observer
+from deepspeed_ext.runtime.engine_base import SavingEngine
+from deepspeed_ext.runtime.executor import Executor
+from deepspeed_ext.runtime.health.bad_states import are_finite
+from deepspeed_ext.runtime.live_batch import Cuts
+
+
+class ReplayingEngine(SavingEngine):
+    """DeepSpeed's pipeline engine, with the last batch computed a second time, for its forwards and backwards alone."""
+
+    _executor: Executor
+    _cuts: Cuts
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether backwards leave gradients alone: not where hooks of DeepSpeed's reduce them while they run."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return True
+        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm
+        return not (hooked or optimizer.cpu_offload or optimizer.partition_gradients)
+
+    @property
+    def losses_so_far(self) -> Mapping[int, Tensor]:
+        """Sum of the losses [] of the token slices done, of each micro-batch that this rank computes the loss of."""
+        return self._executor.live.losses
+
+    def parts_of(self, micro_batch: int) -> TokenSlices:
+        """The part of each token slice of a micro-batch of the last batch that this rank has, where ranks share it."""
+        return self._cuts.parts_of(micro_batch)
+
+    def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
+        """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
+
+        Dropout draws the same masks, since they depend on the number of the step. Every rank must call it.
+
+        Args:
+            micro_batches: those that this rank read for the batch.
+        """
+        self.complete_weights()
+        iterator = self.data_iterator
+        self.set_dataiterator(iter(micro_batches))
+        self.module.train()
+        self.global_steps -= 1
+        schedule = self._train_schedule().without_update()
+        try:
+            with self._batch(), self.observers.joined_by(observer):
+                self._begin(schedule, self._cuts, self.micro_batch_size)
+                self._exec_schedule(schedule)
+        finally:
+            self.global_steps += 1
+            self.set_dataiterator(iterator)
+            self._executor.finish()
+            self.optimizer.zero_grad()
+
+    def uncount_step(self) -> None:
+        """Let the last step, which changed no weight, not count: the next one takes its number."""
+        self.global_steps -= 1
+        self.global_samples -= self.train_batch_size()
+        self.skipped_steps -= bool(getattr(self.optimizer, "overflow", False))
+
+
+_GRADIENTS = ("_hp_grad", "grad_accum", "grad")
+"""Attributes in which the gradient of a weight adds up, by optimizer."""
+
+
+class BadOp(NamedTuple):
+    """An op that left a bad number. They are sorted by who may have caused whom."""
+
+    backward: bool
+    """Whether it is not a forward."""
+    micro_batch: int
+    """Number of the micro-batch among those of its replica."""
+    order: tuple[int, int, int]
+    """Place of the op and of the event in it, in the order of dependencies."""
+    what: str
+    """Tensor that was bad, in words."""
+    token_slice: int
+    """Number of the token slice."""
+    replica: int
+    rank: int
+    tokens: tuple[int, int] | None = None
+    """First and last token of its part of the token slice, where sequence-parallel ranks share it."""
+
+
+class Origin(NamedTuple):
+    """Where bad numbers began."""
+
+    op: BadOp
+    """The op that left the first."""
+    ranks: tuple[int, ...]
+    """Ranks on which it was the first: those that share a layer may all see the same."""
+
+    def __str__(self) -> str:
+        """Text for messages."""
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        at = f"micro-batch {self.op.micro_batch}, token slice {self.op.token_slice}"
+        if self.op.tokens is not None:
+            at = f"{at}, in its tokens {self.op.tokens[0]} to {self.op.tokens[1]}"
+        return f"{self.op.what} on {ranks}, at {at}"
+
+
+def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin | None:
+    """Compute the last batch again and say where bad numbers began; None if none came. Every rank must ask.
+
+    Args:
+        engine: the engine of this rank.
+    """
+    if not engine.can_replay:
+        return None
+    watch = _Watch(engine)
+    with watch.watching():
+        engine.replay(micro_batches, watch)
+    firsts: list[BadOp | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(firsts, min(watch.found, default=None))
+    found = sorted(each for each in firsts if each is not None)
+    if not found:
+        return None
+    alike = [each for each in found if each[:4] == found[0][:4]]
+    of_one_part = len({each.tokens for each in alike}) == 1
+    first = found[0] if of_one_part else found[0]._replace(tokens=None)
+    return Origin(first, tuple(sorted(each.rank for each in alike)))
+
+
+class _Watch:
+    """Looks at what the ops of a rank leave. An `Observer`."""
+
+    def __init__(self, engine: ReplayingEngine) -> None:
+        self._engine = engine
+        self._replica, self._rank = engine.grid.get_data_parallel_rank(), engine.global_rank
+        self._weights = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
+        self._spoilt: set[str] = set()
+        self._op: Op | None = None
+        self._events, self._looked_at_loss = 0, False
+        self.found: list[BadOp] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the outputs of all modules, and at their gradients."""
+        hooks = [
+            module.register_forward_hook(partial(self._output, name))
+            for name, module in self._engine.module.named_modules()
+            if name
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Look at an op, and when it is done at the loss, or at the gradients of weights."""
+        self._op, self._events, self._looked_at_loss = op, 0, False
+        yield
+        self._look_at_loss()
+        if op.kind is not OpKind.FORWARD:
+            self._look_at_weight_gradients()
+        self._op = None
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """There are no phases."""
+        return nullcontext()
+
+    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        # What a backward recomputes has been looked at, unless it computes a whole stage, with head and loss.
+        if self._op is None or not (self._op.kind is OpKind.FORWARD or self._engine.module.recomputation.stages):
+            return
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                self._look(f"the output of layer {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._look_at_gradient, f"the gradient of the output of layer {name}"))
+
+    def _look_at_gradient(self, what: str, gradient: Tensor) -> None:
+        self._look_at_loss()
+        self._look(what, gradient)
+
+    def _look_at_loss(self) -> None:
+        """Look once at the loss that an op has computed: in the forward, or where it computes its stage again."""
+        op, module = self._op, self._engine.module
+        if self._looked_at_loss or op is None or op.stage != module.pipeline.last_stage:
+            return
+        computed_in_forward = not module.recomputation.stages
+        if op.kind is OpKind.WEIGHT_GRADIENT or (op.kind is OpKind.FORWARD) != computed_in_forward:
+            return
+        self._looked_at_loss = True
+        if (loss := self._engine.losses_so_far.get(op.micro_batch)) is not None:
+            self._look("the loss", loss)
+
+    def _look_at_weight_gradients(self) -> None:
+        held = [
+            (name, gradient.detach())
+            for name, weight in self._weights
+            if name not in self._spoilt and (gradient := _gradient(weight)) is not None
+        ]
+        by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, gradient in held:
+            by_dtype.setdefault(gradient.dtype, []).append((name, gradient))
+        for of_one_dtype in by_dtype.values():
+            finite = are_finite([gradient for _, gradient in of_one_dtype]).tolist()
+            spoilt = [name for (name, _), is_finite in zip(of_one_dtype, finite, strict=True) if not is_finite]
+            # Backwards go from the last layer to the first.
+            for name in reversed(spoilt):
+                self._note(f"the gradient of weight {name}")
+            self._spoilt.update(spoilt)
+
+    def _look(self, what: str, tensor: Tensor) -> None:
+        self._events += 1
+        if tensor.numel() and not torch.isfinite(tensor.detach()).all():
+            self._note(what)
+
+    def _note(self, what: str) -> None:
+        op = self._op
+        assert op is not None, "looked at within ops"
+        backward = op.kind is not OpKind.FORWARD
+        place = (-op.token_slice, -op.stage) if backward else (op.token_slice, op.stage)
+        order = (*place, self._events)
+        if self.found and self.found[-1][:2] == (backward, op.micro_batch) and self.found[-1].order[:2] == place:
+            return  # the first of an op is enough
+        replica, rank, tokens = self._replica, self._rank, self._tokens(op)
+        self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, replica, rank, tokens))
+
+    def _tokens(self, op: Op) -> tuple[int, int] | None:
+        """First and last token of this rank's part of the token slice of an op; None if it has all of it."""
+        if self._engine.module.sequence_ranks.size == 1:
+            return None
+        start, end = list(self._engine.parts_of(op.micro_batch).bounds())[op.token_slice]
+        return start, end - 1
+
+
+def _gradient(weight: nn.Parameter) -> Tensor | None:
+    return next((held for name in _GRADIENTS if (held := getattr(weight, name, None)) is not None), None)

@@ -1,1 +1,0 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed and their relatives: accepted, without effect, or refused."""

@@ -1,0 +1,176 @@
+"""Models of Hugging Face as checkpoints, and checkpoints as models of Hugging Face."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.directories import put_in_place
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import (
+    ASIDE,
+    MANIFEST_FILE,
+    DurableFile,
+    Manifest,
+    sync_folder,
+    write_durably,
+)
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights
+from megatron_terapipe.checkpoint.verify import verify_weights
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.checkpoint import checkpoint_tag
+from megatron_terapipe.config.options import one_of
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.family import Family, check_expressible
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model
+from megatron_terapipe.huggingface.folder_weights import (
+    DTYPES,
+    SHARD_BYTES,
+    FolderWeights,
+    meta_layer,
+    rules_of,
+    write_tensors,
+)
+from megatron_terapipe.huggingface.tokenizer_files import export_tokenizer, import_tokenizer
+from megatron_terapipe.huggingface.weight_rules import split_layer
+from megatron_terapipe.model.gpt import layers_with_weights
+
+
+def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = unseen) -> Path:
+    """Write a model of Hugging Face as a checkpoint at iteration 0.
+
+    Args:
+        dtype: type of the weights; None as they are there.
+        progress: is told how much of the model is written.
+
+    Returns:
+        Directory of the checkpoint.
+
+    Raises:
+        UserError: if a file is missing or damaged, or our models cannot be such a model.
+    """
+    family, model = read_model(directory, "--load")
+    weights = FolderWeights(directory, family, model)
+    weights.check()
+    checkpoint = output / checkpoint_tag(0)
+    partial = checkpoint.with_name(checkpoint.name + ASIDE)
+    info = CheckpointInfo(
+        iteration=0,
+        consumed_samples=0,
+        model=asdict(model),
+        layout=asdict(ParallelLayout()),
+        optimizer=None,
+        partitioned=False,
+        tokenizer=import_tokenizer(directory, output / "tokenizer"),
+        family=family.name,
+        has_manifest=True,
+    )
+    rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {RUN_FILE: write_durably(partial / RUN_FILE, info.text())}
+    indices = list(layers_with_weights(model))
+    for number, index in enumerate(indices):
+        progress(number / len(indices))
+        layer = weights.layer(index)
+        if dtype is not None:
+            layer = {name: weight.to(DTYPES[dtype]) for name, weight in layer.items()}
+        with DurableFile(partial / layer_file(index)) as file:
+            torch.save(layer, file)
+        files[layer_file(index)] = file.facts
+    write_durably(partial / MANIFEST_FILE, Manifest(files).text())
+    sync_folder(partial)
+    put_in_place(partial, checkpoint)
+    return checkpoint
+
+
+VERIFIED = 0.3
+"""Share of the time after which a checkpoint has been verified, about."""
+
+
+def export_checkpoint(
+    directory: Path,
+    output: Path,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+    eod: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = unseen,
+) -> list[str]:
+    """Write a checkpoint as a model of Hugging Face.
+
+    Args:
+        family: name of the family to write it as; None for the one that it was imported from, or else for the first
+            that can express it.
+        dtype: type of the weights; None as they were saved.
+        eod: id of the token that ends a document, if it is known.
+        shard_bytes: bytes of tensors in one file.
+        progress: is told how much of the work is done.
+
+    Returns:
+        Names of the files of the tokenizer that were written, too.
+
+    Raises:
+        UserError: if the checkpoint is not whole, or there is no such model there.
+    """
+    info = CheckpointInfo.read(directory)
+    model = ModelConfig(**info.model)
+    chosen = _chosen_family(model, family, info.family)
+    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
+    wanted = None if dtype is None else DTYPES[dtype]
+    output.mkdir(parents=True, exist_ok=True)
+
+    def written(share: float) -> None:
+        progress(VERIFIED + (1 - VERIFIED) * share)
+
+    tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted, written)
+    first_name, first = next(tensors)
+
+    def all_tensors() -> Iterator[tuple[str, Tensor]]:
+        yield first_name, first
+        yield from tensors
+
+    write_tensors(output, all_tensors(), shard_bytes=shard_bytes)
+    # Null where it is not known: what a family takes where it is left out may not be in the vocabulary.
+    ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+    settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
+    _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
+    _write_json(output / "generation_config.json", ends | {"_from_model_config": True})
+    return export_tokenizer(info.tokenizer, output)
+
+
+def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -> Family:
+    """The family that is asked for, or that the model came from, or the first that can express it."""
+    if wanted is not None:
+        if wanted not in FAMILIES:
+            raise ConfigError(f"--family {wanted} is not known: choose {one_of(list(FAMILIES))}")
+        family = FAMILIES[wanted]
+        check_expressible(family, model)
+        return family
+    if origin is not None and origin in FAMILIES and not FAMILIES[origin].differences(model):
+        return FAMILIES[origin]
+    return family_of(model)
+
+
+def _tensors(
+    family: Family, model: ModelConfig, saved: SavedWeights, dtype: torch.dtype | None, progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors there, layer by layer."""
+    indices = list(layers_with_weights(model))
+    for number, index in enumerate(indices):
+        progress(number / len(indices))
+        weights = saved.whole(index, meta_layer(model, index))
+        for name, tensor in split_layer(rules_of(model, family, index), weights).items():
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _write_json(path: Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n")

@@ -1,0 +1,279 @@
+"""The optimizer state of a checkpoint: the files that hold each parameter's part of it, and what is in them.
+
+A checkpoint of many ranks has many files, and no name of a file says which parameters are in it: that depends on the
+stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ranks. `save` writes what the ranks know
+into `index.json`; of a checkpoint without one, the first rank looks into the files.
+
+DeepSpeed flattens the parameters of a group into one tensor and deals that to the data-parallel ranks. A parameter's
+fragments, in the order of the ranks, are the parameter again: beside them stands where each begins. A file is opened
+when something in it is wanted.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.text_files import parse_json
+from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
+from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.directories import BF16_PREFIX, optimizer_files, state_file
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.errors import CheckpointError
+
+INDEX_FILE = "index.json"
+PARAMETER_NAMES = "parameter_names"
+"""Key of a rank's state under which `save` puts the names of the optimizer's parameters, group by group."""
+
+
+class Fragment(NamedTuple):
+    """A run of a parameter's elements that one data-parallel rank saved."""
+
+    replica: int
+    length: int
+
+
+class Place(NamedTuple):
+    """Place of a parameter's state; the same for each tensor-parallel rank's part of it."""
+
+    stage: int
+    """That saved it, the first of several."""
+    fragments: tuple[Fragment, ...] = ()
+    """Fragments of which it consists, one after the other; none where a rank saved it in one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedRun:
+    """Facts of a checkpoint that one rank reads for all."""
+
+    places: Mapping[str, Place]
+    """Places of the state of each parameter, by name; empty if only weights are loaded."""
+    prefix: str = ""
+    """Prefix of the names of the optimizer's files."""
+    counters: Mapping[str, int]
+    """Values other than tensors that DeepSpeed saved of the run."""
+    loss_scaler: Any | None = None
+    """Loss scaler of a run in fp16; None for other runs."""
+
+
+def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
+    """Read what every rank must know of a checkpoint that is whole; every rank must call it at the same time.
+
+    The first rank alone touches files.
+
+    Args:
+        weights_only: whether the state of the optimizer stays unread.
+
+    Raises:
+        AgreedCheckpointError: on every rank alike, if a file cannot be read.
+    """
+    return from_first_rank(lambda: _weights_alone() if weights_only else _read(directory, info))
+
+
+def index_text(places: Iterable[tuple[str, Place]]) -> str:
+    """Return the places of the state of each parameter, as a file holds them.
+
+    Args:
+        places: parameters that each rank saved, by name, stage by stage and replica by replica.
+    """
+    return json.dumps(_joined(places))
+
+
+def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
+    """Return the place of the state of each parameter, read from a file.
+
+    Raises:
+        CheckpointError: if it does not say places, or places that this run cannot have had.
+    """
+    try:
+        found: Any = parse_json(path.read_text(encoding="utf-8"), INDEX_FILE)
+        places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
+        known = all(_is_known(place, info) for place in places.values())
+    except (OSError, ValueError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"{path} does not say where the state of each parameter lies: put the file back, or remove it, and the "
+            "places are looked up"
+        )
+    return places
+
+
+def load_file(path: Path) -> Mapping[str, Any]:
+    """Return the objects that one rank saved. Tensors are mapped into memory, and read only where they are used."""
+    loaded: Mapping[str, Any] = load_saved(path)
+    return loaded
+
+
+def _is_known(place: Place, info: CheckpointInfo) -> bool:
+    """Whether the run had the stage and the replicas of a place."""
+    numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
+    return (
+        all(type(number) is int for number in numbers)
+        and 0 <= place.stage < info.num_stages
+        and all(0 <= replica < info.num_replicas and length > 0 for replica, length in place.fragments)
+    )
+
+
+def _weights_alone() -> SavedRun:
+    return SavedRun(places={}, counters={})
+
+
+def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
+    first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
+    prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
+    path = directory / INDEX_FILE
+    try:
+        saved = load_file(directory / state_file(0, 0, info.tensor_parallel_size))
+        if path.exists():
+            places = parse_index(path, info)
+        else:
+            places = _joined(_looked_up(directory, info, prefix) if info.partitioned else _listed(directory, info))
+        return SavedRun(
+            places=places,
+            prefix=prefix,
+            counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
+            loss_scaler=load_file(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
+            if info.partitioned
+            else None,
+        )
+    except CheckpointError:
+        raise
+    except UnsafeFileError as error:
+        raise CheckpointError(str(error)) from None
+    except Exception as error:  # On a damaged file an unpickler may raise anything.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"checkpoint {directory} cannot be read ({reason}): load another, or the weights alone with --no-load-optim"
+        ) from error
+
+
+def _joined(places: Iterable[tuple[str, Place]]) -> dict[str, Place]:
+    """The fragments of each parameter put together, of the first stage that has it: tied weights are on several."""
+    joined: dict[str, Place] = {}
+    for name, place in places:
+        known = joined.setdefault(name, Place(place.stage))
+        if place.stage == known.stage:
+            joined[name] = Place(known.stage, known.fragments + place.fragments)
+    return joined
+
+
+def _listed(directory: Path, info: CheckpointInfo) -> Iterator[tuple[str, Place]]:
+    """Yield each parameter that a stage saved in one piece, with its place."""
+    for stage in range(info.num_stages):
+        groups = load_file(directory / state_file(stage, 0, info.tensor_parallel_size))[PARAMETER_NAMES]
+        yield from ((name, Place(stage)) for names in groups for name in names)
+
+
+def _looked_up(directory: Path, info: CheckpointInfo, prefix: str) -> Iterator[tuple[str, Place]]:
+    """Yield each parameter of which a stage and replica saved a fragment, with its place."""
+    for stage in range(info.num_stages):
+        names = optimizer_files(stage, 0, info.tensor_parallel_size, info.num_replicas)
+        for replica, name in enumerate(names):
+            partition = load_file(directory / f"{prefix}{name}")["optimizer_state_dict"]
+            for addresses in partition["param_slice_mappings"]:
+                for parameter, address in addresses.items():
+                    yield parameter, Place(stage, (Fragment(replica, address.numel),))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterState:
+    """Optimizer state of a run of elements of a parameter, in the order in which they lie in memory."""
+
+    weight: Tensor | None
+    """[elements] in fp32; None where the optimizer works on the model's own weights."""
+    moments: Mapping[str, Tensor]
+    """Tensors by name, such as `exp_avg`: [elements]."""
+    step: float | None
+    """Updates done; None where the rule does not count them."""
+
+
+class SavedOptimizer:
+    """The state of an optimizer, read where it lies.
+
+    Args:
+        saved: places of each parameter's state.
+    """
+
+    def __init__(self, directory: Path, info: CheckpointInfo, saved: SavedRun) -> None:
+        self._directory, self._info, self._saved = directory, info, saved
+        self._partition = cache(self._load_partition)
+        self._named_states = cache(self._load_named_states)
+
+    def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
+        """State of some elements of a parameter, or of a tensor-parallel rank's part of it.
+
+        Args:
+            elements: elements of the flattened part; at least one.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        place = self._saved.places.get(name)
+        if place is None:
+            raise CheckpointError(
+                f"checkpoint {self._directory} has no state of {name}: load the weights alone with --no-load-optim"
+            )
+        if not place.fragments:
+            group, state = self._named_states(place.stage, tensor_parallel_rank)[name]
+            moments = {key: moment[elements.start : elements.stop] for key, moment in _moments(state).items()}
+            return ParameterState(weight=None, moments=moments, step=_step(group, state))
+        states, start = [], 0
+        for fragment in place.fragments:
+            # Of this fragment, the elements that are wanted.
+            first, end = max(elements.start - start, 0), min(elements.stop - start, fragment.length)
+            if first < end:
+                partition = self._partition(place.stage, tensor_parallel_rank, fragment.replica)
+                states.append(_fragment(partition, name, range(first, end)))
+            start += fragment.length
+        return ParameterState(
+            weight=torch.cat([each.weight for each in states if each.weight is not None]),
+            moments={key: torch.cat([each.moments[key] for each in states]) for key in states[0].moments},
+            step=states[0].step,
+        )
+
+    def _load_partition(self, stage: int, tensor_parallel_rank: int, replica: int) -> Mapping[str, Any]:
+        """Return the optimizer state that one data-parallel rank saved."""
+        names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
+        return load_file(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
+
+    def _load_named_states(
+        self, stage: int, tensor_parallel_rank: int
+    ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """For each parameter of a stage its group and its state, from torch's own state dictionary."""
+        saved = load_file(self._directory / state_file(stage, tensor_parallel_rank, self._info.tensor_parallel_size))
+        groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
+        return {
+            name: (group, states.get(number, {}))
+            for group, names in zip(groups, saved[PARAMETER_NAMES], strict=True)
+            for number, name in zip(group["params"], names, strict=True)
+        }
+
+
+def _fragment(partition: Mapping[str, Any], name: str, elements: range) -> ParameterState:
+    """Some elements of the fragment that one data-parallel rank has of a parameter."""
+    base = partition["base_optimizer_state"]
+    mappings = partition["param_slice_mappings"]
+    group = next(number for number, addresses in enumerate(mappings) if name in addresses)
+    start, length = mappings[group][name].start + elements.start, len(elements)
+    state = base["state"].get(group, {})
+    return ParameterState(
+        weight=partition["single_partition_of_fp32_groups"][group].detach().narrow(0, start, length),
+        moments={key: moment.narrow(0, start, length) for key, moment in _moments(state).items()},
+        step=_step(base["param_groups"][group], state),
+    )
+
+
+def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value.flatten() for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+
+
+def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> float | None:
+    """Updates done: torch counts them for each parameter, fused optimizers of others for each group."""
+    step = state.get("step", group.get("step"))
+    return None if step is None else float(step)

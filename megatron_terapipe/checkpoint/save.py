@@ -1,0 +1,429 @@
+"""Saves a checkpoint, so that what bears a checkpoint's name is always whole.
+
+begin_save       checks the room on the disk; DeepSpeed saves through `FileWriter`, to the disk or to memory
+UnfinishedSave   writes the rest, `run.json`, `index.json` and the manifest; one rename, and `latest` last
+BackgroundSaves  does the latter in a thread of each rank while training goes on
+"""
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from shutil import disk_usage, rmtree
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from torch import Tensor
+
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.directories import put_in_place, remove_older
+from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import (
+    ASIDE,
+    MANIFEST_FILE,
+    DurableFile,
+    FileFacts,
+    Manifest,
+    sync_folder,
+    write_durably,
+)
+from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
+from megatron_terapipe.config.checkpoint import checkpoint_tag
+from megatron_terapipe.errors import CheckpointError, SaveError
+
+_BLOCK = 1 << 26
+"""Bytes that are written at a time from memory."""
+
+
+class FileWriter(CheckpointEngine):
+    """DeepSpeed's plug-in that saves one checkpoint's files of this rank.
+
+    A fault is kept and not raised: on the other ranks DeepSpeed would wait for this one.
+
+    Args:
+        in_memory: keep the files in memory until `write_kept`. They hold the same bytes.
+
+    Attributes:
+        facts: sizes and hashes of the files that are on the disk, by name.
+        fault: what kept a file from being written; None if nothing did.
+    """
+
+    def __init__(self, *, in_memory: bool) -> None:
+        super().__init__()
+        self._in_memory = in_memory
+        self._kept: list[tuple[Path, io.BytesIO]] = []
+        self.facts: dict[str, FileFacts] = {}
+        self.fault: str | None = None
+
+    def create(self, info: Any) -> None:
+        """Begin: nothing is to do."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory.
+
+        Args:
+            exist_ok: whether it may be there.
+        """
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+        except OSError as error:
+            self._keep_fault(Path(path), error)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Save a file."""
+        if self.fault is not None:
+            return
+        try:
+            if self._in_memory:
+                # The bytes of the file are the copy: they are made as fast as tensors are copied.
+                buffer = io.BytesIO()
+                torch.save(state_dict, buffer)
+                self._kept.append((Path(path), buffer))
+                return
+            with DurableFile(Path(path)) as file:
+                torch.save(state_dict, file)
+            self.facts[Path(path).name] = file.facts
+        except Exception as error:  # Whatever it is, the other ranks must hear of it.
+            self._keep_fault(Path(path), error)
+
+    def write_kept(self) -> None:
+        """Write what was kept in memory, and give the memory back."""
+        while self._kept and self.fault is None:
+            path, buffer = self._kept.pop(0)
+            try:
+                with DurableFile(path) as file, buffer.getbuffer() as content:
+                    for start in range(0, len(content), _BLOCK):
+                        file.write(content[start : start + _BLOCK])
+                self.facts[path.name] = file.facts
+            except Exception as error:
+                self._keep_fault(path, error)
+        self._kept.clear()
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Nothing is loaded through it.
+
+        Args:
+            map_location: where its tensors would go.
+        """
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        """End: the checkpoint is done when all ranks' files are."""
+        return True
+
+    def _keep_fault(self, path: Path, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        self.fault = self.fault or f"{path.name}: {reason.splitlines()[0]}"
+
+
+STATES_OF_ADAM = 2
+"""Tensors that Adam has for each weight once it has stepped; other rules have fewer."""
+
+
+def bytes_to_save(engine: TokenSlicePipelineEngine, optimizer: str | None) -> int:
+    """Return the bytes of tensors that all ranks together save; every rank must call it at the same time.
+
+    Args:
+        optimizer: rule of the update; None if its state is not saved.
+    """
+    mine = 0
+    weights = list(engine.module.state_dict().values())
+    if engine.grid.get_data_parallel_rank() == 0:
+        mine += _bytes(weights)
+    partitioned = is_partitioned(engine)
+    # Where the state is dealt to replicas, each saves its own; else the first saves it for all.
+    if optimizer is not None and (partitioned or engine.grid.get_data_parallel_rank() == 0):
+        rule: Any = engine.optimizer.optimizer if partitioned else engine.optimizer
+        worked_on = [weight for group in rule.param_groups for weight in group["params"]]
+        moments = [value for state in rule.state.values() for value in state.values() if torch.is_tensor(value)]
+        expected = STATES_OF_ADAM * _bytes(worked_on) if optimizer.startswith("adam") else 0
+        # Before the first step there is no state yet.
+        mine += (_bytes(worked_on) if partitioned else 0) + (_bytes(moments) if moments else expected)
+    total = torch.tensor(float(mine), dtype=torch.float64, device=engine.device)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def check_room(save: Path, size: int) -> None:
+    """See that a checkpoint fits on the disk before any of it is written.
+
+    Args:
+        size: bytes of the checkpoint.
+
+    Raises:
+        CheckpointError: if there is less room.
+    """
+    free = disk_usage(save).free
+    if free < size:
+        raise CheckpointError(
+            f"a checkpoint of {_readable(size)} has no room in {save}, where {_readable(free)} are free: make room, or "
+            "name another --save; checkpoints that are there are whole"
+        )
+
+
+def room_warning(save: Path, size: int, num_new: int, keep_last: int | None) -> str | None:
+    """Return a line for the log if the disk will be full before the run ends; None if it will not, as far as is known.
+
+    Args:
+        size: bytes of one.
+        keep_last: checkpoints that are kept; None for all.
+    """
+    free = disk_usage(save).free
+    # One more than are kept is there while the oldest is still whole.
+    wanted = num_new if keep_last is None else min(num_new, keep_last + 1)
+    fitting = free // size if size else wanted
+    if fitting >= wanted:
+        return None
+    advice = "make room" if keep_last is not None else "make room, or keep fewer with --keep-last-n-checkpoints"
+    return (
+        f" warning: {save} has room for {fitting} checkpoints of {_readable(size)}, and this run needs {wanted} at a "
+        f"time: {advice}"
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _readable(size: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
+    return f"{size / unit:.4g} {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has saved."""
+
+    facts: dict[str, FileFacts]
+    """Sizes and hashes of its files."""
+    fault: str | None
+    """What kept one of them from being written, if anything did."""
+    places: list[tuple[str, Place]]
+    """Where the state of its parameters lies."""
+
+
+class UnfinishedSave:
+    """A checkpoint of which this rank has copied or written its part, and which has no name yet.
+
+    Args:
+        places: where the state of this rank's parameters lies.
+        keep_last: checkpoints to keep, the newest; None for all.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        info: CheckpointInfo,
+        writer: FileWriter,
+        places: list[tuple[str, Place]],
+        keep_last: int | None,
+    ) -> None:
+        self.directory = directory
+        self._info, self._writer, self._places, self._keep_last = info, writer, places, keep_last
+
+    def finish(self, group: dist.ProcessGroup | None = None) -> list[str]:
+        """Write what is not written yet, and give the checkpoint its name; every rank must call it.
+
+        Args:
+            group: of all ranks, in which nothing else is sent meanwhile; None for that of the run.
+
+        Returns:
+            Lines for the log.
+
+        Raises:
+            SaveError: on every rank alike, if a rank could not write its part. What was written is then gone.
+        """
+        self._writer.write_kept()
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(_Part(self._writer.facts, self._writer.fault, self._places), parts, dst=0, group=group)
+        return from_first_rank(partial(self._complete, parts or []), group=group, error=SaveError)
+
+    def _complete(self, parts: list[_Part]) -> list[str]:
+        partial = _aside(self.directory)
+        try:
+            for rank, part in enumerate(parts):
+                if part.fault is not None:
+                    raise OSError(f"rank {rank}, {part.fault}")
+            files = {name: facts for part in parts for name, facts in part.facts.items()}
+            files[RUN_FILE] = write_durably(partial / RUN_FILE, self._info.text())
+            # Ranks count stages slowest.
+            if places := [place for part in parts for place in part.places]:
+                files[INDEX_FILE] = write_durably(partial / INDEX_FILE, index_text(places))
+            write_durably(partial / MANIFEST_FILE, Manifest(files).text())
+            sync_folder(partial)
+            put_in_place(partial, self.directory)
+        except OSError as error:
+            rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {self.directory} was not saved ({error.strerror or error}): make room or mend "
+                f"{self.directory.parent}, and go on from the one before, which is whole"
+            ) from None
+        lines = [f" saved checkpoint {self.directory}"]
+        try:
+            remove_older(self.directory.parent, self._info.iteration, self._keep_last)
+        except OSError as error:
+            lines.append(f" warning: older checkpoints in {self.directory.parent} could not be removed: {error}")
+        return lines
+
+
+def begin_save(
+    engine: TokenSlicePipelineEngine,
+    save: str | Path,
+    info: CheckpointInfo,
+    *,
+    keep_last: int | None = None,
+    in_memory: bool = False,
+) -> UnfinishedSave:
+    """Write this rank's part of a checkpoint, or copy it to memory, on every rank.
+
+    Args:
+        info: facts of the run; without an optimizer, none is saved.
+        keep_last: checkpoints to keep, the newest; None for all.
+        in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call while training goes on.
+
+    Raises:
+        SaveError: on every rank alike, if there is no room.
+    """
+    directory = Path(save) / checkpoint_tag(info.iteration)
+    info = replace(info, has_manifest=True)
+    with_optimizer = info.optimizer is not None
+    size = bytes_to_save(engine, info.optimizer)
+    from_first_rank(partial(_prepare, _aside(directory), size), error=SaveError)
+    writer = FileWriter(in_memory=in_memory)
+    _save_with_deepspeed(engine, _aside(directory), writer, with_optimizer=with_optimizer)
+    return UnfinishedSave(directory, info, writer, _places(engine) if with_optimizer else [], keep_last)
+
+
+def save_checkpoint(
+    engine: TokenSlicePipelineEngine, save: str | Path, info: CheckpointInfo, *, keep_last: int | None = None
+) -> Path:
+    """Save a checkpoint, on every rank. It gets its name, and `latest` names it, only once it is whole.
+
+    Args:
+        info: facts of the run; without an optimizer, none is saved.
+        keep_last: checkpoints to keep, the newest; None for all.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        SaveError: on every rank alike, if a rank could not write its part.
+    """
+    unfinished = begin_save(engine, save, info, keep_last=keep_last)
+    unfinished.finish()
+    return unfinished.directory
+
+
+def _aside(directory: Path) -> Path:
+    """The directory in which a checkpoint is written."""
+    return directory.with_name(f"{directory.name}{ASIDE}")
+
+
+def _prepare(aside: Path, size: int) -> None:
+    rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"--save {aside.parent} cannot be written ({error.strerror}): name another") from None
+    try:
+        check_room(aside.parent, size)
+    except CheckpointError:
+        aside.rmdir()
+        raise
+
+
+def _save_with_deepspeed(
+    engine: TokenSlicePipelineEngine, directory: Path, writer: FileWriter, *, with_optimizer: bool
+) -> None:
+    state: dict[str, Any] = {}
+    if is_partitioned(engine) or not with_optimizer:
+        state["optimizer"] = None  # takes the place of what DeepSpeed would save a second time
+    else:
+        groups = engine.optimizer.param_groups
+        state[PARAMETER_NAMES] = [[engine.param_names[each] for each in group["params"]] for group in groups]
+    saves_partition, own_writer = engine.save_zero_checkpoint, engine.checkpoint_engine
+    engine.save_zero_checkpoint, engine.checkpoint_engine = saves_partition and with_optimizer, writer
+    try:
+        engine.save_checkpoint(str(directory.parent), tag=directory.name, client_state=state, save_latest=False)
+    finally:
+        engine.save_zero_checkpoint, engine.checkpoint_engine = saves_partition, own_writer
+
+
+def _places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
+    """Where the state of this rank's parameters lies, as far as no other rank says the same."""
+    found: list[tuple[str, Place]] = []
+    destination, in_fragments = destination_of(engine), is_partitioned(engine)
+    replica, tensor_rank = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
+    # Tensor-parallel ranks deal their parts alike, and where nothing is dealt, so do replicas.
+    if tensor_rank == 0 and (in_fragments or replica == 0):
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and (elements := destination.elements(parameter)):
+                fragments = (Fragment(replica, len(elements)),) if in_fragments else ()
+                found.append((name, Place(engine.grid.get_stage_id(), fragments)))
+    return found
+
+
+_LONGEST_WRITE = timedelta(days=1)
+"""Time that a rank waits for the others' files. A rank that ends is noticed at once, and one that hangs by training."""
+
+
+class BackgroundSaves:
+    """Finishes a checkpoint in a thread of each rank; every rank must call each method at the same time.
+
+    The threads agree in a process group of their own, over the network of the hosts, so that no message of training
+    waits for them. What they do releases Python's lock: it hashes, writes and syncs bytes.
+
+    Args:
+        device: on which ranks ask each other between two steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+        self._thread: Thread | None = None
+        self._lines: list[str] = []
+        self._error: Exception | None = None
+
+    def start(self, unfinished: UnfinishedSave) -> None:
+        """Finish a checkpoint in the background; there must be none in flight."""
+        assert self._thread is None, "one at a time"
+        self._lines, self._error = [], None
+        # A run that fails for another reason does not wait for it: the checkpoint before stays the latest.
+        self._thread = Thread(target=self._run, args=(unfinished,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether there is a checkpoint in flight that all ranks are done with. While one is, this asks all ranks."""
+        if self._thread is None:
+            return False
+        done = torch.tensor(not self._thread.is_alive(), dtype=torch.int32, device=self._device)
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        return bool(done.item())
+
+    def finish(self) -> list[str]:
+        """Wait for the checkpoint in flight, if there is one; return lines for the log.
+
+        Raises:
+            SaveError: on every rank alike, if it could not be saved.
+        """
+        if self._thread is None:
+            return []
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._lines
+
+    def _run(self, unfinished: UnfinishedSave) -> None:
+        try:
+            self._lines = unfinished.finish(self._group)
+        except Exception as error:  # Raised where training can end.
+            self._error = error

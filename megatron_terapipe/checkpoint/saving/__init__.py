@@ -1,1 +1,0 @@
-"""Saving: files written aside and synced, a manifest, one rename, and `latest` last."""

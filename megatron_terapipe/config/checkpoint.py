@@ -1,0 +1,140 @@
+"""The section that says what is saved, and what a run goes on from."""
+
+from dataclasses import dataclass
+
+from megatron_terapipe.config.options import check_bounds, flag, option
+from megatron_terapipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Raises:
+        ConfigError: if a flag has no effect without another that is not given.
+    """
+
+    save: str | None = option(None, metavar="DIR")
+    """Directory to save checkpoints in, at the end and every `--save-interval`."""
+
+    load: str | None = option(None, metavar="DIR")
+    """Directory to continue from. If it holds no checkpoint, training starts from the beginning. It may be a folder of
+    Hugging Face with config.json and safetensors: the model, its weights and, unless flags name another, its tokenizer
+    are then taken from there, and training starts at iteration 0, or goes on from the newest checkpoint in `--save`."""
+
+    save_interval: int | None = option(None, least=1, most=10**9)
+    """Iterations between checkpoints in `--save`. Default: only the end is saved."""
+
+    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N", least=0, most=10**9)
+    """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
+
+    keep_last_n_checkpoints: int | None = option(None, least=1, most=10**9)
+    """Number of newest whole checkpoints to keep. Default: all."""
+
+    async_save: bool = False
+    """Go on with training as soon as a checkpoint is copied to the host's memory. It is written, synced and named in
+    the background, one at a time; the end of the run waits for the last."""
+
+    train_on_if_save_fails: bool = False
+    """Go on with training when a checkpoint cannot be saved, with a warning. Default: the run ends. That the last one
+    cannot be saved always ends it with an error."""
+
+    no_verify_checkpoint: bool = False
+    """Do not read a checkpoint once more to see that each file is what was saved. Names and sizes are checked all the
+    same."""
+
+    load_previous_if_damaged: bool = False
+    """If the checkpoint to load is damaged, go on from the newest before it that is whole. The damaged one is kept
+    aside."""
+
+    load_tag: str | None = option(None, metavar="TAG")
+    """Checkpoint to load from `--load`, such as `global_step100`. Default: the newest."""
+
+    ckpt_step: int | None = option(None, least=1, most=10**9)
+    """Iteration whose checkpoint to load, instead of `--load-tag`."""
+
+    use_checkpoint_args: bool = option(False, aliases=("--use-checkpoint-shape",))
+    """Take the model from the checkpoint instead of from flags. Flags may still change settings that no weight shape
+    depends on."""
+
+    finetune: bool = False
+    """Load only the weights, and start at iteration 0."""
+
+    extend_positions: bool = False
+    """Let the flags of rotations (`--rotary-base`, `--rotary-scaling` and those with it) differ from the model of
+    `--load`, to train on with longer sequences. Only weights can be loaded so: with `--finetune`, or from a folder of
+    Hugging Face."""
+
+    no_load_optim: bool = False
+    """Do not load the optimizer state."""
+
+    no_load_rng: bool = False
+    """Do not load the state of random generators. There is none: random numbers depend on the seed and on the position
+    of a sample or a token."""
+
+    no_load_lr_state: bool = False
+    """Do not load the state of the learning rate. There is none: it follows from the flags and the iteration."""
+
+    no_save_optim: bool = False
+    """Do not save the optimizer state. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
+
+    no_save_rng: bool = False
+    """Do not save the state of random generators. There is none."""
+
+    universal_checkpoint: bool = False
+    """Load a checkpoint of another layout. Every checkpoint loads onto every layout, with this flag or without it."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Fail if `--load` holds no checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Check the flags that need another."""
+        check_bounds(self)
+        if self.keep_last_n_checkpoints is not None and self.save is None:
+            raise ConfigError(
+                f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} does not say where to save: add --save"
+            )
+        if self.save is None:
+            for name in ("async_save", "train_on_if_save_fails"):
+                if getattr(self, name):
+                    raise ConfigError(f"{flag(name)} does not say where to save: add --save, or drop it")
+        self._check_extra_saves()
+        if self.load_tag is not None and self.ckpt_step is not None:
+            raise ConfigError(
+                f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} both name a checkpoint: drop one of them"
+            )
+        if self.load is None:
+            needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step")
+            for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged", "extend_positions"):
+                if getattr(self, name):
+                    raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
+
+    def _check_extra_saves(self) -> None:
+        extra = self.extra_save_iterations
+        if extra is None:
+            return
+        if not extra:
+            raise ConfigError("--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on")
+        if self.save is None:
+            raise ConfigError(f"--extra-save-iterations {extra[0]} does not say where to save: add --save")
+
+    def saves_after(self, iteration: int) -> bool:
+        """Whether a checkpoint is due when so many iterations are done; the last one of a run always is."""
+        if iteration in (self.extra_save_iterations or ()):
+            return True
+        return iteration > 0 and self.save_interval is not None and iteration % self.save_interval == 0
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether the state of the optimizer stays unread."""
+        return self.finetune or self.no_load_optim
+
+    @property
+    def tag(self) -> str | None:
+        """Checkpoint that is asked for; None for the newest."""
+        return self.load_tag if self.ckpt_step is None else checkpoint_tag(self.ckpt_step)
+
+
+def checkpoint_tag(iteration: int) -> str:
+    """Name of the checkpoint of an iteration."""
+    return f"global_step{iteration}"

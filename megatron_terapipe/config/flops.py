@@ -1,0 +1,275 @@
+"""Parameters, FLOPs, attended positions and activation bytes of the model: the one set of formulas.
+
+Metrics, the cost model of the search and the balanced cut into token slices all count with these. Sources:
+
+    SC'21        Narayanan et al., Efficient Large-Scale Language Model Training, arXiv 2104.04473
+    Korthikanti  Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198
+
+FLOPs count a multiplication and an addition as two, and only matrix products, as both papers do. A backward takes
+twice its forward. Bytes and FLOPs are of the whole model, before any parallelism divides them.
+
+A token at position x attends to min(x + 1, W) positions in a sliding window of W tokens, itself included, and to x + 1
+without one. For the tokens [s, e) these are, with (n)+ for max(n, 0),
+
+    sum of x + 1                (e - s) (e + s + 1) / 2
+    less sum of (x + 1 - W)+    (p - q) (p + q + 1) / 2        p = (e - W)+ and q = (s - W)+
+
+Arguments are numbers, or arrays that broadcast; counts of whole numbers below 2^53 are exact.
+"""
+
+from typing import Any
+
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.model import ModelConfig
+
+
+def attended_positions(start: Any, end: Any, window: int | None = None) -> Any:
+    """Pairs of a token in [start, end) and a position that it attends to.
+
+    Args:
+        window: tokens that a token attends to, itself included; None for all before it.
+    """
+    pairs = (end - start) * (end + start + 1) / 2
+    if window is None:
+        return pairs
+    first, last = _above_zero(start - window), _above_zero(end - window)
+    return pairs - (last - first) * (last + first + 1) / 2
+
+
+def positions_in_reach(start: Any, end: Any, window: int | None = None) -> Any:
+    """Positions that the tokens [start, end) attend to, together.
+
+    Args:
+        window: tokens that a token attends to, itself included; None for all before it.
+    """
+    return end if window is None else end - _above_zero(start + 1 - window)
+
+
+def _above_zero(number: Any) -> Any:
+    return (number + abs(number)) / 2
+
+
+BACKWARD_PER_FORWARD = 2
+"""A backward computes the gradient of the input and of the weight: two products for each of the forward."""
+
+FLASH_BACKWARD_PER_FORWARD = 2.5
+"""A flash kernel keeps no scores: its backward computes them again, five products for the forward's two
+(FlashAttention-2, arXiv 2307.08691 section 3.1)."""
+
+LOG_SUM_EXP_BYTES = 4
+"""Attention keeps one fp32 number per head and token, instead of a row of probabilities."""
+
+LOGITS_AT_ONCE = 2**28
+"""Logits of an output layer that a rank lets be alive: 1 GiB in fp32. Others are computed again in the backward.
+
+With 131,072 words these are those of 2,048 tokens. Fewer at once would make the gradient of the weight slow, which is
+read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a third of the time of its product, on a
+device that does 165 FLOPs a byte."""
+
+
+def block_weights(model: ModelConfig, block: BlockShape) -> int:
+    """Entries of the weight matrices of a block: query, key, value, projection, and those of the MLP."""
+    query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
+    key_value_size = 2 * block.num_key_value_heads * model.kv_channels
+    attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
+    return attention + (2 + model.gated) * model.hidden_size * block.ffn_hidden_size
+
+
+def block_parameters(model: ModelConfig, block: BlockShape) -> int:
+    """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h)."""
+    shared = block_weights(model, block)
+    if block.num_key_value_heads:
+        queries, keys = _head_channels(model, block)
+        shared += model.has_qkv_bias * (queries + 2 * keys)
+        shared += (model.qk_norm == "all-heads") * (queries + keys)
+    shared += model.has_mlp_bias * (1 + model.gated) * block.ffn_hidden_size
+    return shared + block_unshared_parameters(model, block)
+
+
+def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction."""
+    has_attention, has_mlp = bool(block.num_key_value_heads), bool(block.ffn_hidden_size)
+    biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
+    of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
+    return block_norms(model, block) * norm_parameters(model) + biases * model.hidden_size + of_heads
+
+
+def block_norms(model: ModelConfig, block: BlockShape) -> int:
+    """Count the norms of hidden states in a block."""
+    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    of_each = 2 if model.norm_placement == "both" else 1
+    return parts * of_each - (model.shared_block_norm and parts == 2)
+
+
+def _head_channels(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
+    """Channels of all queries, and of all keys."""
+    return model.num_attention_heads * model.kv_channels, block.num_key_value_heads * model.kv_channels
+
+
+def _weights_of_norm(model: ModelConfig) -> int:
+    """Weights of a channel in a norm: one, and in LayerNorm a bias."""
+    return 1 + (model.normalization == "layernorm")
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Count the parameters of one norm: a weight, and in LayerNorm a bias."""
+    return _weights_of_norm(model) * model.hidden_size
+
+
+def embedding_parameters(model: ModelConfig) -> int:
+    """Count the word embedding, padded, and the learned positions (SC'21 equation 2: (V + s)h)."""
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    return (model.padded_vocab_size() + positions) * model.hidden_size
+
+
+def output_parameters(model: ModelConfig) -> int:
+    """Count the parameters that only the output layer has: none while it is tied to the word embedding."""
+    tied = not model.untie_embeddings_and_output_weights
+    return 0 if tied else model.padded_vocab_size() * model.hidden_size
+
+
+def model_parameters(model: ModelConfig) -> int:
+    """Count all parameters, tied ones once."""
+    blocks = sum(block_parameters(model, block) for block in model.blocks)
+    return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
+
+
+def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
+    """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
+    return 2 * block_weights(model, block)
+
+
+def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
+    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
+    return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
+
+
+def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
+    """Forward FLOPs of a token in one block. It attends to itself and to the tokens before it, or in its window."""
+    return block_forward_flops(model, block, 1, prefix_len)
+
+
+def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
+    """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly.
+
+    Args:
+        num_tokens: length of the token slice.
+    """
+    positions = int(attended_positions(prefix_len, prefix_len + num_tokens, block.window))
+    linear = num_tokens * linear_flops_per_token(model, block)
+    return linear + attention_flops_per_position(model, block) * positions
+
+
+def logits_flops_per_token(model: ModelConfig) -> int:
+    """Forward FLOPs of a token in the output layer."""
+    return 2 * model.hidden_size * model.padded_vocab_size()
+
+
+def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) -> float:
+    """Share of its logits that the backward of a micro-batch computes again; of numbers, or of arrays.
+
+    Args:
+        num_logits: logits of the micro-batch, on one rank.
+    """
+    over = num_logits - at_once
+    return (over + abs(over)) / 2 / num_logits
+
+
+def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = False, recompute: bool = False) -> int:
+    """FLOPs of one optimizer step: forward and backward of `num_sequences` sequences.
+
+    Without options these are the model FLOPs of Korthikanti appendix A, 72BLsh^2(1 + s/6h + V/12hL): every token
+    counted as if it attended to the whole sequence, or to a whole window, as published utilizations are. With
+    `recompute` these are the hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
+
+    Args:
+        num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
+        causal: count only positions that a token does attend to.
+        recompute: count the second forward of every block that full recomputation runs.
+    """
+    seq_length = model.seq_length
+    if causal:
+        blocks = sum(block_forward_flops(model, block, seq_length) for block in model.blocks)
+    else:
+        blocks = seq_length * sum(token_forward_flops(model, block, seq_length - 1) for block in model.blocks)
+    passes = 1 + BACKWARD_PER_FORWARD
+    blocks *= passes + recompute
+    return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
+
+
+def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_bytes: int) -> int:
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
+
+    Args:
+        element_bytes: bytes of an element.
+    """
+    return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
+
+
+def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
+    """Count the hidden states that a block keeps of a token: those that must stay, and outputs of norms.
+
+    The outputs of norms are inputs of products, and can be computed again from what stays: from the input of each norm.
+    The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
+    output; where there is no other norm, the product before keeps its input as it is.
+    """
+    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    match model.norm_placement:
+        case "post":
+            return 2 * parts, 0
+        case "both":
+            return 2 * parts, parts
+    return (1 if model.parallel_residual and parts else parts), block_norms(model, block)
+
+
+def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
+    """Channels of the queries and keys of a token that have norms, which keep them; 0 without norms."""
+    has_norms = block.num_key_value_heads and model.qk_norm != "none"
+    return sum(_head_channels(model, block)) if has_norms else 0
+
+
+def block_activation_bytes_per_token(
+    model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none"
+) -> int:
+    """Bytes that one block keeps of a token from its forward to its backward.
+
+    Nothing recomputed, these are the inputs of both norms, of the query-key-value product, of the projection (which
+    is also the output that attention saves), of the MLP's first product, of its activation (with a gate, two) and of
+    its last product; query, key and value; and the log-sum-exp of each head. That is Korthikanti equation 1,
+    sbh(34 + 5as/h), less the two dropout masks (2sbh), which are drawn again in the backward, and the s x s scores,
+    masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
+    of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
+    block, and keys and values; `stage` keys and values alone, beside `stage_input_bytes_per_token`. Norms elsewhere,
+    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`. Not counted are the one or two
+    numbers that a norm keeps of a token, or of a head.
+
+    Args:
+        element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
+        recompute: `none`, `selective`, `full` or `stage`.
+    """
+    key_value = key_value_bytes_per_token(model, block, element_bytes)
+    if recompute == "full":
+        return model.hidden_size * element_bytes + key_value
+    if recompute == "stage":
+        return key_value
+    stay, normed = block_hidden_states(model, block)
+    elements = (stay + (normed if recompute == "none" else 0)) * model.hidden_size
+    kept = 0
+    if block.num_key_value_heads:
+        elements += 2 * model.num_attention_heads * model.kv_channels + block_normed_channels(model, block)
+        kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
+    # The gradient of ReLU is read off its output, which the last product keeps anyway.
+    widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
+    return (elements + widths * block.ffn_hidden_size) * element_bytes + kept
+
+
+def stage_input_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
+    """Bytes of the input that a stage keeps of a token where whole stages are computed again; the first keeps tokens.
+
+    A stage of L layers so keeps 2 G d + h / L elements of a token and layer (G key heads of d channels, hidden size h),
+    where trainers that checkpoint every layer, such as ALST (arXiv 2506.13996), keep h: 2 h bytes in bf16.
+
+    Args:
+        element_bytes: bytes of an element.
+    """
+    return model.hidden_size * element_bytes

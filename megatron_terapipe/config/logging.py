@@ -1,0 +1,218 @@
+"""The section that says what a run reports and when it evaluates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, option
+from megatron_terapipe.errors import ConfigError
+
+TimingOption = Literal["max", "minmax", "all"]
+"""Ranks whose timers are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationNumbers:
+    """Some iterations of a run."""
+
+    runs: tuple[tuple[int, int], ...]
+    """First and last of each run of consecutive numbers, in rising order."""
+
+    def __contains__(self, iteration: int) -> bool:
+        """Whether an iteration is one of them."""
+        return any(first <= iteration <= last for first, last in self.runs)
+
+    @property
+    def last(self) -> int:
+        """The last of them."""
+        return self.runs[-1][1]
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> "IterationNumbers":
+        """Read numbers and runs of numbers, with commas between them.
+
+        Args:
+            flag: the flag that it is given to, for the error.
+
+        Raises:
+            ConfigError: if it is something else, or names an iteration below 1.
+        """
+        try:
+            runs = tuple(sorted(_runs(text)))
+        except ValueError:
+            raise ConfigError(f"{flag} {text} is no list of iterations: write it as 10 or 10,20 or 30-34") from None
+        if runs[0][0] < 1:
+            raise ConfigError(f"{flag} {text} names an iteration that is never done: count from 1")
+        return cls(runs)
+
+
+def _runs(text: str) -> Iterator[tuple[int, int]]:
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        run = int(first), int(last) if dash else int(first)
+        if run[1] < run[0]:
+            raise ValueError(part)
+        yield run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig:
+    """Logging and evaluation.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+
+    log_interval: int = option(10, least=1, most=10**9)
+    """Iterations between lines of the log."""
+
+    eval_interval: int = option(1000, least=1, most=10**9)
+    """Iterations between evaluations on the validation data."""
+
+    eval_iters: int = option(10, least=0, most=10**9)
+    """Global batches of one evaluation. 0 = never evaluate."""
+
+    metrics_file: str | None = option(None, metavar="FILE")
+    """File to append one JSON object per iteration and evaluation to, and one for each event of the run."""
+
+    report: str | None = option(None, metavar="FILE")
+    """Write the report of the run to this file, as `terapipe report` does: now and then while it trains, and when it
+    ends, however it does. Needs `--metrics-file`."""
+
+    tensorboard_dir: str | None = option(None, metavar="DIR")
+    """Directory to write TensorBoard's files to. Needs the package `tensorboard`."""
+
+    tensorboard_log_interval: int = option(1, least=1, most=10**9)
+    """Iterations between points of TensorBoard's and Weights & Biases' curves."""
+
+    tensorboard_queue_size: int = option(1000, least=1, most=10**9)
+    """Points that TensorBoard buffers before it writes them."""
+
+    log_timers_to_tensorboard: bool = False
+    """Write the time per iteration and the throughput to TensorBoard, too."""
+
+    log_batch_size_to_tensorboard: bool = False
+    """Write the global batch size to TensorBoard, too."""
+
+    log_validation_ppl_to_tensorboard: bool = False
+    """Write the perplexity of evaluations to TensorBoard, too."""
+
+    log_memory_to_tensorboard: bool = False
+    """Write the peak memory of each stage to TensorBoard, too."""
+
+    log_world_size_to_tensorboard: bool = False
+    """Write the number of ranks to TensorBoard, too."""
+
+    no_log_learning_rate_to_tensorboard: bool = option(False, aliases=("--no-log-learnig-rate-to-tensorboard",))
+    """Do not write the learning rate to TensorBoard."""
+
+    no_log_loss_scale_to_tensorboard: bool = False
+    """Do not write the loss scale of fp16 to TensorBoard."""
+
+    wandb_project: str | None = None
+    """Project of Weights & Biases to report to, with the same curves as TensorBoard. Needs the package `wandb`."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run in Weights & Biases."""
+
+    wandb_save_dir: str | None = option(None, metavar="DIR")
+    """Directory in which Weights & Biases keeps its files. Default: the current directory."""
+
+    log_params_norm: bool = False
+    """Report the norm of all parameters."""
+
+    log_num_zeros_in_grad: bool = False
+    """Report how many numbers of the gradient are exactly zero, before clipping."""
+
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Timers to report beside the time per iteration: 0 none; 1 those of the phases of an iteration (ops with their
+    transfers, sums of shared gradients, sums over replicas, update); 2 also the computing of forwards and of
+    backwards."""
+
+    timing_log_option: TimingOption = "minmax"
+    """Ranks whose timers are reported: the slowest, the fastest and the slowest, or all."""
+
+    profile: bool = False
+    """Profile the iterations after `--profile-step-start`, with names for ops: for Nsight Systems, which is to be
+    started with `--capture-range=cudaProfilerApi`, or with `--use-pytorch-profiler`."""
+
+    profile_step_start: int = option(10, least=0, most=10**9)
+    """Iterations done when a profile begins."""
+
+    profile_step_end: int = option(12, least=0, most=10**9)
+    """Iterations done when it ends."""
+
+    profile_ranks: tuple[int, ...] = option((0,), least=0, most=10**9)
+    """Ranks that are profiled."""
+
+    use_pytorch_profiler: bool = False
+    """Profile with torch's profiler, also on CPUs. Each rank writes its trace to `--tensorboard-dir`."""
+
+    peak_tflops_per_device: float | None = option(None, above=0, most=1e9)
+    """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: that of the
+    device's data sheet, if the device is known."""
+
+    timeline: str | None = option(None, metavar="DIR")
+    """Directory for the executed timelines of a few iterations, with drawings. `terapipe plan --timeline
+    DIR` compares them with a simulation. Default: none is written."""
+
+    timeline_iterations: str | None = option(None, metavar="N,N-N,...", aliases=("--timeline-iteration",))
+    """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Default: the third to the fifth of
+    this run, because the first ones are slower than the rest."""
+
+    ledger_directory: str | None = option(None, metavar="DIR")
+    """Directory in which every rank writes what it has done and whom it waits for, if the run stands still for
+    `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_bounds(self)
+        if self.timeline_iterations is not None and self.timeline is None:
+            raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
+        if self.report is not None and self.metrics_file is None:
+            raise ConfigError(f"--report {self.report} has no metrics to read: add --metrics-file")
+        self.measured_iterations(0, 1)
+        check_choices(self)
+        self._check_profile()
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            if getattr(self, name) is not None and self.wandb_project is None:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
+
+    def _check_profile(self) -> None:
+        if self.use_pytorch_profiler and not self.profile:
+            raise ConfigError("--use-pytorch-profiler says how to profile, and nothing is: add --profile")
+        if self.use_pytorch_profiler and self.tensorboard_dir is None:
+            raise ConfigError("--use-pytorch-profiler says not where to: add --tensorboard-dir")
+        if self.profile and not self.profiled_iterations:
+            raise ConfigError(
+                f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
+                f"{self.profile_step_start}: give {self.profile_step_start + 1} or more"
+            )
+
+    @property
+    def profiled_iterations(self) -> range:
+        """Numbers, from 1, of the iterations to profile."""
+        return range(self.profile_step_start + 1, self.profile_step_end + 1) if self.profile else range(0)
+
+    def ledgers(self, save: str | None) -> Path:
+        """Return the directory of ledgers.
+
+        Args:
+            save: directory of checkpoints, if there is one.
+        """
+        return Path(self.ledger_directory or Path(save or ".") / "stalled_pipeline")
+
+    def measured_iterations(self, start: int, last: int) -> IterationNumbers:
+        """Return the iterations whose timelines are written, if there is a directory for them.
+
+        Args:
+            last: the last iteration of the run.
+
+        Raises:
+            ConfigError: if they are given in another form.
+        """
+        if self.timeline_iterations is not None:
+            return IterationNumbers.parse(self.timeline_iterations, "--timeline-iterations")
+        # A run of one or two iterations has but slow ones to show.
+        return IterationNumbers(((min(start + 3, last), min(start + 5, last)),))

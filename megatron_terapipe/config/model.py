@@ -1,0 +1,418 @@
+"""The section of the model, and the rule for dividing its output layer among pipeline ranks (ADR 53)."""
+
+from dataclasses import dataclass, replace
+from math import lcm, sqrt
+from typing import Literal
+
+from megatron_terapipe.config.layers import (
+    MOST_HEADS,
+    MOST_WIDTH,
+    BlockShape,
+    block_shapes,
+    canonical_layers,
+    layers_of_pattern,
+    window_of_megatron,
+)
+from megatron_terapipe.config.options import check_bounds, check_choices, option, resolve
+from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2.
+
+    Raises:
+        ConfigError: if a size is not positive, or two do not fit together.
+    """
+
+    model_preset: str | None = option(None, metavar="NAME|PATH")
+    """Take the sizes and the parts of a published model: one of those in docs/reference/arguments.md, or a config.json
+    of Hugging Face, or the folder that holds one. Flags win over it."""
+
+    num_layers: int = option(least=1, most=10_000)
+    """Transformer layers."""
+
+    hidden_size: int = option(least=1, most=1_000_000)
+    """Width of the residual stream."""
+
+    ffn_hidden_size: int = option(
+        derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with a gate", least=1, most=MOST_WIDTH
+    )
+    """Width of the hidden layer of the MLP."""
+
+    num_attention_heads: int = option(least=1, most=MOST_HEADS)
+    """Query heads of each attention."""
+
+    num_key_value_heads: int = option(
+        derived="--num-attention-heads", aliases=("--num-query-groups",), least=1, most=MOST_HEADS
+    )
+    """Key and value heads of each attention. If there are fewer than query heads, several query heads share one
+    (grouped-query attention)."""
+
+    kv_channels: int = option(derived="--hidden-size / --num-attention-heads", least=1, most=1_000_000)
+    """Width of one head."""
+
+    seq_length: int = option(least=1, most=10**9)
+    """Tokens of one training sequence."""
+
+    max_position_embeddings: int = option(derived="--seq-length", least=1, most=10**9)
+    """Longest sequence that the model can process. With learned positions, their number."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute",
+        shorthands={"--use-rotary-position-embeddings": "rope"},
+        # Scripts pass it beside RoPE: it speaks of the learned positions.
+        fallbacks={"--no-position-embedding": "none"},
+        elsewhere=dict.fromkeys(("relative", "mrope", "alibi", "yarn"), MODEL_CANNOT_BE_TRAINED),
+    )
+    """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
+    queries and keys, `none` does neither."""
+
+    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",), above=0, most=1e15)
+    """Base of the wavelengths of the rotations."""
+
+    rotary_percent: float = option(1.0, above=0, most=1)
+    """Fraction of each head that is rotated, its first channels."""
+
+    rotary_interleaved: bool = False
+    """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
+
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
+        derived="linear with --rotary-scaling-factor above 1, otherwise none",
+        shorthands={"--use-rope-scaling": "llama3"},
+    )
+    """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
+    (`linear`); the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
+    beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
+    longer ones, as in Phi-3 (`longrope`)."""
+
+    rotary_scaling_factor: float = option(
+        derived="8 with llama3, --max-position-embeddings / --rotary-original-length with longrope, otherwise 1",
+        aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"),
+        above=0,
+        most=1e6,
+    )
+    """How many times longer the sequences are that the rotations are scaled for."""
+
+    rotary_original_length: int = option(
+        derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
+        aliases=("--original-max-position-embeddings",),
+        least=1,
+        most=10**9,
+    )
+    """Tokens of the sequences before scaling: tells slow rotations from fast ones, with `dynamic` and `longrope` long
+    sequences from others."""
+
+    rotary_short_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: what each rotation is divided by if --seq-length is --rotary-original-length or less, a number for
+    each pair of channels, with commas between them."""
+
+    rotary_long_factors: str | None = option(None, metavar="LIST")
+    """`longrope`: the same for longer sequences."""
+
+    rotary_low_frequency_factor: float = option(1.0, above=0, most=1e6)
+    """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
+    """`llama3` leaves rotations alone that turn more times than this within --rotary-original-length."""
+
+    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",), above=0, most=1e6)
+    """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",), above=0, most=1e6)
+    """`yarn` leaves rotations alone that turn more times than this within --rotary-original-length."""
+
+    rotary_attention_factor: float = option(
+        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
+        "ln(--rotary-original-length)) with longrope, otherwise 1",
+        above=0,
+        most=1e6,
+    )
+    """Factor of the rotated channels of queries and keys."""
+
+    no_rope_freq: str | None = option(None, metavar="PATTERN")
+    """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
+    `([0]*3+[1])*8`."""
+
+    sliding_window: int | None = option(None, conversions={"--window-size": window_of_megatron}, least=1, most=10**12)
+    """Tokens that a token attends to, itself included. Default: all before it."""
+
+    window_attn_skip_freq: str | None = option(None, metavar="PATTERN")
+    """Layers that attend to the whole sequence in spite of --sliding-window: a number N for every Nth layer, or a list
+    with a 1 for each layer with a window and a 0 for each without, `([1]*5+[0])*4`."""
+
+    rotary_base_local: float | None = option(None, above=0, most=1e15)
+    """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
+    layers."""
+
+    qk_norm: Literal["none", "head", "all-heads"] = option("none", shorthands={"--qk-layernorm": "head"})
+    """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
+    (`all-heads`)."""
+
+    softmax_scale: float = option(derived="1 / sqrt(--kv-channels)", above=0, most=1e6)
+    """Factor of the scores of attention."""
+
+    attention_softcap: float | None = option(None, above=0, most=1e9)
+    """Limit c of the scores of attention: a score x becomes c tanh(x / c)."""
+
+    normalization: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+    )
+    """Type of the norms before attention, MLP and output layer."""
+
+    apply_layernorm_1p: bool = False
+    """Keep the weights of norms less 1."""
+
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Where the norms of a layer are: on the inputs of attention and MLP (`pre`), on their outputs before these are
+    added to the residual (`post`), or on both."""
+
+    parallel_residual: bool = False
+    """Add attention and MLP, of the same input, to the residual together."""
+
+    shared_block_norm: bool = False
+    """Give attention and MLP one norm. Needs --parallel-residual."""
+
+    residual_multiplier: float = option(1.0, above=0, most=1e6)
+    """Factor of the outputs of attention and MLP as they are added to the residual."""
+
+    embedding_multiplier: float = option(1.0, above=0, most=1e6)
+    """Factor of the embedded words."""
+
+    logit_multiplier: float = option(1.0, above=0, most=1e6)
+    """Factor of the logits."""
+
+    logit_softcap: float | None = option(None, above=0, most=1e9)
+    """Limit c of the logits: a logit x becomes c tanh(x / c)."""
+
+    activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
+        derived="gelu; gelu-exact with --disable-bias-linear or --no-bias-gelu-fusion",
+        shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
+        # In Megatron the tanh form is that of the kernel which adds the bias, too.
+        fallbacks={"--no-bias-gelu-fusion": "gelu-exact"},
+    )
+    """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
+    `swiglu`, `geglu` and `geglu-exact` add a gate, which is a third matrix."""
+
+    disable_bias_linear: bool = False
+    """Use linear layers without biases."""
+
+    add_qkv_bias: bool = False
+    """Give queries, keys and values biases in spite of --disable-bias-linear."""
+
+    add_attention_bias: bool = False
+    """Give all matrices of attention biases in spite of --disable-bias-linear."""
+
+    add_mlp_bias: bool = False
+    """Give the MLP biases in spite of --disable-bias-linear."""
+
+    vocab_size: int | None = option(None, least=1, most=10**8)
+    """Tokens in the vocabulary before padding. Default: the tokenizer's."""
+
+    vocab_rows: int | None = option(None, aliases=("--padded-vocab-size",), least=1, most=10**8)
+    """Rows of the word embedding, instead of the vocabulary padded by `--make-vocab-size-divisible-by`."""
+
+    make_vocab_size_divisible_by: int = option(128, least=1, most=1_000_000)
+    """Pad the vocabulary to a multiple of this number and of the tensor-parallel size. Checkpoints then fit any
+    tensor-parallel size that divides this number."""
+
+    layernorm_epsilon: float = option(1e-5, aliases=("--norm-epsilon",), above=0, most=1)
+    """Number that norms add to the variance or to the mean square."""
+
+    init_method_std: float = option(0.02, least=0, most=1000)
+    """Standard deviation of the initial weights."""
+
+    output_layer_init_std: float = option(derived="--init-method-std / sqrt(2 x --num-layers)", least=0, most=1000)
+    """Standard deviation of the initial weights of the matrices that write to the residual stream."""
+
+    embedding_init_method_std: float = option(derived="--init-method-std", least=0, most=1000)
+    """Standard deviation of the initial embeddings."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weights instead of those of the word embedding."""
+
+    hidden_dropout: float = option(0.0, least=0, below=1)
+    """Dropout after the embedding, and on the outputs of attention and MLP. Its masks depend only on the seed, the
+    layer and the position of the token, so token slices, stages and ranks do not change them."""
+
+    attention_dropout: float = option(0.0, least=0, below=1)
+    """Dropout on the attention probabilities. Flash kernels do not know the position of a token, so attention is then
+    written out, which is slower."""
+
+    heterogeneous_layers_config_path: str | None = option(
+        None, metavar="FILE", aliases=("--heterogeneous-layers-config-encoded-json",)
+    )
+    """JSON of the layers that are not as usual, or a file of it: {"block_configs": [{"attention":
+    {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, {"mlp": {"no_op": true}}, ...]}, a layer an entry."""
+
+    def __post_init__(self) -> None:
+        """Fill in the derived sizes, then check."""
+        check_bounds(self)
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
+                f"{self.num_attention_heads}: change one of them, or give the width of a head with "
+                "--kv-channels"
+            )
+        resolve(self, "activation", "gelu-exact" if self.disable_bias_linear else "gelu")
+        # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
+        gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
+        resolve(self, "ffn_hidden_size", gated_width if self.gated else 4 * self.hidden_size)
+        resolve(self, "num_key_value_heads", self.num_attention_heads)
+        resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        resolve(self, "max_position_embeddings", self.seq_length)
+        check_bounds(self)  # Those that were derived, too.
+        resolve(self, "softmax_scale", 1 / sqrt(self.kv_channels))
+        resolve(self, "output_layer_init_std", self.init_method_std / sqrt(2 * self.num_layers))
+        resolve(self, "embedding_init_method_std", self.init_method_std)
+        resolve_rotation(self)
+        check_choices(self)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"--num-key-value-heads {self.num_key_value_heads} does not divide "
+                f"--num-attention-heads {self.num_attention_heads}: give one of its divisors"
+            )
+        if self.seq_length > self.max_position_embeddings:
+            raise ConfigError(
+                f"--seq-length {self.seq_length} is more than --max-position-embeddings "
+                f"{self.max_position_embeddings}: lower the former, or raise the latter to {self.seq_length}"
+            )
+        if self.vocab_rows is not None and self.vocab_size is not None and self.vocab_rows < self.vocab_size:
+            raise ConfigError(
+                f"--vocab-rows {self.vocab_rows} has no room for the {self.vocab_size} tokens of --vocab-size: give "
+                f"{self.vocab_size} or more"
+            )
+        check_rotation(self)
+        self._check_block()
+        self._resolve_layers()
+
+    def _check_block(self) -> None:
+        if self.qk_norm == "all-heads" and self.normalization != "rmsnorm":
+            raise ConfigError(
+                f"--qk-norm all-heads is for rmsnorm, not for --normalization {self.normalization}: change one of them"
+            )
+        if self.shared_block_norm and not self.parallel_residual:
+            raise ConfigError("--shared-block-norm needs attention and MLP of one input: add --parallel-residual")
+        if self.parallel_residual and self.norm_placement != "pre":
+            raise ConfigError(
+                f"--norm-placement {self.norm_placement} does not go with --parallel-residual: use --norm-placement pre"
+            )
+        if self.sliding_window is None and self.window_attn_skip_freq is not None:
+            raise ConfigError(
+                f"--window-attn-skip-freq {self.window_attn_skip_freq} has no window to skip: add --sliding-window"
+            )
+        if self.sliding_window is None and self.rotary_base_local is not None:
+            raise ConfigError(
+                f"--rotary-base-local {self.rotary_base_local} is for layers with a window: add --sliding-window"
+            )
+        if self.no_rope_freq is not None and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"--no-rope-freq {self.no_rope_freq} has no rotations to leave out: add --position-embedding-type rope"
+            )
+
+    def _resolve_layers(self) -> None:
+        if self.heterogeneous_layers_config_path is not None:
+            layers = canonical_layers(self.heterogeneous_layers_config_path)
+            object.__setattr__(self, "heterogeneous_layers_config_path", layers)
+        described = len(self.blocks)
+        if described != self.num_layers:
+            raise ConfigError(
+                f"--heterogeneous-layers-config-path describes {described} layers, but --num-layers is "
+                f"{self.num_layers}: describe each, or set --num-layers {described}"
+            )
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of each head that RoPE rotates."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "geglu", "geglu-exact")
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return not self.disable_bias_linear or self.add_qkv_bias or self.add_attention_bias
+
+    @property
+    def has_projection_bias(self) -> bool:
+        """Whether the projection behind attention has a bias."""
+        return not self.disable_bias_linear or self.add_attention_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the matrices of the MLP have biases."""
+        return not self.disable_bias_linear or self.add_mlp_bias
+
+    @property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Shape of each transformer layer, first to last."""
+        usual = BlockShape(num_key_value_heads=self.num_key_value_heads, ffn_hidden_size=self.ffn_hidden_size)
+        shapes = [usual] * self.num_layers
+        if self.heterogeneous_layers_config_path is not None:
+            shapes = block_shapes(
+                self.heterogeneous_layers_config_path,
+                usual=usual,
+                num_attention_heads=self.num_attention_heads,
+                hidden_size=self.hidden_size,
+            )
+        count = len(shapes)
+        whole = unrotated = (False,) * count
+        if self.window_attn_skip_freq is not None:
+            # A number names the layers without a window, a list those with one.
+            named = layers_of_pattern(self.window_attn_skip_freq, count, "--window-attn-skip-freq")
+            whole = named if self.window_attn_skip_freq.strip().isdigit() else tuple(not each for each in named)
+        if self.no_rope_freq is not None:
+            unrotated = layers_of_pattern(self.no_rope_freq, count, "--no-rope-freq")
+        return tuple(
+            replace(shape, window=None if whole[index] else self.sliding_window, rotated=not unrotated[index])
+            for index, shape in enumerate(shapes)
+        )
+
+    @property
+    def vocabulary_multiple(self) -> tuple[str, int]:
+        """The flag, and its number of rows, of which the word embedding has a multiple."""
+        if self.vocab_rows is not None:
+            return "--vocab-rows", self.vocab_rows
+        return "--make-vocab-size-divisible-by", self.make_vocab_size_divisible_by
+
+    def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
+        """Rows of the word embedding.
+
+        Megatron pads to a multiple of the product; the least common multiple is the same for most sizes, and then
+        a checkpoint has one shape whatever the tensor-parallel size.
+
+        Raises:
+            ConfigError: if the vocabulary is still the tokenizer's, and not filled in.
+        """
+        if self.vocab_rows is not None:
+            return self.vocab_rows
+        if self.vocab_size is None:
+            raise ConfigError("--vocab-size is not known before the tokenizer is read: give it")
+        multiple = lcm(self.make_vocab_size_divisible_by, tensor_parallel_size)
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tensor_ranks: int) -> str | None:
+    """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can.
+
+    Args:
+        pipeline_ranks: pipeline ranks that get a part each.
+        tensor_ranks: tensor-parallel ranks that share each part.
+    """
+    if not model.untie_embeddings_and_output_weights:
+        return (
+            "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
+            "--untie-embeddings-and-output-weights, or drop it"
+        )
+    parts = pipeline_ranks * tensor_ranks
+    flag, rows = model.vocabulary_multiple
+    if rows % parts:
+        return (
+            f"--vocabulary-stages deals the rows of the output layer to {pipeline_ranks} pipeline x {tensor_ranks} "
+            f"tensor-parallel ranks, and {flag} {rows} is not a multiple of {parts}: change it"
+        )
+    return None

@@ -1,0 +1,397 @@
+"""The section that says how the work is laid out: over ranks, and over time."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, one_of, option, resolve
+from megatron_terapipe.config.pipeline import (
+    LAYOUT,
+    check_ends,
+    check_layers_per_stage,
+    check_schedule,
+    layout_stages,
+    listed_stages,
+    uniform_stages,
+    weighed_stages,
+)
+from megatron_terapipe.errors import ConfigError
+
+AUTO = "auto"
+"""Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
+nobody cuts a sequence."""
+
+BALANCED, BY_DOCUMENTS = "balanced", "balanced-by-documents"
+"""Token slices of equal work: for one document in each sequence; for the documents of each micro-batch."""
+
+MOST_RANKS = 1_000_000
+"""Ranks of a run at most: several times as many as the largest machines have devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Parallelism: world size = data x sequence x tensor x pipeline parallel size; token slices need no ranks.
+
+    Raises:
+        ConfigError: if a size is not positive, a value not supported, or two fields contradict each other.
+    """
+
+    tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",), least=1, most=10_000)
+    """Ranks that share the matrices of each layer."""
+
+    sequence_parallel: bool = False
+    """Give each tensor-parallel rank its part of every token slice between the matrices. This needs less memory and the
+    same traffic."""
+
+    ds_sequence_parallel_size: int = option(1, aliases=("--context-parallel-size",), least=1, most=10_000)
+    """Sequence-parallel ranks: each has its part of every token slice between the matrices, and attends with its part
+    of the heads to all tokens, as DeepSpeed-Ulysses does. This needs less memory, and exchanges tokens for heads around
+    attention. They are not the ranks of `--sequence-parallel`, which share matrices."""
+
+    pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",), least=1, most=10_000)
+    """Ranks of the pipeline, each with its part of the layers."""
+
+    num_model_chunks: int = option(
+        derived="what --num-layers-per-virtual-pipeline-stage comes to, else 1",
+        aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+        least=1,
+        most=10_000,
+    )
+    """Stages (model chunks) that each pipeline rank owns. More model chunks make stages smaller and bubbles shorter,
+    but need more messages and keep more activations."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of each stage, instead of `--num-model-chunks`."""
+
+    model_chunk_placement: Literal["looped", "v"] = "looped"
+    """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
+    that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files."""
+
+    data_parallel_size: int | None = option(None, least=1, most=MOST_RANKS)
+    """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
+
+    vocabulary_stages: bool = False
+    """Give each pipeline rank one more stage, with its part of the output layer's vocabulary, and not the last rank the
+    whole of it (arXiv 2411.05288). The weights of embedding and output layer must be untied."""
+
+    no_overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks after the last op, instead of layer by layer while it runs."""
+
+    overlap_param_gather: bool = False
+    """Under ZeRO 1, and in bf16, gather the weights that other data-parallel ranks updated while the next forward
+    runs."""
+
+    no_pipeline_parallel: bool = False
+    """Use no pipeline. The pipeline-parallel size must be 1."""
+
+    num_token_slices: int = option(
+        derived="as many as --token-slices lists or finds, else 1", aliases=("--pipe-sp-splits",), least=1, most=16_384
+    )
+    """Token slices that every sequence is split into. They pass through the pipeline one after the other."""
+
+    token_slices: str | None = option(
+        None,
+        metavar="LENGTHS",
+        translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
+    )
+    """Lengths of the token slices, such as 704,688,656. `balanced` gives each the same work, forward and backward,
+    counted in FLOPs. `balanced-by-documents` does so for each micro-batch by its documents, which
+    `--reset-attention-mask` keeps apart, with lengths from a small set. `auto` finds the lengths with which a step is
+    predicted to be shortest on `--cluster`, and, without `--num-token-slices`, their number. Default: as equal as
+    possible."""
+
+    pipeline_schedule: str = option(
+        derived="optimised with vocabulary stages, interleaved with model chunks, else 1f1b",
+        metavar="SCHEDULE",
+        shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
+    )
+    """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
+    chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `breadth-first`, which runs all
+    micro-batches on one stage before the rank goes on to its next; `optimised`, which is found for this model, these
+    token slices, this batch and `--cluster` before the run starts; or a file of ops, as `terapipe plan`
+    writes one."""
+
+    schedule_memory_limit: float | None = option(None, metavar="A", most=1e9)
+    """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on
+    that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
+
+    cluster: str | None = option(None, metavar="FILE")
+    """Cluster for which `--strategy auto`, `--token-slices auto` and `--pipeline-schedule optimised` find answers: a
+    cluster file as `terapipe search` reads it, or a hostfile, whose devices are assumed to be
+    A100-SXM4-80GB. Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
+
+    op_profile: str | None = option(None, metavar="FILE")
+    """Profile with the times of ops and messages for these answers, as `terapipe search measure`
+    writes it. Default: times computed from data sheets."""
+
+    op_calibration: str | None = option(None, metavar="FILE")
+    """Trials of this cluster (.jsonl), or constants fitted to them, for these answers; as the search's `--calibrate`
+    and `--calibration` read them."""
+
+    stage_partition: str = option(
+        "uniform",
+        metavar="PARTITION",
+        aliases=("--pp-partition-method",),
+        spellings={"type:transformer": "uniform"},
+    )
+    """Which layers are on which stage. The number of stages is ranks x model chunks. `uniform` gives each stage the
+    same number of layers, `parameters` the same number of parameters. `auto`, with `--token-slices auto`, finds the
+    layers that make the step short, for example where the output layer is expensive. 0,5,12 gives layers 0 to 4 to the
+    first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
+    belongs to the first stage, the final norm and the output layer to the last."""
+
+    pipeline_model_parallel_layout: str | None = option(None, metavar="LAYOUT")
+    """Layers of each stage in Megatron's text, such as Ett|(tt|)*6tL. The number of model chunks follows from it."""
+
+    decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
+    evenly."""
+
+    decoder_last_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
+    evenly."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, where all stages have equally many."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer of the last stage, where all stages have equally many."""
+
+    strategy: str | None = option(None, metavar="FILE")
+    """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before
+    the run starts, as `terapipe search rank` does, keeping what other flags say."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Communication library. Default: the one for the accelerator."""
+
+    distributed_timeout_minutes: float = option(30.0, above=0, most=1e6)
+    """Longest time in minutes for which a rank waits for another. If the run stands still for so long, one line says
+    which rank is behind, and all processes end with exit code 75. It must be longer than anything that a rank does
+    alone, such as compiling or writing its part of a checkpoint."""
+
+    local_rank: int | None = option(None, least=0, most=65_535)
+    """Rank on this machine. The launcher sets it."""
+
+    def __post_init__(self) -> None:
+        """Fill in the number of token slices, then check."""
+        check_choices(self)
+        check_bounds(self)
+        if self.vocabulary_stages and self.pipeline_model_parallel_size == 1:
+            # On one rank there is nothing to share.
+            object.__setattr__(self, "vocabulary_stages", False)
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            # Scripts set it whatever the size; on one rank there is nothing to share.
+            object.__setattr__(self, "sequence_parallel", False)
+        if self.no_pipeline_parallel and self.pipeline_model_parallel_size != 1:
+            raise ConfigError(
+                "--no-pipeline-parallel contradicts --pipeline-model-parallel-size "
+                f"{self.pipeline_model_parallel_size}: drop one of them"
+            )
+        self._resolve_token_slices()
+        self._resolve_layout()
+        check_layers_per_stage(self.num_layers_per_virtual_pipeline_stage, self.num_model_chunks, self.stage_partition)
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            resolve(self, "num_model_chunks", 1)
+            self._resolve_schedule()
+            self._check_ends()
+            self.stage_bounds()
+            if self.stage_partition == AUTO and self.token_slices != AUTO:
+                raise ConfigError(
+                    "--stage-partition auto is found together with the token slices: add --token-slices auto, or give "
+                    "a list"
+                )
+
+    def for_layers(self, num_layers: int) -> "ParallelConfig":
+        """Return the section with layers of each stage turned into a number of model chunks, and ends into a list.
+
+        Raises:
+            ConfigError: if the layers cannot be dealt so.
+        """
+        embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        counted = num_layers + embedding + output
+        model_chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
+        if each is not None:
+            together = each * self.pipeline_model_parallel_size
+            if counted % together:
+                raise ConfigError(
+                    f"--num-layers {counted} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
+                    f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of "
+                    "them, or give --num-model-chunks, which deals layers unevenly"
+                )
+            model_chunks = counted // together
+        if each is None and counted == num_layers:
+            return self
+        partition = self.stage_partition
+        if counted > num_layers:
+            num_stages = self.pipeline_model_parallel_size * model_chunks
+            partition = str(weighed_stages(num_layers, num_stages, embedding=embedding, output=output))
+        return replace(
+            self,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_model_chunks=model_chunks,
+            stage_partition=partition,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages with transformer layers: as many as pipeline ranks, unless each owns several."""
+        return self.pipeline_model_parallel_size * self.num_model_chunks
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """Pipeline layers that share the output layer: one, or with vocabulary stages one for each pipeline rank."""
+        return self.pipeline_model_parallel_size if self.vocabulary_stages else 1
+
+    def pipeline(self, num_micro_batches: int = 1) -> PipelineShape:
+        """Extent of the pipeline, with so many micro-batches."""
+        return PipelineShape(
+            self.num_stages + self.vocabulary_stages * self.vocabulary_parts,
+            num_micro_batches,
+            self.num_token_slices or 1,
+            self.num_model_chunks + self.vocabulary_stages,
+            Placement(self.model_chunk_placement),
+        )
+
+    def _resolve_layout(self) -> None:
+        """Turn Megatron's layout into a stage partition and a number of model chunks."""
+        layout = self.pipeline_model_parallel_layout
+        if layout is None:
+            return
+        partition, model_chunks = layout_stages(layout, self.pipeline_model_parallel_size)
+        others = {"stage_partition": "uniform", "num_model_chunks": None, "num_layers_per_virtual_pipeline_stage": None}
+        for name, unset in others.items():
+            if (given := getattr(self, name)) != unset:
+                raise ConfigError(f"{flag(LAYOUT)} {layout} and {flag(name)} {given} both deal layers: drop the latter")
+        found = {"stage_partition": str(partition), "num_model_chunks": model_chunks, LAYOUT: None}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    def _check_ends(self) -> None:
+        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        check_ends(
+            self.stage_partition,
+            self.pipeline_model_parallel_size,
+            self.num_model_chunks,
+            placement=self.model_chunk_placement,
+            layers={name: number for name in ends if (number := getattr(self, name)) is not None},
+            counted=[name for name in counted if getattr(self, name)],
+        )
+
+    def _resolve_schedule(self) -> None:
+        usual = "interleaved" if self.num_model_chunks > 1 else "1f1b"
+        resolve(self, "pipeline_schedule", OPTIMISED if self.vocabulary_stages else usual)
+        name = self.pipeline_schedule
+        if self.model_chunk_placement == "v" and self.num_model_chunks == 1:
+            raise ConfigError(
+                "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it"
+            )
+        check_schedule(name, self.pipeline(), self.schedule_memory_limit)
+
+    def _resolve_token_slices(self) -> None:
+        if self.token_slices == AUTO:
+            self._check_auto()
+            return
+        if self.token_slices in (BALANCED, BY_DOCUMENTS):
+            if self.num_token_slices is None:
+                raise ConfigError(f"--token-slices {self.token_slices} does not say how many: add --num-token-slices")
+        elif self.token_slices is not None:
+            num_lengths = len(self.listed_token_slices() or ())
+            resolve(self, "num_token_slices", num_lengths)
+            if self.num_token_slices != num_lengths:
+                raise ConfigError(
+                    f"--num-token-slices {self.num_token_slices} contradicts --token-slices "
+                    f"{self.token_slices}, which lists {num_lengths}: drop the former"
+                )
+        resolve(self, "num_token_slices", 1)
+
+    def _check_auto(self) -> None:
+        if self.pipeline_schedule is not None and self.pipeline_schedule not in (*SCHEDULES, OPTIMISED):
+            raise ConfigError(
+                f"--token-slices auto does not go with --pipeline-schedule {self.pipeline_schedule}, a file for one "
+                f"number of token slices: give their lengths, or choose {one_of([*SCHEDULES, OPTIMISED])}"
+            )
+
+    def listed_token_slices(self) -> TokenSlices | None:
+        """Return the token slices that `--token-slices` lists; None if it lists none.
+
+        Raises:
+            ConfigError: if it is not a list of positive whole numbers.
+        """
+        if self.token_slices in (None, BALANCED, BY_DOCUMENTS, AUTO):
+            return None
+        try:
+            return TokenSlices.parse(self.token_slices)
+        except PlanError as error:
+            words = one_of([BALANCED, BY_DOCUMENTS, AUTO])
+            raise ConfigError(f"--token-slices: {error}, or give {words} in their place") from None
+
+    def uniform_stages(self, num_layers: int) -> StagePartition:
+        """Return the transformer layers of each stage, as even as can be but for the ends that flags give.
+
+        Raises:
+            ConfigError: if the ends leave too few layers for the stages between.
+        """
+        return uniform_stages(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            self.num_model_chunks,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+        )
+
+    def stage_bounds(self) -> StagePartition | None:
+        """Return the transformer layers of each stage; None if a rule deals them.
+
+        Raises:
+            ConfigError: if the bounds do not give every stage a layer.
+        """
+        if self.stage_partition == AUTO:
+            return None
+        return listed_stages(self.stage_partition, self.pipeline_model_parallel_size, self.num_model_chunks)
+
+    @property
+    def least_world_size(self) -> int:
+        """Ranks that the sizes need, with one replica where nobody says how many."""
+        return self.ranks_of_a_replica * (self.data_parallel_size or 1)
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.ds_sequence_parallel_size * self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """Lay the parallel axes over the ranks.
+
+        Raises:
+            ConfigError: if there are too many, or the sizes do not multiply to `world_size`.
+        """
+        if world_size > MOST_RANKS:
+            raise ConfigError(
+                f"{world_size} ranks are more than the {MOST_RANKS:,} that a run can have: lower "
+                "--data-parallel-size, --ds-sequence-parallel-size, --tensor-model-parallel-size or "
+                "--pipeline-model-parallel-size"
+            )
+        try:
+            layout = ParallelLayout.for_world_size(
+                world_size,
+                sequence_parallel_size=self.ds_sequence_parallel_size,
+                tensor_parallel_size=self.tensor_model_parallel_size,
+                pipeline_parallel_size=self.pipeline_model_parallel_size,
+                num_token_slices=self.num_token_slices or 1,
+            )
+        except PlanError as error:
+            raise ConfigError(str(error)) from None
+        if self.data_parallel_size not in (None, layout.data_parallel_size):
+            needed = layout.world_size // layout.data_parallel_size * self.data_parallel_size
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} contradicts the {world_size} processes "
+                f"launched, which leave {layout.data_parallel_size}: launch {needed} processes"
+            )
+        return layout

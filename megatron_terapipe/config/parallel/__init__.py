@@ -1,1 +1,0 @@
-"""The parallel layout: how the work is laid out over ranks, stages and token slices."""

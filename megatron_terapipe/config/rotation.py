@@ -1,0 +1,226 @@
+"""Rotary positions: their settings in the model section, the rules between these, and the frequencies that they give.
+
+Peng    Peng et al., YaRN, arXiv 2309.00071
+Ding    Ding et al., LongRoPE, arXiv 2402.13753; lists and attention factor are those of Phi-3 (arXiv 2404.14219)
+NTK     dynamic scaling has no paper of its own; Peng, section 3.2 and equation 16, has its base
+Llama   Grattafiori et al., arXiv 2407.21783; the formula of its scaling is that of the released code
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil, floor, isfinite, log, pi, sqrt
+from typing import TYPE_CHECKING
+
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.options import check_bounds, flag, resolve
+from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_terapipe.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How the queries and keys of a layer turn with their positions."""
+
+    name: str
+    """Its name among the rotations of the model."""
+    frequencies: tuple[float, ...]
+    """Angle per position of each pair of channels, in the order of the pairs."""
+    factor: float = 1.0
+    """Factor of the channels that turn."""
+    interleaved: bool = False
+    """Whether pair c is channels 2c and 2c + 1; otherwise it is channels c and c + the number of pairs."""
+
+
+def rotation_of(model: "ModelConfig", block: BlockShape) -> Rotation | None:
+    """Return the rotation of a layer's queries and keys; None if it has none."""
+    if model.position_embedding_type != "rope" or not block.rotated:
+        return None
+    if block.window is not None and model.rotary_base_local is not None:
+        local = frequencies_of_base(model.rotary_base_local, model.rotary_channels)
+        return Rotation("rotation in windows", local, interleaved=model.rotary_interleaved)
+    return Rotation(
+        "rotation", scaled_frequencies(model), model.rotary_attention_factor, interleaved=model.rotary_interleaved
+    )
+
+
+def frequencies_of_base(base: float, channels: int) -> tuple[float, ...]:
+    """Return the angle per position of each pair of channels (Su et al., RoFormer, arXiv 2104.09864 equation 15).
+
+    Args:
+        channels: channels that turn, an even number.
+    """
+    return tuple(base ** (-channel / channels) for channel in range(0, channels, 2))
+
+
+def scaled_frequencies(model: "ModelConfig") -> tuple[float, ...]:
+    """Return the angle per position of each pair of channels, scaled as the model section says."""
+    plain = frequencies_of_base(model.rotary_base, model.rotary_channels)
+    if model.rotary_scaling == "none":
+        return plain
+    if model.rotary_scaling == "dynamic":
+        return frequencies_of_base(model.rotary_base * _base_stretch(model), model.rotary_channels)
+    if model.rotary_scaling == "longrope":
+        longer = model.seq_length > model.rotary_original_length
+        factors = listed_factors(model, "rotary_long_factors" if longer else "rotary_short_factors")
+        return tuple(each / factor for each, factor in zip(plain, factors, strict=True))
+    kept = {"linear": _none_kept, "llama3": _kept_in_llama3, "yarn": _kept_in_yarn}[model.rotary_scaling](model, plain)
+    factor = model.rotary_scaling_factor
+    return tuple(each * (share + (1 - share) / factor) for each, share in zip(plain, kept, strict=True))
+
+
+FOLLOW_LENGTH = ("dynamic", "longrope")
+"""Scalings with which rotations depend on the length of sequences."""
+
+
+def for_length(model: "ModelConfig", tokens: int) -> "ModelConfig":
+    """Return the model for sequences of another length, where its rotations depend on that.
+
+    Args:
+        tokens: length of the sequences; more than the model can process are as many as it can.
+    """
+    if model.rotary_scaling not in FOLLOW_LENGTH:
+        return model
+    return replace(model, seq_length=min(tokens, model.max_position_embeddings))
+
+
+def _base_stretch(model: "ModelConfig") -> float:
+    """Factor of the base for sequences of this length, 1 up to the original one (Peng, section 3.2, equation 16)."""
+    factor, channels = model.rotary_scaling_factor, model.rotary_channels
+    longer = max(model.seq_length / model.rotary_original_length, 1.0)
+    return float((factor * longer - (factor - 1)) ** (channels / (channels - 2)))
+
+
+def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
+    """Return the factors of a list of `longrope`, one for each pair of channels.
+
+    Raises:
+        ConfigError: if it is no list of as many positive numbers.
+    """
+    text, pairs = getattr(model, name), model.rotary_channels // 2
+    if text is None:
+        raise ConfigError(f"--rotary-scaling longrope divides rotations by lists of factors: add {flag(name)}")
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(isfinite(each) and each > 0 for each in factors):
+        raise ConfigError(f"{flag(name)} {text} is not positive numbers with commas between them: write 1.0,1.05")
+    if len(factors) != pairs:
+        raise ConfigError(
+            f"{flag(name)} lists {len(factors)} factors, and {pairs} pairs of channels turn: give one for each"
+        )
+    return factors
+
+
+def _none_kept(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+    return [0.0 for _ in plain]
+
+
+def _kept_in_llama3(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+    """Share of each frequency that is left alone, which grows with its turns within the original length."""
+    low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
+    turns = (model.rotary_original_length * each / (2 * pi) for each in plain)
+    return [_within_unit((each - low) / (high - low)) for each in turns]
+
+
+def _kept_in_yarn(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
+    """Share of each frequency that is left alone, which falls with its number (Peng, equations 17 to 19)."""
+
+    def number(turns: float) -> float:
+        """Number of the pair of channels that turns so often within the original length, a fraction."""
+        wavelengths = model.rotary_original_length / (2 * pi * turns)
+        return model.rotary_channels * log(wavelengths) / (2 * log(model.rotary_base))
+
+    # The released code rounds both ends outwards, and lets the ramp end beyond the last pair.
+    first = max(floor(number(model.rotary_beta_fast)), 0)
+    last = min(ceil(number(model.rotary_beta_slow)), model.rotary_channels - 1)
+    width = last - first or 0.001
+    return [1 - _within_unit((index - first) / width) for index in range(len(plain))]
+
+
+def _within_unit(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+def resolve_rotation(model: "ModelConfig") -> None:
+    """Fill in the settings of rotations that follow from others; only for `__post_init__` of the model section.
+
+    Raises:
+        ConfigError: if one is not positive.
+    """
+    factor = model.rotary_scaling_factor
+    resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
+    usual = 8.0 if model.rotary_scaling == "llama3" else 1.0
+    if model.rotary_scaling == "longrope" and model.rotary_original_length:
+        usual = model.max_position_embeddings / model.rotary_original_length
+    resolve(model, "rotary_scaling_factor", usual)
+    check_bounds(model)
+    factor = model.rotary_scaling_factor
+    before = 8192 if model.rotary_scaling == "llama3" else max(1, int(model.max_position_embeddings / factor))
+    resolve(model, "rotary_original_length", before)
+    # Peng et al., YaRN, arXiv 2309.00071 section 3.4; queries and keys take it each, so scores take its square.
+    attention = 1.0
+    if model.rotary_scaling == "yarn" and factor > 1:
+        attention = 0.1 * log(factor) + 1
+    elif model.rotary_scaling == "longrope":
+        attention = longrope_attention_factor(factor, model.rotary_original_length)
+    resolve(model, "rotary_attention_factor", attention)
+    for name in LISTS:
+        if model.rotary_scaling == "longrope":
+            # The same numbers have one form, so that models can be compared.
+            object.__setattr__(model, name, ",".join(map(str, listed_factors(model, name))))
+
+
+LISTS = ("rotary_short_factors", "rotary_long_factors")
+"""Fields with lists of factors."""
+
+
+def longrope_attention_factor(factor: float, original_length: int) -> float:
+    """Return the factor of the channels that turn (Phi-3, arXiv 2404.14219; Ding's scaling leaves it open).
+
+    Args:
+        factor: how many times longer the sequences are that the model is for.
+    """
+    return sqrt(1 + log(factor) / log(original_length)) if factor > 1 and original_length > 1 else 1.0
+
+
+def check_rotation(model: "ModelConfig") -> None:
+    """Check the settings of rotations against each other.
+
+    Raises:
+        ConfigError: if two do not fit together.
+    """
+    if model.position_embedding_type == "rope" and (model.rotary_channels < 2 or model.rotary_channels % 2):
+        raise ConfigError(
+            f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "
+            f"{model.rotary_channels} channels, and they turn in pairs: change it, or --kv-channels"
+        )
+    if model.rotary_scaling == "dynamic" and model.rotary_channels == 2:
+        raise ConfigError(
+            "--rotary-scaling dynamic enlarges the base of all rotations but the first, and 2 channels turn in one: "
+            "choose linear, or raise --rotary-percent"
+        )
+    for name in LISTS:
+        if model.rotary_scaling != "longrope" and getattr(model, name) is not None:
+            raise ConfigError(f"{flag(name)} is for --rotary-scaling longrope, not {model.rotary_scaling}: drop it")
+    if model.rotary_scaling == "yarn" and model.rotary_base <= 1:
+        raise ConfigError(
+            f"--rotary-base {model.rotary_base} has no slow rotations that --rotary-scaling yarn could scale: raise it"
+        )
+    for low, high in (
+        ("rotary_low_frequency_factor", "rotary_high_frequency_factor"),
+        ("rotary_beta_slow", "rotary_beta_fast"),
+    ):
+        if not getattr(model, low) < getattr(model, high):
+            raise ConfigError(
+                f"{flag(low)} {getattr(model, low)} is not less than {flag(high)} {getattr(model, high)}: change one"
+            )
+    if model.rotary_scaling == "none" and model.rotary_scaling_factor != 1:
+        raise ConfigError(
+            f"--rotary-scaling-factor {model.rotary_scaling_factor} contradicts --rotary-scaling none: drop one of them"
+        )
+    if model.rotary_scaling != "none" and model.position_embedding_type != "rope":
+        raise ConfigError(
+            f"--rotary-scaling {model.rotary_scaling} has no rotations to scale: add --position-embedding-type rope"
+        )

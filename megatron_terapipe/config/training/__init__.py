@@ -1,1 +1,0 @@
-"""The training recipe: batch size, length, optimizer, number types, and what is checked of the numbers."""

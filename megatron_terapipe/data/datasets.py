@@ -1,0 +1,330 @@
+"""The datasets of a run: samples for training, validation and test, out of the data that its flags name.
+
+First several datasets as one, each with its share of the samples; then the splits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_terapipe.config.data import PARTS, DataConfig, Part
+from megatron_terapipe.data.file_arrays import Arrays, IndexCache, Numbers
+from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
+from megatron_terapipe.data.indexed_dataset import IndexedDataset
+from megatron_terapipe.errors import DataError
+
+_SECONDS_UNTIL_PROGRESS = 2.0
+
+
+class SampleDataset(Protocol):
+    """Samples of equal length by number."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Return the token ids of one sample, [seq_length + 1]."""
+
+
+class BlendOrder(NamedTuple):
+    """The order in which samples come from several datasets."""
+
+    dataset_index: Numbers
+    """Dataset of each sample, int16 [samples]."""
+    dataset_sample_index: Numbers
+    """Number of the sample in its dataset, int64 [samples]."""
+
+
+class UnreadSamples:
+    """A number of samples, on a rank that reads none of them."""
+
+    def __init__(self, num_samples: int) -> None:
+        """Remember how many."""
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Fail: whoever asks is on a rank that was said to read nothing."""
+        raise AssertionError(f"sample {sample} is read on a rank that reads no data")
+
+
+class BlendedDataset:
+    """Interleaves datasets so that at every moment each has given its share, to within a sample.
+
+    Attributes:
+        dataset_index: dataset of each sample, [samples].
+        dataset_sample_index: number of the sample in its dataset, int64 [samples].
+    """
+
+    def __init__(self, datasets: Sequence[SampleDataset], order: BlendOrder) -> None:
+        """Follow an order made by `interleave`.
+
+        Args:
+            datasets: each has at least as many samples as its number occurs in the order.
+        """
+        self.datasets = datasets
+        self.dataset_index, self.dataset_sample_index = order
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset_index)
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Return the token ids of one sample, int64 [seq_length + 1]."""
+        dataset = self.datasets[int(self.dataset_index[sample])]
+        return dataset[int(self.dataset_sample_index[sample])]
+
+
+def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> BlendOrder:
+    """Choose a dataset for each sample: the one that lags most behind its share, as Megatron does.
+
+    The order does not depend on `num_samples`: a longer run begins alike.
+
+    Args:
+        weights: share of each dataset, positive, in any unit.
+        num_samples: number of samples to choose.
+        cache: keeps the order; None keeps nothing.
+
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    cache = cache or IndexCache(None)
+    description = {"kind": "order of datasets, version 2", "weights": list(weights), "num_samples": num_samples}
+
+    def compute() -> Arrays:
+        chosen = _choose(weights, num_samples, show_progress=cache.keeps)
+        return {"dataset_index": chosen, "dataset_sample_index": _counted(chosen, len(weights))}
+
+    return BlendOrder(**cache.get(description, compute))
+
+
+def _counted(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
+    """Return for each sample how many came from its dataset before it."""
+    counted = np.empty(len(dataset_index), np.int64)
+    for number in range(num_datasets):
+        chosen = dataset_index == number
+        counted[chosen] = np.arange(np.count_nonzero(chosen))
+    return counted
+
+
+def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> NDArray[np.int16]:
+    # Each choice depends on those before it, and which of two equal lags is larger on the rounding of these very
+    # operations: so it is a loop, at a third of a microsecond per sample and a few datasets.
+    shares: list[float] = (np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
+    first, *others = enumerate(shares)
+    given = [0.0] * len(shares)
+    order = np.empty(num_samples, np.int16)
+    numbers = tqdm(
+        range(num_samples),
+        desc="blend",
+        unit="sample",
+        unit_scale=True,
+        delay=_SECONDS_UNTIL_PROGRESS,
+        disable=None if show_progress else True,  # None: silent when nobody watches
+    )
+    for sample in numbers:
+        moment = float(sample or 1)
+        chosen, largest = 0, first[1] * moment - given[0]
+        for dataset, share in others:
+            lag = share * moment - given[dataset]
+            if lag > largest:
+                chosen, largest = dataset, lag
+        order[sample] = chosen
+        given[chosen] += 1.0
+    return order
+
+
+class MockDataset:
+    """Samples of `seq_length + 1` tokens, each drawn evenly from the vocabulary.
+
+    Sample `n` is the same in every run with the same seed, on every rank, in whatever order samples are read.
+    """
+
+    def __init__(self, *, seq_length: int, num_samples: int, vocab_size: int, seed: int) -> None:
+        """Remember what to draw.
+
+        Args:
+            seq_length: tokens the model sees per sample.
+            seed: of the draws, at least 0.
+        """
+        self.seq_length = seq_length
+        self._num_samples, self._vocab_size, self._seed = num_samples, vocab_size, seed
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Return the token ids of one sample, int64 [seq_length + 1]."""
+        draw = np.random.default_rng((self._seed, sample))
+        return draw.integers(self._vocab_size, size=self.seq_length + 1)
+
+
+_PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSplits:
+    """The three parts of the data; None where no sample was asked for."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+def split_ranges(shares: Sequence[float], num_documents: int) -> tuple[range, range, range]:
+    """Divide documents into training, validation and test.
+
+    Args:
+        shares: shares of each part; they sum to 1.
+        num_documents: number of documents to divide.
+
+    Returns:
+        Three ranges that follow one another and cover all documents.
+    """
+    # Rounded like Megatron, so that the same documents are held out.
+    train, valid, test = shares
+    ends = (train, train + valid, train + valid + test)
+    first, second, third = (round(float(end) * num_documents) for end in ends)
+    return range(first), range(first, second), range(second, third)
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    vocab_size: int | None = None,
+    reads: bool = True,
+) -> DatasetSplits:
+    """Build the training, validation and test samples.
+
+    The files are opened and their indices checked in any case, which takes 10 ns a document. The order of documents and
+    samples, which takes long, is drawn where samples are read.
+
+    Args:
+        data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
+        seq_length: tokens the model sees per sample.
+        num_samples: samples of training, validation and test; 0 builds none.
+        vocab_size: every token id is below it, which is seen to whenever a sample is read; None for any id.
+        reads: whether samples are read here; otherwise only their number is known.
+
+    Raises:
+        DataError: a dataset is missing or damaged, a part that is needed has too little text, or the cache cannot be
+            written.
+    """
+    builder = _Builder(data, seq_length, seed, vocab_size, reads)
+    train, valid, test = num_samples
+    return DatasetSplits(
+        train=builder.part("train", train),
+        valid=builder.part("valid", valid),
+        test=builder.part("test", test),
+    )
+
+
+def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_size: int, seed: int) -> DatasetSplits:
+    """Draw the training, validation and test samples at random, each part with a seed of its own.
+
+    Args:
+        seq_length: tokens the model sees per sample.
+        num_samples: samples of training, validation and test; 0 builds none.
+    """
+    train, valid, test = (
+        MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)
+        if wanted
+        else None
+        for part, wanted in enumerate(num_samples)
+    )
+    return DatasetSplits(train=train, valid=valid, test=test)
+
+
+class _Builder:
+    """Opens each file once, whatever parts it has a share in."""
+
+    def __init__(self, data: DataConfig, seq_length: int, seed: int, vocab_size: int | None, reads: bool) -> None:
+        self._data, self._seq_length, self._seed, self._reads = data, seq_length, seed, reads
+        self._vocab_size = vocab_size
+        warm_up = data.mmap_warmup and reads
+        self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in data.prefixes}
+        self._cache = index_cache(data)
+
+    def part(self, part: Part, wanted: int) -> SampleDataset | None:
+        """Build the samples of one part; none if none are wanted."""
+        weighted = self._data.weighted_prefixes(part)
+        if wanted == 0:
+            return None
+        if not weighted:
+            raise DataError(f"--{part}-data-path is needed for {_PURPOSES[part]} of {wanted} samples: give it")
+        chosen = [(self._indexed[prefix], self._documents(part, prefix, wanted)) for _, prefix in weighted]
+        weights = [
+            weight or float(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=float))
+            for (weight, _), (indexed, documents) in zip(weighted, chosen, strict=True)
+        ]
+        if len(chosen) == 1:
+            return self._dataset(part, *chosen[0], wanted)
+        if not (self._reads or self._epochs(part)):
+            for each in chosen:
+                checked_tokens(*each, seq_length=self._seq_length)
+            return UnreadSamples(wanted)
+        order = interleave(weights, wanted, self._cache)
+        counts = np.bincount(np.asarray(order.dataset_index), minlength=len(weights)).tolist()
+        datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
+        return BlendedDataset(datasets, order) if self._reads else UnreadSamples(wanted)
+
+    def _epochs(self, part: Part) -> int | None:
+        """Return how often the documents of a part come, if that is said."""
+        return self._data.train_data_exact_num_epochs if part == "train" else None
+
+    def _documents(self, part: Part, prefix: str, wanted: int) -> range:
+        """Return which documents of a prefix belong to a part."""
+        data, count = self._data, len(self._indexed[prefix])
+        shares = data.split_shares()
+        documents = range(count) if shares is None else split_ranges(shares, count)[PARTS.index(part)]
+        if not documents:
+            where = f"--{part}-data-path has" if shares is None else f"--split {data.split} leaves"
+            raise DataError(
+                f"{where} no document of the {count} in {prefix} for {_PURPOSES[part]}, which needs {wanted} samples: "
+                + ("name another" if shares is None else "raise its share, or ask for none")
+            )
+        return documents
+
+    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> SampleDataset:
+        """Build the samples of one prefix: as many as wanted, or those of the epochs asked for."""
+        epochs = self._epochs(part)
+        if epochs is not None:
+            available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)
+            if wanted > available:
+                raise DataError(
+                    f"--train-data-exact-num-epochs {epochs} makes {available} samples of {indexed.prefix} and the run "
+                    f"takes {wanted}: raise it, or train fewer iterations"
+                )
+            wanted = available
+        if not self._reads:
+            checked_tokens(indexed, documents, seq_length=self._seq_length)
+            return UnreadSamples(wanted)
+        return GPTDataset(
+            indexed,
+            documents,
+            seq_length=self._seq_length,
+            num_samples=wanted,
+            seed=self._seed,
+            vocab_size=self._vocab_size,
+            cache=self._cache,
+        )
+
+
+def index_cache(data: DataConfig) -> IndexCache:
+    """Return where orders of samples are kept: where the flag says, or beside the data if that can be written."""
+    path = data.data_cache_path
+    if path is None:
+        return IndexCache(Path(data.prefixes[0]).parent / "index_cache", required=False)
+    return IndexCache(None if path == "none" else Path(path))

@@ -1,0 +1,331 @@
+"""Arrays in files: read at given bytes, or computed once and kept on disk.
+
+Nothing is mapped into memory. Where a mapped file is cut short, the next look at its end is a bus error, which ends the
+process and says nothing; a read that comes back short is an error that names the file and the byte. And a read lets the
+other threads go on while it waits for the disk, which a look at a mapped page does not.
+
+`IndexCache` keeps arrays that follow from a description for the next run and the other ranks of this one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from deepspeed_ext.plan.text_files import permit_as_new
+from megatron_terapipe.errors import DataError
+
+NUMBERS_AT_ONCE = 1 << 18
+"""Numbers of a piece: it stays in the processor's cache while it is checked."""
+
+_FENCE = 1 << 10
+"""A search goes to one of every so many numbers first, and then reads the numbers up to the next."""
+
+
+class ReadFile:
+    """An open file, read at given bytes by any number of threads.
+
+    It stays open: a file that is removed or replaced can be read until the last reader is gone.
+
+    Attributes:
+        path: its path.
+        size: its bytes when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        self.path = path
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{path} cannot be opened ({error.strerror}): give a file that can be read") from None
+        weakref.finalize(self, os.close, self._handle)
+        self.size = os.fstat(self._handle).st_size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes of the file, all that are asked for.
+
+        Raises:
+            DataError: the disk fails, or the file has become shorter.
+        """
+        found = self._read(start, num_bytes)
+        while len(found) < num_bytes:  # The operating system may return large reads in parts.
+            part = self._read(start + len(found), num_bytes - len(found))
+            if not part:
+                raise DataError(
+                    f"{self.path} ends at byte {os.fstat(self._handle).st_size} now, and had {self.size} bytes when it "
+                    f"was opened; bytes {start} to {start + num_bytes} are wanted: bring back the whole file, and go "
+                    "on from the last checkpoint"
+                )
+            found += part
+        return found
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        try:
+            return os.pread(self._handle, num_bytes, start)
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read at byte {start} ({error.strerror}): see to its disk, and go on from the "
+                "last checkpoint"
+            ) from None
+
+
+class FileColumn:
+    """Numbers that lie one after the other in a file, read when they are asked for, [length].
+
+    It is used like an array; what it returns are numbers, and arrays in memory.
+    """
+
+    def __init__(self, file: ReadFile, dtype: DTypeLike, start: int, length: int) -> None:
+        """Say where the numbers lie; nothing is read.
+
+        Args:
+            start: first byte of the first.
+        """
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self._file, self._start, self._length = file, start, length
+
+    def __len__(self) -> int:
+        """Return how many numbers there are."""
+        return self._length
+
+    def byte_of(self, index: int) -> int:
+        """Return the byte of the file at which a number begins."""
+        return self._start + index * self.dtype.itemsize
+
+    def read(self, first: int, end: int) -> NDArray[Any]:
+        """Return the numbers [first, end), read only, [end - first].
+
+        Args:
+            first: index of the first, at least 0.
+            end: index after the last, at most the length.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        content = self._file.read(self.byte_of(first), (end - first) * self.dtype.itemsize)
+        return np.frombuffer(content, self.dtype)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one number, or an array of a run of them.
+
+        Raises:
+            IndexError: there is no such number.
+            DataError: it cannot be read.
+        """
+        if isinstance(index, slice):
+            first, end, step = index.indices(self._length)
+            return self.read(first, max(first, end))[::step] if step > 0 else self.read(0, self._length)[index]
+        position = index + self._length if index < 0 else index
+        if not 0 <= position < self._length:
+            raise IndexError(f"number {index} of {self._length} in {self._file.path}")
+        return self.read(position, position + 1)[0]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all numbers, for the functions of numpy.
+
+        Args:
+            dtype: their type, if it is to be another.
+            copy: as numpy has it; they are always read anew.
+        """
+        return self.read(0, self._length).astype(dtype or self.dtype)
+
+    def tolist(self) -> list[Any]:
+        """Return all numbers."""
+        numbers: list[Any] = self.read(0, self._length).tolist()
+        return numbers
+
+    def pieces(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield all numbers in pieces: the index of the first, and the numbers [`NUMBERS_AT_ONCE` or less]."""
+        for first in range(0, self._length, NUMBERS_AT_ONCE):
+            yield first, self.read(first, min(first + NUMBERS_AT_ONCE, self._length))
+
+    @cached_property
+    def _fences(self) -> NDArray[Any]:
+        """Return every `_FENCE`th number."""
+        return np.array([self[index] for index in range(0, self._length, _FENCE)], self.dtype)
+
+    def searchsorted(self, value: int, side: Literal["left", "right"] = "left") -> int:
+        """Return the index at which a value would keep rising numbers in order, as numpy's function does.
+
+        Args:
+            side: whether before or after the numbers that equal it.
+        """
+        fence = int(self._fences.searchsorted(value, side))
+        first = max(0, fence - 1) * _FENCE
+        return first + int(self.read(first, min(first + _FENCE, self._length)).searchsorted(value, side))
+
+
+Numbers = NDArray[Any] | FileColumn
+"""Numbers in memory, or in a file."""
+
+
+Arrays = Mapping[str, NDArray[Any]]
+"""What is computed, by name: arrays of one dimension."""
+
+_SILENT_S, _PATIENCE_S, _LOOK_EVERY_S = 5.0, 300.0, 0.05
+"""Seconds of waiting for another process before a line says so; until its work is done here, too; between looks."""
+
+
+class IndexCache:
+    """A directory of arrays, each under the hash of all that decides it.
+
+    Files get their names only when they are whole, and the list of an entry's arrays, with a checksum of each, comes
+    last: so an entry is there or not, whenever a process died, and what a disk has damaged since is computed again. Of
+    the processes of a host that want the same entry one computes it and the others wait; where the file system has no
+    locks, or another process keeps its lock too long, each computes it, and all write the same.
+    """
+
+    def __init__(self, folder: Path | None, *, required: bool = True) -> None:
+        """Name the directory, which need not be there.
+
+        Args:
+            folder: folder of the files; None keeps nothing.
+            required: whether it is an error if the directory cannot be written; otherwise every process computes.
+        """
+        self._folder, self._required = folder, required
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept: then one process per host computes, and may show its progress."""
+        return self._folder is not None
+
+    def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Mapping[str, Numbers]:
+        """Return the arrays [length] that a description stands for, left on disk if they are kept.
+
+        Args:
+            description: all that decides the arrays, of types that JSON has.
+
+        Raises:
+            DataError: the directory cannot be written, and must be.
+        """
+        if self._folder is None:
+            return compute()
+        key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
+        found = _load(self._folder, key, description)
+        if found is not None:
+            return found
+        computed: Arrays | None = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with _lock(self._folder / ".lock"):
+                # Another process may have been faster.
+                found = _load(self._folder, key, description)
+                if found is None:
+                    computed = compute()
+                    _store(self._folder, key, description, computed)
+                    found = _load(self._folder, key, description)
+        except OSError as error:
+            if self._required:
+                raise DataError(
+                    f"--data-cache-path {self._folder} cannot be written ({error.strerror}): name another, or leave it "
+                    "out"
+                ) from None
+        if found is not None:
+            return found
+        # The directory cannot be written, or somebody clears it just now.
+        return compute() if computed is None else computed
+
+
+def _load(folder: Path, key: str, description: Mapping[str, object]) -> Mapping[str, Numbers] | None:
+    """Return an entry; None if it is not there, or not what was stored."""
+    try:
+        entry = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        if entry["description"] != description:
+            return None
+        return {name: _column(_file(folder, key, name), **stored) for name, stored in entry["arrays"].items()}
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _column(path: Path, *, dtype: str, length: int, crc32: int) -> FileColumn:
+    """Return the numbers of a file, all of which are read once.
+
+    Raises:
+        ValueError: they are not those that were stored.
+    """
+    if length < 0:
+        raise ValueError(length)
+    file = ReadFile(path)
+    itemsize = np.dtype(dtype).itemsize
+    column = FileColumn(file, dtype, file.size - length * itemsize, length)
+    found = 0
+    for _, piece in column.pieces():
+        found = zlib.crc32(piece.data, found)
+    if found != crc32:
+        raise ValueError(path)
+    return column
+
+
+def _store(folder: Path, key: str, description: Mapping[str, object], arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        with _appearing(_file(folder, key, name)) as partial, partial.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+    stored = {
+        name: {
+            "dtype": array.dtype.str,
+            "length": len(array),
+            "crc32": zlib.crc32(np.ascontiguousarray(array).data),
+        }
+        for name, array in arrays.items()
+    }
+    with _appearing(folder / f"{key}.json") as partial:
+        partial.write_text(json.dumps({"description": description, "arrays": stored}), encoding="utf-8")
+
+
+def _file(folder: Path, key: str, name: str) -> Path:
+    return folder / f"{key}-{name}.npy"
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """Yield a file of this process alone that takes the place of `path` at the end."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        # A temporary file is its owner's alone, but the cache may be a team's: the umask decides.
+        permit_as_new(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold what only one process at a time holds; its end, however it ends, lets go.
+
+    A process that is stopped holds on to it, so patience ends; and a file system may have no locks. Either way the work
+    is then done more than once, and right.
+    """
+    with path.open("ab") as file:
+        began, spoke = time.monotonic(), False
+        with suppress(OSError):
+            while time.monotonic() - began < _PATIENCE_S:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not spoke and time.monotonic() - began > _SILENT_S:
+                        spoke = True
+                        print(f"waiting for another process that fills {path.parent}", file=sys.stderr, flush=True)
+                    time.sleep(_LOOK_EVERY_S)
+        yield

@@ -1,1 +1,0 @@
-"""Files of token ids: Megatron's indexed datasets, and arrays kept on disk beside them."""

@@ -1,0 +1,245 @@
+"""Samples of equal length out of documents of any length, in Megatron's construction.
+
+`SampleOrder` draws the order of documents and of samples; `GPTDataset` reads the samples in it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_terapipe.data.file_arrays import Arrays, IndexCache, Numbers
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.errors import DataError
+
+_SECONDS_UNTIL_PROGRESS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrder:
+    """The shuffles of some epochs.
+
+    One epoch comes in exactly Megatron's order for the same seed. Further epochs are shuffled one
+    by one, where Megatron shuffles them together: so every epoch visits each token once, and a
+    longer run begins with the samples of a shorter one.
+    """
+
+    document_index: Numbers
+    """Documents in the order of the stream, int32 [epochs * documents]."""
+
+    shuffle_index: Numbers
+    """The stream's sample behind each sample, int64 [samples of all epochs]."""
+
+    stream_starts: Numbers
+    """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
+
+    Megatron stores where each sample begins; a binary search among these when the sample is wanted needs no such
+    index, and documents are fewer than samples or about as many.
+    """
+
+    @classmethod
+    def draw(
+        cls,
+        lengths: NDArray[np.int32],
+        documents: range,
+        *,
+        seq_length: int,
+        epochs: int,
+        seed: int,
+        cache: IndexCache,
+    ) -> Self:
+        """Draw the order, or take it from the cache.
+
+        Args:
+            lengths: tokens of each of the documents, int32 [documents].
+            seq_length: tokens the model sees per sample.
+            epochs: number of times that each document comes.
+            seed: seed of every shuffle, in [0, 2**32).
+
+        Raises:
+            DataError: the cache cannot be written.
+        """
+        description = {
+            "kind": "order of documents and samples, version 1",
+            "lengths": hashlib.sha256(np.ascontiguousarray(lengths, "<i4").data).hexdigest() if cache.keeps else "",
+            "documents": [documents.start, documents.stop],
+            "seq_length": seq_length,
+            "epochs": epochs,
+            "seed": seed,
+        }
+
+        def compute() -> Arrays:
+            return _shuffles(lengths, documents, seq_length, epochs, seed, show_progress=cache.keeps)
+
+        return cls(**cache.get(description, compute))
+
+
+def _shuffles(
+    lengths: NDArray[np.int32], documents: range, seq_length: int, epochs: int, seed: int, show_progress: bool
+) -> Arrays:
+    tokens = int(lengths.sum(dtype=np.int64))
+    document_index = np.empty((epochs, len(documents)), np.int32)
+    shuffle_index = np.empty((epochs * tokens - 1) // seq_length, np.int64)
+    numbers = tqdm(
+        range(epochs),
+        desc="shuffle",
+        unit="epoch",
+        delay=_SECONDS_UNTIL_PROGRESS,
+        disable=None if show_progress else True,  # None: silent when nobody watches
+    )
+    for epoch in numbers:
+        # The first epoch takes the plain seed, because that is Megatron's order.
+        random = np.random.RandomState([seed, epoch] if epoch else seed)
+        document_index[epoch] = np.arange(documents.start, documents.stop)
+        random.shuffle(document_index[epoch])
+        # A sample belongs to the epoch in which it ends.
+        first, end = (max(0, (e * tokens - 1) // seq_length) for e in (epoch, epoch + 1))
+        shuffle_index[first:end] = np.arange(first, end)
+        random.shuffle(shuffle_index[first:end])
+    stream_starts = np.zeros(document_index.size + 1, np.int64)
+    np.cumsum(lengths[document_index.reshape(-1) - documents.start], dtype=np.int64, out=stream_starts[1:])
+    return {
+        "document_index": document_index.reshape(-1),
+        "shuffle_index": shuffle_index,
+        "stream_starts": stream_starts,
+    }
+
+
+_DOCUMENTS_AT_ONCE = 32
+"""Entries of the order that are read at once."""
+
+
+class GPTDataset:
+    """Samples of `seq_length + 1` tokens from a range of documents, in the order of a `SampleOrder`.
+
+    Attributes:
+        document_index: documents in the order of the stream, int32 [epochs * documents].
+        shuffle_index: the stream's sample behind each sample, and behind those after the last that are left of its
+            epoch, int64 [samples or more].
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        *,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        vocab_size: int | None = None,
+        cache: IndexCache | None = None,
+    ) -> None:
+        """Draw the order of documents and of samples.
+
+        Args:
+            indexed: the token ids; a document is one of its sequences, as Megatron takes it.
+            seq_length: tokens the model sees per sample.
+            num_samples: number of samples; as many epochs as they need.
+            seed: seed of every shuffle, in [0, 2**32).
+            vocab_size: every id is below it, which is seen to whenever a sample is read; None for any id.
+            cache: keeps the order; None keeps nothing.
+
+        Raises:
+            DataError: the documents together are shorter than one sample, or the cache cannot be written.
+        """
+        tokens = checked_tokens(indexed, documents, seq_length=seq_length)
+        lengths = indexed.sequence_lengths[documents.start : documents.stop]
+        self.seq_length = seq_length
+        self._indexed, self._num_samples, self._vocab_size = indexed, num_samples, vocab_size
+        order = SampleOrder.draw(
+            lengths,
+            documents,
+            seq_length=seq_length,
+            epochs=-(-(num_samples * seq_length + 1) // tokens),
+            seed=seed,
+            cache=cache or IndexCache(None),
+        )
+        self.document_index = order.document_index
+        self.shuffle_index = order.shuffle_index
+        self._stream_starts = order.stream_starts
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def locate(self, stream_sample: int) -> tuple[int, int]:
+        """Return where a sample of the stream begins: a position in `document_index`, and a token of that document."""
+        token = stream_sample * self.seq_length
+        position = int(self._stream_starts.searchsorted(token, side="right")) - 1
+        return position, token - int(self._stream_starts[position])
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Return the token ids of one sample, int64 [seq_length + 1].
+
+        Raises:
+            DataError: a file cannot be read, or is not what it was at the start.
+        """
+        tokens = np.empty(self.seq_length + 1, np.int64)
+        filled = 0
+        for _, _, ids in self._runs(sample):
+            tokens[filled : filled + len(ids)] = ids
+            filled += len(ids)
+        # Negative ids are large ones as uint64.
+        if self._vocab_size is not None and int(tokens.view(np.uint64).max()) >= self._vocab_size:
+            raise self._wrong_id(sample)
+        return tokens
+
+    def _runs(self, sample: int) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """Yield the parts of a sample: document, first token in it, ids [tokens of the part]."""
+        if not 0 <= sample < self._num_samples:
+            raise IndexError(f"sample {sample} of {self._num_samples}")
+        position, offset = self.locate(int(self.shuffle_index[sample]))
+        missing = self.seq_length + 1
+        while missing:
+            documents = self.document_index[max(0, position) : position + _DOCUMENTS_AT_ONCE].tolist()
+            if not documents:
+                raise DataError(
+                    f"the order of the samples of {self._indexed.prefix} has changed since the start, and sample "
+                    f"{sample} lies outside: remove the folder of --data-cache-path, and go on from the last checkpoint"
+                )
+            for document in documents:
+                ids = self._indexed.run(document, offset, missing)
+                yield document, offset, ids
+                missing -= len(ids)
+                if not missing:
+                    return
+                offset = 0
+            position += _DOCUMENTS_AT_ONCE
+
+    def _wrong_id(self, sample: int) -> DataError:
+        for document, offset, ids in self._runs(sample):
+            for number in np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[:1].tolist():
+                token = self._indexed.first_token(document) + offset + number
+                return DataError(
+                    f"{data_file(self._indexed.prefix)} has the token id {ids[number]} at byte "
+                    f"{self._indexed.tokens.byte_of(token)} (document {document}), and the vocabulary has "
+                    f"{self._vocab_size} ids from 0: bring back the file that the run began with, and go on from the "
+                    "last checkpoint"
+                )
+        return DataError(f"{data_file(self._indexed.prefix)} changes while it is read: end what writes it")
+
+
+def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
+    """Return the number of tokens of the documents.
+
+    Raises:
+        DataError: if they are fewer than one sample takes.
+    """
+    tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    if tokens < seq_length + 1:
+        raise DataError(
+            f"documents [{documents.start}, {documents.stop}) of {indexed.prefix} hold "
+            f"{tokens} tokens and one sample takes seq_length + 1 = {seq_length + 1}: shorten "
+            "--seq-length, give this part of --split more documents, or add text"
+        )
+    return tokens
+
+
+def samples_in_epochs(indexed: IndexedDataset, documents: range, *, seq_length: int, epochs: int) -> int:
+    """Return the number of whole samples that some epochs of the documents hold."""
+    tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    return max(0, (epochs * tokens - 1) // seq_length)

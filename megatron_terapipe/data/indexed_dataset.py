@@ -1,0 +1,377 @@
+"""Megatron's indexed dataset: token ids in `PREFIX.bin`, where they lie in `PREFIX.idx`.
+
+The index, little endian throughout, S sequences, D documents:
+
+    magic 9 bytes | version uint64 = 1 | dtype code uint8 | S uint64 | D + 1 uint64
+    | lengths int32 [S] | byte offsets int64 [S] | document bounds int64 [D + 1]
+"""
+
+import fcntl
+import glob
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.data.file_arrays import FileColumn, ReadFile
+from megatron_terapipe.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, type[np.number[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
+_READ_BYTES = 1 << 24
+_LONGEST = 2**31 - 1
+_REMEDY = "write the dataset again with megatron_terapipe.data.preprocess"
+
+
+def data_file(prefix: str | Path) -> Path:
+    """Return the file of the token ids, `PREFIX.bin`."""
+    return Path(f"{prefix}.bin")
+
+
+def index_file(prefix: str | Path) -> Path:
+    """Return the file that says where each sequence lies, `PREFIX.idx`."""
+    return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """Return the type of the ids on disk, chosen as Megatron does."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+class IndexedDatasetWriter:
+    """Writes a dataset document by document; it appears under its name only when complete.
+
+    Example:
+        >>> with IndexedDatasetWriter("corpus_text_document", vocab_size=50257) as writer:
+        ...     writer.add_document([15496, 995, 50256])
+
+    An exception inside the block removes what was written, and leaves an older dataset of that
+    name as it was.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        """Choose the names and the type of the ids; nothing is opened before `__enter__`.
+
+        Args:
+            prefix: path of the two files without `.bin` and `.idx`.
+            vocab_size: every id is below it.
+        """
+        self._files = {data_file(prefix): Path(f"{prefix}.bin.partial")}
+        self._files[index_file(prefix)] = Path(f"{prefix}.idx.partial")
+        self._data_file, self._index_file = self._files
+        self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        self._lengths = array("i")
+        self.num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    def __enter__(self) -> Self:
+        """Open the data file under its temporary name."""
+        self._data = _own(self._files[self._data_file])
+        return self
+
+    def add_document(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Append one document as one sequence.
+
+        Args:
+            ids: token ids, [length].
+
+        Raises:
+            OverflowError: an id does not fit the type chosen for the vocabulary.
+            DataError: the disk is full or fails, or the document is longer than the format can say.
+        """
+        tokens = np.asarray(ids, dtype=self._dtype)
+        if tokens.size > _LONGEST:
+            raise DataError(
+                f"document {self.num_documents} has {tokens.size} tokens, and the format takes {_LONGEST}: split it"
+            )
+        with _named_errors(self._files[self._data_file]):
+            self._data.write(tokens.tobytes())
+        self._lengths.append(tokens.size)
+        self.num_tokens += tokens.size
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give both files their names, or remove them after an exception.
+
+        Raises:
+            DataError: the disk is full or fails; what was written is removed.
+        """
+        try:
+            if kind is None:
+                self._finish()
+        except BaseException:
+            self._remove()
+            raise
+        if kind is not None:
+            self._remove()
+        self._close()
+
+    def _finish(self) -> None:
+        partial = self._files[self._data_file]
+        with _named_errors(partial):
+            self._data.flush()
+            os.fsync(self._data.fileno())
+        partial = self._files[self._index_file]
+        with _named_errors(partial):
+            self._write_index(partial)
+        # Without an index there is no dataset, so at no moment does a whole pair of files mix
+        # the ids of this run with the index of an older one.
+        with _named_errors(self._index_file):
+            self._index_file.unlink(missing_ok=True)
+            for final, partial in self._files.items():
+                partial.replace(final)
+
+    def _close(self) -> None:
+        with suppress(OSError):  # What could not be written is said by the error that is on its way.
+            self._data.close()
+
+    def _remove(self) -> None:
+        self._close()
+        for partial in self._files.values():
+            partial.unlink(missing_ok=True)
+
+    def _write_index(self, path: Path) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        offsets = np.concatenate((np.zeros(1, "<i8"), ends[:-1]))[: len(lengths)]
+        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        codes = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+        with path.open("wb") as index:
+            code = codes[self._dtype.newbyteorder("=")]
+            index.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
+            for values in (lengths, offsets, documents):
+                index.write(values.tobytes())
+            # Whole on the disk before it has its name: the machine may lose power.
+            index.flush()
+            os.fsync(index.fileno())
+
+
+def _own(path: Path) -> IO[bytes]:
+    """Open a file that no other process writes, and empty it.
+
+    Raises:
+        DataError: it cannot be written, or another process does.
+    """
+    with _named_errors(path):
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))  # Not renamed meanwhile.
+        except BlockingIOError:
+            ours = False
+        except OSError:  # A file system without locks.
+            ours = True
+        if not ours:
+            file.close()
+            raise DataError(f"{path} is written by another process: wait for its end, or name another --output-prefix")
+        file.truncate(0)
+        return file
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Let errors of the disk name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}): make room, or name another folder") from None
+
+
+def _meant(prefix: Path) -> str:
+    """Return the remedy for a prefix without a dataset: the name of the one beside it that was meant, if any."""
+    without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+    beside = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.idx"))
+    for meant in (without_suffix, *(path.with_suffix("") for path in beside)):
+        if index_file(meant).is_file() and data_file(meant).is_file():
+            return f"did you mean {meant}?"
+    return "--data-path takes the path without .bin and .idx, for example corpus_text_document"
+
+
+class IndexedDataset:
+    """Reads a dataset run by run: opening reads and checks its index, and costs no read of the ids.
+
+    Attributes:
+        prefix: path of the two files without `.bin` and `.idx`.
+        tokens: all ids of the file, of the type on disk, [tokens].
+        sequence_lengths: tokens of each sequence, int32 [sequences].
+        document_indices: first sequence of each document, then the number of sequences,
+            int64 [documents + 1].
+    """
+
+    def __init__(self, prefix: str | Path, *, warm_up: bool = False) -> None:
+        """Open the pair of files and check that they are whole and belong together.
+
+        Args:
+            prefix: path of the two files without `.bin` and `.idx`.
+            warm_up: whether to read the ids once, so that the operating system has them in memory.
+
+        Raises:
+            DataError: a file is missing, truncated, or not of this format.
+        """
+        self.prefix = str(prefix)
+        missing = [path for path in (data_file(prefix), index_file(prefix)) if not path.is_file()]
+        if missing:
+            remedy = "both files belong together, so copy it, too" if len(missing) == 1 else _meant(Path(prefix))
+            raise DataError(f"no indexed dataset at {prefix}: {' and '.join(map(str, missing))} not found: {remedy}")
+        data = ReadFile(data_file(prefix))
+        self.dtype = self._open_index(ReadFile(index_file(prefix)))
+        self._check_index(index_file(prefix), data)
+        self.tokens = FileColumn(data, self.dtype, 0, data.size // self.dtype.itemsize)
+        if warm_up:
+            _read_through(data_file(prefix))
+
+    def _open_index(self, index: ReadFile) -> np.dtype[np.number[Any]]:
+        """Find the columns of the index, and return the type of the ids."""
+        path, size = index.path, index.size
+        if size < _HEADER.size:
+            raise DataError(f"{path} is truncated: {size} bytes, and its header alone has {_HEADER.size}: {_REMEDY}")
+        magic, version, code, sequences, bounds = _HEADER.unpack(index.read(0, _HEADER.size))
+        if magic != _MAGIC:
+            raise DataError(f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}")
+        if version != _VERSION:
+            raise DataError(f"{path} has format version {version}, and only {_VERSION} is known: {_REMEDY}")
+        if code not in _DTYPES:
+            raise DataError(f"{path} has token type code {code}, not one of {sorted(_DTYPES)}: {_REMEDY}")
+        expected = _HEADER.size + 12 * sequences + 8 * bounds
+        if size != expected:
+            raise DataError(
+                f"{path} is {'truncated' if size < expected else 'overlong'}: {size} bytes, and "
+                f"{sequences} sequences and {bounds} document bounds take {expected}: {_REMEDY}"
+            )
+        self.sequence_lengths = FileColumn(index, "<i4", _HEADER.size, sequences)
+        self._offsets = FileColumn(index, "<i8", _HEADER.size + 4 * sequences, sequences)
+        self.document_indices = FileColumn(index, "<i8", _HEADER.size + 12 * sequences, bounds)
+        return np.dtype(_DTYPES[code]).newbyteorder("<")
+
+    def _check_index(self, path: Path, data: ReadFile) -> None:
+        """Check every number of the index: sequences follow one another and fill the data; documents cover them."""
+        end = 0  # of the sequences so far, in bytes
+        for first, lengths in self.sequence_lengths.pieces():
+            wrong = _first(lengths < 0)
+            if wrong is not None:
+                number = first + wrong
+                raise DataError(
+                    f"{path} is damaged at byte {self.sequence_lengths.byte_of(number)}: sequence {number} has "
+                    f"{lengths[wrong]} tokens: {_REMEDY}"
+                )
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            begins = ends - lengths * np.int64(self.dtype.itemsize)
+            offsets = self._offsets.read(first, first + len(lengths))
+            wrong = _first(offsets != begins)
+            if wrong is not None:
+                number = first + wrong
+                raise DataError(
+                    f"{path} is damaged at byte {self._offsets.byte_of(number)}: sequence {number} begins at byte "
+                    f"{offsets[wrong]} of {data.path}, and the one before it ends at byte {begins[wrong]}: {_REMEDY}"
+                )
+            end = int(ends[-1])
+        if data.size != end:
+            raise DataError(
+                f"{data.path} is {'truncated' if data.size < end else 'not of its index'}: "
+                f"{data.size} bytes, and {path} describes {end}: {_REMEDY}"
+            )
+        bounds, sequences = self.document_indices, len(self)
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences:
+            raise DataError(
+                f"{path} is damaged: its document bounds do not run from 0 to its {sequences} sequences: {_REMEDY}"
+            )
+        before = 0
+        for first, piece in bounds.pieces():
+            wrong = _first(np.diff(piece, prepend=before) < 0)
+            if wrong is not None:
+                raise DataError(
+                    f"{path} is damaged at byte {bounds.byte_of(first + wrong)}: document bound {first + wrong} is "
+                    f"{piece[wrong]}, less than the one before it: {_REMEDY}"
+                )
+            before = int(piece[-1])
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sequence_lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Return a run of one sequence's ids.
+
+        Args:
+            offset: first token of the run.
+            length: tokens of the run; None for all that follow `offset`.
+
+        Returns:
+            Token ids of the type on disk, [length]; read only.
+
+        Raises:
+            IndexError: the run is not inside the sequence.
+            DataError: a file cannot be read, or has changed.
+        """
+        available = int(self.sequence_lengths[sequence]) - offset
+        if length is None:
+            length = available
+        if offset < 0 or not 0 <= length <= available:
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) are not inside sequence {sequence} of "
+                f"{self.sequence_lengths[sequence]} tokens"
+            )
+        first = self.first_token(sequence) + offset
+        return self.tokens.read(first, first + length)
+
+    def run(self, sequence: int, offset: int, most: int) -> NDArray[Any]:
+        """Return some ids of a sequence, as many as are wanted or there are.
+
+        Args:
+            offset: first token of the run.
+
+        Returns:
+            Token ids of the type on disk, [most or less]; read only.
+
+        Raises:
+            DataError: a file cannot be read, or is not what it was when it was opened.
+        """
+        # A sequence ends where the next begins, so that one read finds both.
+        offsets = self._offsets.read(sequence, min(sequence + 2, len(self))) // self.dtype.itemsize
+        first, end = int(offsets[0]), int(offsets[1]) if len(offsets) > 1 else len(self.tokens)
+        if not 0 <= first <= first + offset <= end <= len(self.tokens):
+            raise DataError(
+                f"{index_file(self.prefix)} has changed since it was opened: sequence {sequence} takes tokens {first} "
+                f"to {end} of {len(self.tokens)}, and token {offset} of it is wanted: bring back the dataset that the "
+                "run began with, and go on from the last checkpoint"
+            )
+        return self.tokens.read(first + offset, min(first + offset + most, end))
+
+    def first_token(self, sequence: int) -> int:
+        """Return where in `tokens` a sequence begins."""
+        return int(self._offsets[sequence]) // self.dtype.itemsize
+
+
+def _first(wrong: NDArray[np.bool]) -> int | None:
+    """Return the index of the first that is wrong, of [length]; None if none is."""
+    return int(wrong.argmax()) if wrong.any() else None
+
+
+def _read_through(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.read(_READ_BYTES):
+            pass

@@ -1,0 +1,184 @@
+"""Micro-batches for one data-parallel rank, in an order that only the samples consumed decide."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_terapipe.data.datasets import SampleDataset
+from megatron_terapipe.data.workers import map_ahead
+from megatron_terapipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A micro-batch of one data-parallel rank."""
+
+    tokens: Tensor
+    """Input ids, int64 [micro_batch, seq]."""
+    labels: Tensor
+    """The id after each input, int64 [micro_batch, seq]."""
+    loss_mask: Tensor
+    """1 where the prediction counts, else 0, float32 [micro_batch, seq]."""
+    document_starts: tuple[tuple[int, ...], ...] = ()
+    """Per row the positions in [0, seq) at which its documents begin, ascending, the first 0. Left out, each row is one
+    document."""
+
+    def __post_init__(self) -> None:
+        """Take each row as one document unless told otherwise."""
+        if not self.document_starts:
+            object.__setattr__(self, "document_starts", ((0,),) * len(self.tokens))
+
+    @classmethod
+    def from_samples(
+        cls, samples: Tensor, *, separating_eod: int | None = None, masked_eod: int | None = None
+    ) -> "Batch":
+        """Cut samples into inputs and labels.
+
+        Args:
+            samples: ids, int64 [micro_batch, seq + 1].
+            separating_eod: id of the end of a document when the documents of a row are told apart; None takes
+                each row as one document.
+            masked_eod: id of the end of a document when the prediction after it, the first token
+                of an unrelated document, does not count; None counts every prediction.
+        """
+        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if masked_eod is not None:
+            loss_mask[tokens == masked_eod] = 0.0
+        starts = () if separating_eod is None else tuple(_document_starts(row == separating_eod) for row in tokens)
+        return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, from which an accelerator copies while it computes."""
+        return Batch(
+            tokens=self.tokens.pin_memory(),
+            labels=self.labels.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+            document_starts=self.document_starts,
+        )
+
+    def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return `(tokens, (labels, loss_mask))`, each [B, N]: inputs of the first and of the last stage."""
+        return self.tokens, (self.labels, self.loss_mask)
+
+
+def _document_starts(ends: Tensor) -> tuple[int, ...]:
+    """Return where documents begin, given where tokens end one, bool [seq]; an end at the last position begins none."""
+    return (0, *(end + 1 for end in ends[:-1].nonzero().flatten().tolist()))
+
+
+_BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
+"""Micro-batches that a thread prepares ahead: as many, and no more tokens together than that, at 20 bytes each."""
+
+
+class MicroBatchLoader(Iterator[Batch]):
+    """Endless micro-batches of one data-parallel rank, prepared in the background.
+
+    After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ...,
+    then to micro-batch 1 of rank 0, and so on. So a global batch is a run of consecutive samples,
+    the same under every data-parallel size, and a resumed run goes on where it stopped. After the
+    last sample the first follows again.
+
+    Example:
+        >>> with MicroBatchLoader(train, 2, rank, ranks, consumed_samples=0) as micro_batches:
+        ...     batch = next(micro_batches)
+
+    An exception while a batch is prepared is raised by `next` in that batch's place, and ends the
+    iteration.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        num_workers: int = 1,
+        *,
+        separating_eod: int | None = None,
+        masked_eod: int | None = None,
+        pin_memory: bool = False,
+        seq_length: int = 1,
+    ) -> None:
+        """Begin after the samples consumed.
+
+        Args:
+            dataset: samples in the order of training.
+            micro_batch_size: samples per micro-batch and rank.
+            data_parallel_rank: number of this rank among them.
+            data_parallel_size: number of ranks that share the samples.
+            consumed_samples: samples that all ranks together have taken before, over all runs.
+            num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
+            pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
+                from there.
+            seq_length: tokens of a sample; of long ones fewer are prepared ahead.
+
+        Raises:
+            ConfigError: the rank is outside the data-parallel size, or a size makes no sense.
+        """
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ConfigError(
+                f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size}): "
+                "launch as many processes as the layout has ranks"
+            )
+        if micro_batch_size < 1 or consumed_samples < 0 or num_workers < 0 or not len(dataset):
+            raise ConfigError(
+                f"micro_batch_size {micro_batch_size}, consumed_samples {consumed_samples}, "
+                f"num_workers {num_workers} and {len(dataset)} samples must be at least "
+                "1, 0, 0 and 1: raise what is below"
+            )
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._separating_eod, self._masked_eod = separating_eod, masked_eod
+        self._pin_memory = pin_memory
+        self._executor = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
+        starts = count(
+            consumed_samples + data_parallel_rank * micro_batch_size,
+            micro_batch_size * data_parallel_size,
+        )
+        fit = _TOKENS_AHEAD // (micro_batch_size * seq_length)
+        ahead = min(max(1, fit), _BATCHES_AHEAD_PER_WORKER)
+        self._batches: Iterator[Batch] = (
+            map_ahead(self._executor, self._load, starts, ahead * num_workers)
+            if self._executor
+            else map(self._load, starts)
+        )
+
+    def _load(self, start: int) -> Batch:
+        numbers = range(start, start + self._micro_batch_size)
+        samples = [self._dataset[number % len(self._dataset)] for number in numbers]
+        batch = Batch.from_samples(
+            torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
+        )
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch of this rank."""
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop preparing batches and end the threads; there is no next batch after this."""
+        self._batches = iter(())
+        if self._executor:
+            self._executor.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        """Return the loader."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the loader."""
+        self.close()

@@ -1,0 +1,459 @@
+"""Tokenizers whose vocabulary is parts of words, by the package that reads their files.
+
+    HuggingFaceTokenizer      tokenizers      tokenizer.json
+    GPT2BPETokenizer          tokenizers      GPT-2's two files, vocabulary and merges
+    TikTokenizer              tiktoken        Megatron's JSON file
+    SentencePieceTokenizer    sentencepiece   tokenizer.model
+
+GPT2BPETokenizer: the package merges the bytes of a word. Words are split and remembered here: text repeats its words,
+and so encoding takes a third of the time that the package takes for whole texts.
+
+TikTokenizer: the file is a list of objects, by rising rank: `{"rank": 0, "token_bytes": "AA==", "token_str": ...}`.
+Bytes are in base64, and the 256 single bytes come first. Ids of special tokens come before all others.
+"""
+
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import regex
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
+from megatron_terapipe.config.options import one_of
+from megatron_terapipe.config.parsing import read_json
+from megatron_terapipe.errors import DataError, not_installed
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Return text that has UTF-8: a lone surrogate, which has none, becomes `?`."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
+    """Check that every id is below the size of the vocabulary.
+
+    An id that is in range but has no text is no error.
+
+    Raises:
+        DataError: if one is not.
+    """
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"token id {token} is not in the vocabulary of {vocab_size} tokens: "
+                "decode with the tokenizer that encoded the text"
+            )
+
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Tokens that end a document where no `tokenizer_config.json` names one, the first of them that there is."""
+
+
+class PackageTokenizer:
+    """Text to ids and back by a tokenizer of the package `tokenizers`.
+
+    Attributes:
+        vocab_size: number of ids, gaps between them included: the model needs a row for the highest.
+    """
+
+    eod: int
+    """Id that ends a document."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Take the package's tokenizer, set up to add nothing to a text and to cut nothing off."""
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`.
+
+        Raises:
+            DataError: the tokenizer contradicts itself, as one whose token for unknown words is not in its vocabulary.
+        """
+        # The fast form leaves out which characters each token came from: a quarter less time.
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_package(error):
+                raise
+            raise _contradiction(error) from None
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        check_in_vocabulary(ids, self.vocab_size)
+        try:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_package(error):
+                raise
+            raise _contradiction(error) from None
+        return text
+
+
+class HuggingFaceTokenizer(PackageTokenizer):
+    """Any tokenizer that the package `tokenizers` reads, without what it adds around a text.
+
+    Text that spells a special token, as `<|endoftext|>`, is encoded as that text; only `eod` ends a document.
+    Truncation and padding that the file may ask for are switched off: a document keeps all its tokens.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, path: Path) -> None:
+        """Read the tokenizer.
+
+        Args:
+            path: `tokenizer.json`, or the directory that holds it. A `tokenizer_config.json` beside it says which
+                token ends a document.
+
+        Raises:
+            DataError: the file is missing or malformed, or no token ends a document.
+        """
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        tokenizer = _read_tokenizer_json(file)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        super().__init__(tokenizer)
+        self.eod = self._find_end(file)
+
+    def _find_end(self, file: Path) -> int:
+        named = _end_named_by(file.with_name(CONFIG_FILE))
+        for token in (named,) if named else ENDS_OF_DOCUMENT:
+            token_id: int | None = self._tokenizer.token_to_id(token)
+            if token_id is not None:
+                return token_id
+        looked_for = f"{named}, which {CONFIG_FILE} names" if named else ", ".join(ENDS_OF_DOCUMENT)
+        raise DataError(
+            f"{file} has no token that ends a document (looked for {looked_for}): name one of its tokens as eos_token "
+            f"in {file.with_name(CONFIG_FILE)}"
+        )
+
+
+def _read_tokenizer_json(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise DataError(
+            f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
+        )
+    try:
+        return Tokenizer.from_file(str(file))
+    except BaseException as error:
+        if not _is_of_package(error):
+            raise
+        raise DataError(
+            f"{file} cannot be read as a tokenizer ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face"
+        ) from None
+
+
+def _is_of_package(error: BaseException) -> bool:
+    """Return whether an error is the package's word on its files.
+
+    It raises plain exceptions, and where its own code goes wrong a `PanicException`, which is no `Exception`.
+    """
+    return type(error).__name__ == "PanicException" or (
+        isinstance(error, Exception) and not isinstance(error, MemoryError)
+    )
+
+
+def _contradiction(error: BaseException) -> DataError:
+    return DataError(
+        f"the tokenizer contradicts itself ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face, or the "
+        "vocabulary and the merges of one encoding"
+    )
+
+
+def _end_named_by(config_file: Path) -> str | None:
+    """Return the `eos_token` of a `tokenizer_config.json`; None if there is no such file or no such entry."""
+    if not config_file.is_file():
+        return None
+    settings: Any = read_json(str(config_file), "--tokenizer-model", unbounded=True)
+    token = settings.get("eos_token") if isinstance(settings, dict) else None
+    # Older files spell it as an object with the text and how it is stripped.
+    named = token.get("content") if isinstance(token, dict) else token
+    return named if isinstance(named, str) else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+WORD_PATTERN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+"""Splits text into the words within which bytes are merged (the ids of GPT-2's own pattern)."""
+
+
+class GPT2BPETokenizer(PackageTokenizer):
+    """Byte pair encoding over GPT-2's words, from its `encoder.json` and `vocab.bpe`.
+
+    Text that spells `<|endoftext|>` is encoded as that text; only `eod` ends a document.
+    """
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        """Read the two files.
+
+        Args:
+            vocab_file: JSON object from token, in GPT-2's printable spelling, to id.
+            merge_file: one rule `left right` a line, best first, after an optional `#version` line.
+
+        Raises:
+            UserError: a file is missing or malformed, or they are not of the same encoding.
+        """
+        vocabulary = _read_vocabulary(vocab_file)
+        merges = _read_merges(merge_file, vocabulary)
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, cache_capacity=0))
+        # Both spell bytes in the printable alphabet.
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        super().__init__(tokenizer)
+        self.eod = vocabulary[END_OF_DOCUMENT]
+        self._words = _WordCache(super().encode)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        # map over a dictionary keeps the loop over words, the hot one, out of the interpreter.
+        return list(chain.from_iterable(map(self._words.__getitem__, WORD_PATTERN.findall(text))))
+
+
+class _WordCache(dict[str, list[int]]):
+    """Ids by word."""
+
+    max_words = 1 << 20  # about 300 MB when full; more words than that rarely come again
+
+    def __init__(self, encode_word: Callable[[str], list[int]]) -> None:
+        super().__init__()
+        self._encode_word = encode_word
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._encode_word(word)
+        if len(self) < self.max_words:
+            self[word] = ids
+        return ids
+
+
+def _printable_bytes() -> list[str]:
+    """Return GPT-2's spelling of each byte: itself if printable, else the next code from 256."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    vocabulary = read_json(str(path), "--vocab-file")
+    if not isinstance(vocabulary, dict) or not all(
+        type(token_id) is int and 0 <= token_id < 1 << 32 for token_id in vocabulary.values()
+    ):
+        raise DataError(
+            f"the vocabulary {path} is not a JSON object from token to id: "
+            "--vocab-file takes encoder.json or vocab.json"
+        )
+    for token in (END_OF_DOCUMENT, *_printable_bytes()):
+        if token not in vocabulary:
+            raise DataError(
+                f"the vocabulary {path} has no token {token!r}, which a byte-level encoding needs: "
+                "give a vocabulary of GPT-2's kind"
+            )
+    return vocabulary
+
+
+def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    rules: dict[tuple[str, str], None] = {}  # of a rule that stands twice, the first counts
+    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        symbols = line.split()
+        if len(symbols) != 2:
+            raise DataError(
+                f"{path}:{number}: a merge rule is two tokens, not {line!r}: --merge-file takes vocab.bpe or merges.txt"
+            )
+        left, right = symbols
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise DataError(
+                f"{path}:{number}: the vocabulary lacks a token of the merge rule {line!r}: "
+                "give the vocabulary and the merge rules of one encoding"
+            )
+        rules.setdefault((left, right))
+    return list(rules)
+
+
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {
+        "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+"""Regular expressions of the words that are encoded one by one, by the names that Megatron gives them."""
+
+DEFAULT_VOCAB_SIZE = 2**17
+"""Ids where `--vocab-size` says nothing."""
+
+
+class TikTokenizer:
+    """A byte pair encoding of `tiktoken`. `</s>` ends a document; a text that spells a special token is that text.
+
+    Attributes:
+        vocab_size: number of ids, those of special tokens included.
+        eod: id that ends a document.
+    """
+
+    name = "TikTokenizer"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        pattern: str | None,
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] | None = None,
+    ) -> None:
+        """Read the vocabulary.
+
+        Args:
+            vocab_size: number of ids, special tokens included; the vocabulary is cut to fit. None for 2**17.
+            special_tokens: the first of them; the rest are fillers. None for `TIKTOKEN_SPECIAL_TOKENS`.
+
+        Raises:
+            DataError: the package is not installed, the file is missing or malformed, or numbers do not fit.
+        """
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            raise DataError(f"TikTokenizer needs {not_installed('tiktoken')}") from None
+        if pattern not in PATTERNS:
+            raise DataError(f"--tiktoken-pattern {pattern} is not known: choose {one_of(list(PATTERNS))}")
+        self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
+        special = _special_tokens(special_tokens or TIKTOKEN_SPECIAL_TOKENS, num_special_tokens)
+        self.eod = special.index(TIKTOKEN_SPECIAL_TOKENS[-1])
+        tokens = _read_tiktoken_vocabulary(path)
+        wanted = self.vocab_size - num_special_tokens
+        if not 0 < wanted <= len(tokens):
+            raise DataError(
+                f"{path} has {len(tokens)} tokens, and --vocab-size {self.vocab_size} asks for {wanted} and "
+                f"{num_special_tokens} special ones: give --vocab-size {len(tokens) + num_special_tokens} or less"
+            )
+        self._encoding = Encoding(
+            path.stem,
+            pat_str=PATTERNS[pattern],
+            mergeable_ranks={token: num_special_tokens + rank for rank, token in enumerate(tokens[:wanted])},
+            special_tokens={token: number for number, token in enumerate(special)},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        return self._encoding.encode_ordinary(without_lone_surrogates(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        check_in_vocabulary(ids, self.vocab_size)
+        return self._encoding.decode(list(ids))
+
+
+def _special_tokens(named: Sequence[str], count: int) -> list[str]:
+    """Return all special tokens, in the order of their ids."""
+    missing = [token for token in TIKTOKEN_SPECIAL_TOKENS if token not in named]
+    if missing or len(set(named)) < len(named) or len(named) > count:
+        raise DataError(
+            f"--tiktoken-special-tokens {' '.join(named)} with --tiktoken-num-special-tokens {count}: name at most "
+            f"{count}, each once, {', '.join(TIKTOKEN_SPECIAL_TOKENS)} among them"
+        )
+    return [*named, *(f"<SPECIAL_{number}>" for number in range(len(named), count))]
+
+
+def _read_tiktoken_vocabulary(path: Path) -> list[bytes]:
+    """Return the tokens of a file, by rank."""
+    document: Any = read_json(str(path), "--tokenizer-model")
+    try:
+        tokens = [_tiktoken_token(entry, rank) for rank, entry in enumerate(document)]
+    except (ValueError, TypeError, KeyError, IndexError):
+        tokens = []
+    if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens):
+        raise DataError(
+            f"{path} is not a vocabulary of TikTokenizer: give a JSON list of objects with rank and token_bytes, by "
+            "rising rank, each token once, the 256 single bytes first"
+        )
+    return tokens
+
+
+def _tiktoken_token(entry: Any, rank: int) -> bytes:
+    if entry["rank"] != rank:
+        raise ValueError(entry)
+    return b64decode(entry["token_bytes"], validate=True)
+
+
+class SentencePieceTokenizer:
+    """A model of the package `sentencepiece`; its end of sentence ends a document.
+
+    Nothing is put before a text: a model that was trained with a begin of text has it in its data.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, path: Path) -> None:
+        """Read the model.
+
+        Raises:
+            DataError: the package is not installed, the file is missing or malformed, or has no end of sentence.
+        """
+        self._model = _read_sentencepiece_model(path)
+        self.vocab_size: int = self._model.vocab_size()
+        self.eod: int = self._model.eos_id()
+        if self.eod < 0:
+            raise DataError(
+                f"{path} has no end of sentence, which is to end documents: train the SentencePiece model with one"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        ids: list[int] = self._model.encode(without_lone_surrogates(text))
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; the end of a document has none.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        check_in_vocabulary(ids, self.vocab_size)
+        text: str = self._model.decode(list(ids))
+        return text
+
+
+def _read_sentencepiece_model(path: Path) -> "SentencePieceProcessor":
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise DataError(f"SentencePieceTokenizer needs {not_installed('sentencepiece')}") from None
+    if not path.is_file():
+        raise DataError(f"--tokenizer-model {path} is no file: give the tokenizer.model of SentencePiece")
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError, ValueError):  # The last where a message of the package is no UTF-8.
+        raise DataError(
+            f"{path} cannot be read as a SentencePiece model: give its tokenizer.model, or choose --tokenizer-type "
+            "HuggingFaceTokenizer for a tokenizer.json"
+        ) from None

@@ -1,0 +1,246 @@
+"""A data file held against the tokenizer of a run: its range of token ids, and the tokenizer that it was written with.
+
+Data that another tokenizer wrote is mostly found by its largest id. It is read once, and kept for the next start.
+
+`PREFIX.tokenizer.json` is the record of the tokenizer that wrote a dataset. An id has no meaning of its own: under
+another vocabulary the same ids are another text, and a model trains on it without complaint. Tokenizers are compared by
+what they make of the first ids of the data, not by their names: GPT-2's encoding is the same from its own two files and
+from a `tokenizer.json`, and a tokenizer that has got more special tokens since still fits. Datasets that Megatron wrote
+have no record, and are read as they are.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from deepspeed_ext.plan.text_files import write_text
+from megatron_terapipe.config.parsing import read_json
+from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_terapipe.errors import DataError
+
+_TOKENS_AT_ONCE = 1 << 24
+_READERS = 8
+"""Threads that wait for the disk, as file systems of clusters serve many at once."""
+_SILENT_S, _SPEAKS_EVERY_S = 5.0, 10.0
+"""Seconds before the first line of progress, and between lines."""
+
+
+def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexCache) -> None:
+    """Check that the ids of data files are ids of the tokenizer.
+
+    Args:
+        cache: keeps the range of each file until the file changes.
+
+    Raises:
+        DataError: a file has an id that the tokenizer does not have, or the cache cannot be written.
+    """
+    for prefix in prefixes:
+        smallest, largest = token_range(prefix, cache)
+        if smallest < 0 or largest >= tokenizer.vocab_size:
+            number, token = _first_outside(IndexedDataset(prefix).tokens, tokenizer.vocab_size)
+            raise DataError(
+                f"{data_file(prefix)} has the token id {token} at byte {number}, and the vocabulary of "
+                f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} ids from 0: give the tokenizer that the "
+                "data was preprocessed with"
+            )
+
+
+def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
+    """Return the smallest and the largest token id of a data file, or 0 where none is below or above it.
+
+    Args:
+        cache: keeps the answer, under the size of the file and the times at which it was written and changed.
+    """
+    path = data_file(prefix).resolve()
+    state = path.stat()
+    # A copy may keep the time of writing; nobody can set that of the last change.
+    times = {"written_ns": state.st_mtime_ns, "changed_ns": state.st_ctime_ns}
+    description = {"range of token ids of": str(path), "bytes": state.st_size, **times}
+    found = cache.get(description, lambda: {"range": _range(IndexedDataset(prefix).tokens, path.name)})["range"]
+    return int(found[0]), int(found[1])
+
+
+def _first_outside(tokens: FileColumn, vocab_size: int) -> tuple[int, int]:
+    """Return the byte of the first id that is not in a vocabulary, and the id."""
+    for first, piece in tokens.pieces():
+        for index in np.flatnonzero((piece < 0) | (piece >= vocab_size))[:1].tolist():
+            return tokens.byte_of(first + index), int(piece[index])
+    raise DataError("the token ids change while they are read: end what writes the data, and start again")
+
+
+def _range(tokens: FileColumn, name: str) -> NDArray[np.int64]:
+    """Return the smallest and the largest of ids [tokens], read in pieces, several at a time: [2]."""
+
+    def of_piece(start: int) -> tuple[int, int, int]:
+        piece = tokens[start : start + _TOKENS_AT_ONCE]
+        return int(piece.min()), int(piece.max()), piece.nbytes
+
+    found = np.zeros(2, np.int64)
+    progress = tqdm(
+        total=len(tokens) * tokens.dtype.itemsize,
+        desc=f"checking the token ids of {name}",
+        unit="B",
+        unit_scale=True,
+        delay=_SILENT_S,
+        mininterval=_SPEAKS_EVERY_S,
+        file=sys.stderr,
+    )
+    with progress, ThreadPoolExecutor(_READERS) as readers:
+        for smallest, largest, num_bytes in readers.map(of_piece, range(0, len(tokens), _TOKENS_AT_ONCE)):
+            found[:] = min(found[0], smallest), max(found[1], largest)
+            progress.update(num_bytes)
+    return found
+
+
+_IDS_COMPARED = 4096
+
+
+def record_file(prefix: str | Path) -> Path:
+    """Return the file of the record, `PREFIX.tokenizer.json`."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerRecord:
+    """What is kept of the tokenizer that wrote a dataset."""
+
+    tokenizer: str
+    """Its name."""
+    vocab_size: int
+    """Its number of ids."""
+    eod: int | None
+    """Id that ends the documents; None if they have no end."""
+    num_bytes: int
+    """Size of the data file."""
+    first_ids: str
+    """Hash of its first ids; with the size it tells whether the record is of this data."""
+    first_text: str | None
+    """Hash of the text that these ids are; None if they are none."""
+
+    @classmethod
+    def of(cls, prefix: str | Path, tokenizer: Tokenizer, *, ends: bool) -> Self:
+        """Return the record of a dataset that was just written.
+
+        Args:
+            ends: whether every document ends with the end-of-document id.
+        """
+        ids = _first_ids(prefix)
+        eod = tokenizer.eod if ends else None
+        return cls(
+            tokenizer=tokenizer.name,
+            vocab_size=tokenizer.vocab_size,
+            eod=eod,
+            num_bytes=data_file(prefix).stat().st_size,
+            first_ids=_hash_of_ids(ids),
+            first_text=_hash_of_text(ids, eod, tokenizer),
+        )
+
+    def write(self, prefix: str | Path) -> None:
+        """Write the record beside its dataset.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        path = record_file(prefix)
+        partial = Path(f"{path}.partial")
+        write_text(partial, json.dumps(asdict(self), indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, prefix: str | Path) -> Self | None:
+        """Read the record of a dataset; None if it has none, or one of other data that had its name before.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        path = record_file(prefix)
+        if not path.is_file():
+            return None
+        found = read_json(str(path), "")
+        if not isinstance(found, dict) or not _is_record(found):
+            raise DataError(f"{path} is no record of a tokenizer: remove it, or preprocess the texts again")
+        record = cls(**found)
+        same = record.num_bytes == data_file(prefix).stat().st_size
+        return record if same and record.first_ids == _hash_of_ids(_first_ids(prefix)) else None
+
+    def check(self, prefix: str | Path, tokenizer: Tokenizer, *, reads_ends: bool) -> None:
+        """Check that the dataset means the same to a tokenizer.
+
+        `NullTokenizer` knows no text, so nothing is said of that where it wrote the data or is to read it.
+
+        Args:
+            reads_ends: whether the run looks for ends of documents.
+
+        Raises:
+            DataError: its ids are another text, or its documents end with another id.
+        """
+        written = f"{data_file(prefix)} was tokenized with {self.tokenizer} of {self.vocab_size} ids"
+        remedy = f"give the tokenizer of the data, or preprocess the texts again ({record_file(prefix)} has the record)"
+        of_text = NullTokenizer.name not in (self.tokenizer, tokenizer.name)
+        if of_text and self.first_text != _hash_of_text(_first_ids(prefix), self.eod, tokenizer):
+            raise DataError(
+                f"{written}, which are another text to --tokenizer-type {tokenizer.name} of {tokenizer.vocab_size} "
+                f"ids: {remedy}"
+            )
+        if (of_text or reads_ends) and self.eod not in (None, tokenizer.eod):
+            raise DataError(
+                f"{written} and its documents end with {self.eod}, but with {tokenizer.eod} by --tokenizer-type "
+                f"{tokenizer.name}: {remedy}"
+            )
+
+
+def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool) -> None:
+    """Check that data with a record of its tokenizer means the same to the tokenizer of a run.
+
+    Args:
+        reads_ends: whether the run looks for ends of documents.
+
+    Raises:
+        UserError: a dataset means something else to it, or a record is damaged.
+    """
+    for prefix in prefixes:
+        record = TokenizerRecord.read(prefix)
+        if record is not None:
+            record.check(prefix, tokenizer, reads_ends=reads_ends)
+
+
+def _is_record(found: dict[str, Any]) -> bool:
+    types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None}
+    return found.keys() == {each.name for each in fields(TokenizerRecord)} and all(
+        isinstance(value, types.get(name, str)) and not isinstance(value, bool) for name, value in found.items()
+    )
+
+
+def _first_ids(prefix: str | Path) -> NDArray[np.int64]:
+    """Return the first ids of a data file, [4096 or all]."""
+    tokens = IndexedDataset(prefix).tokens
+    return np.asarray(tokens[: min(_IDS_COMPARED, len(tokens))], dtype="<i8")
+
+
+def _hash_of_ids(ids: NDArray[np.int64]) -> str:
+    return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def _hash_of_text(ids: NDArray[np.int64], eod: int | None, tokenizer: Tokenizer) -> str | None:
+    """Return the hash of the text that ids are to a tokenizer; None if they are none.
+
+    Ends of documents have no text. Neither blanks nor the marks of half a character count: packages differ in what they
+    put before a first word, and in how many marks they write.
+    """
+    try:
+        text = tokenizer.decode([token for token in ids.tolist() if token != eod])
+    except DataError:
+        return None
+    letters = "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
+    return hashlib.sha256(letters.encode("utf-8", errors="replace")).hexdigest()

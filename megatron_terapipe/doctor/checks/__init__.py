@@ -1,1 +1,0 @@
-"""What is wrong, by facts alone: each function yields a finding for everything that it looked at."""

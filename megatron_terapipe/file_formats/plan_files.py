@@ -1,0 +1,433 @@
+"""Files of `terapipe plan`: costs, token bytes and stage partitions that it reads; timelines and traces it writes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deepspeed_ext.plan.draw.elements import KIND_NAMES
+from deepspeed_ext.plan.ops import OpKind, Placement
+from deepspeed_ext.plan.programs.program import Content
+from megatron_terapipe.file_formats.class_schema import ABSENT, description_schema
+from megatron_terapipe.search.answer.json_schema import Part
+
+Amount = Annotated[float, Field(ge=0)]
+"""A time or a number of bytes."""
+Rows = list[list[Amount]]
+"""Times by stage, or by pipeline rank, and token slice."""
+
+
+class Transfer(Part):
+    """Cost of a transfer from one stage to the next."""
+
+    latency: Amount | list[Amount]
+    """Time from the moment a message has left until it is there; a list has one for each boundary of two stages."""
+    bandwidth: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]]
+    """Bytes per time; a list has one for each boundary."""
+    bytes: Amount | list[Amount]
+    """Bytes of the activation of one micro-batch; a list has one number for each token slice."""
+
+
+class CostsFile(Part):
+    """Times of ops and transfers, in one unit of your choice."""
+
+    forward: Rows
+    """Time of a forward: a row for each stage, a time for each token slice."""
+    backward: Rows
+    """Time of a backward, without that in `weight_gradient`."""
+    weight_gradient: Rows = ABSENT
+    """Time of weight gradients, if they are separate. Schedules that split the backward need it."""
+    transfer: Amount | Transfer = ABSENT
+    """Time of a transfer between neighbouring stages. If left out: 0."""
+    reductions: list[Annotated[list[Amount], Field(min_length=1)]] = ABSENT
+    """Times to sum gradients over replicas: a row for each stage, its last layers first."""
+
+
+class TokenBytesFile(Part):
+    """Bytes that one token of a micro-batch keeps on a stage. A list has one number for each stage."""
+
+    activation: Amount | list[Amount]
+    """What autograd keeps from forward to backward, without keys and values."""
+    key_value: Amount | list[Amount] = ABSENT
+    """Keys and values. If left out: 0."""
+    key_value_gradient: Amount | list[Amount] = ABSENT
+    """Gradients of keys and values. If left out: 0."""
+    logits: Amount = ABSENT
+    """Logits and what the loss keeps, on the last stage. If left out: 0."""
+    freed_by_input_gradient: Annotated[float, Field(ge=0, le=1)] = ABSENT
+    """Share of `activation` that a BI frees, where the backward is in two parts. If left out: 0."""
+    logits_limit: Amount = ABSENT
+    """Bytes of logits that a rank keeps at most. If left out: no limit."""
+    stage_input: Amount | list[Amount] = ABSENT
+    """Input of a stage, which is all that a forward keeps where stages are recomputed; one number is for all stages but
+    the first, which reads tokens. If left out: stages are not recomputed."""
+
+
+def costs_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file of `--costs`."""
+    return description_schema(CostsFile)
+
+
+def token_bytes_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file of `--token-bytes`."""
+    return description_schema(TokenBytesFile)
+
+
+def partition_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file of `--stage-partition`."""
+    return {
+        "title": "Stage partition",
+        "description": "The first layer of each stage, rising from 0, then the number of layers: [0, 5, 12].",
+        "type": "array",
+        "prefixItems": [{"const": 0}],
+        "items": {"type": "integer", "minimum": 1},
+        "minItems": 2,
+        "uniqueItems": True,
+    }
+
+
+class _Event(Part):
+    """An event."""
+
+    name: str
+    """What viewers show."""
+    pid: int
+    """Pipeline rank."""
+
+
+class _OnThread(_Event):
+    tid: int
+    """Thread: a model chunk, then the reductions, then copies to the host and back."""
+
+
+class OpArguments(Part):
+    """Where an op belongs."""
+
+    micro_batch: int
+    """Micro-batch."""
+    token_slice: int
+    """Token slice."""
+
+
+class CopyArguments(Part):
+    """A copy in words."""
+
+    what: str
+    """What is copied, and for how long it is away."""
+
+
+class Complete(_OnThread):
+    """An op, a reduction, or a copy to the host or back."""
+
+    ph: Literal["X"]
+    """Phase of the format: something with a start and a duration."""
+    cat: Literal[(*KIND_NAMES.values(), "reduction", "host copy")]  # type: ignore[valid-type]
+    """What it is."""
+    ts: float
+    """Start."""
+    dur: float
+    """Duration."""
+    args: OpArguments | CopyArguments = ABSENT
+    """Of an op where it belongs, of a copy its words."""
+
+
+class NameArguments(Part):
+    """The name of a rank or a thread."""
+
+    name: str
+    """What viewers show."""
+
+
+class PlaceArguments(Part):
+    """The place of a rank among all."""
+
+    sort_index: int
+    """Pipeline rank."""
+
+
+class Metadata(_OnThread):
+    """Name or place of a rank or a thread."""
+
+    ph: Literal["M"]
+    """Phase of the format: about viewers."""
+    name: Literal["process_name", "process_sort_index", "thread_name"]
+    """What is said."""
+    args: NameArguments | PlaceArguments
+    """The name or the place."""
+
+
+class CounterArguments(Part):
+    """The value of a counter."""
+
+    held: float
+    """Activations of micro-batches, or bytes."""
+
+
+class Counter(_Event):
+    """What a rank holds from a time on."""
+
+    ph: Literal["C"]
+    """Phase of the format: a counter."""
+    name: Literal["memory", "host memory"]
+    """Where."""
+    ts: float
+    """Time."""
+    args: CounterArguments
+    """How much."""
+
+
+class TransferArguments(Part):
+    """What a message carries."""
+
+    result_of: str
+    """The op whose result it is."""
+
+
+class Message(_OnThread):
+    """Start or end of a message to another rank, where transfers take time."""
+
+    ph: Literal["b", "e"]
+    """Phase of the format: the start or the end of something on a track of its own."""
+    cat: Literal["transfer"]
+    """What it is."""
+    id: str
+    """The same for start and end."""
+    ts: float
+    """Time."""
+    args: TransferArguments = ABSENT
+    """Of a start."""
+
+
+class Arrow(_OnThread):
+    """Start or end of an arrow from an op to one on another rank that reads its result."""
+
+    ph: Literal["s", "f"]
+    """Phase of the format: the start or the end of an arrow."""
+    name: Literal["transfer"]
+    """What it is."""
+    cat: Literal["transfer"]
+    """What it is."""
+    id: int
+    """The same for start and end."""
+    ts: float
+    """A time within the op."""
+    bp: Literal["e"] = ABSENT
+    """Of an end: it belongs to the op around it."""
+
+
+class ChromeTrace(Part):
+    """A timeline in the Trace Event Format."""
+
+    traceEvents: list[Complete | Metadata | Counter | Message | Arrow]  # noqa: N815 (the format's name)
+    """All events."""
+    displayTimeUnit: Literal["ms"]  # noqa: N815 (the format's name)
+    """Unit in which viewers show times."""
+
+
+def trace_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the trace."""
+    return description_schema(ChromeTrace)
+
+
+OpText = Annotated[str, Field(pattern=rf"^[0-9]+({'|'.join(OpKind)})[0-9]+\.[0-9]+$")]
+"""An op: `2F0.3` is the forward of token slice 3 of micro-batch 0 on stage 2."""
+Index = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Curve = list[tuple[float, float]]
+"""Times, and what is held from each of them on."""
+
+
+class TimelineFile(Part):
+    """A step: when each op ran. The trainer's `--timeline` writes one for each measured step."""
+
+    schedule: str | None
+    """Name of the schedule; null = unknown."""
+    iteration: int | None = ABSENT
+    """Number of the step in its run; null = it was simulated."""
+    token_slices: list[float]
+    """Tokens of each token slice, or their shares of a sequence; empty = unknown."""
+    num_stages: Count
+    """Number of stages."""
+    num_micro_batches: Count
+    """Micro-batches of the step."""
+    num_token_slices: Count
+    """Token slices of a micro-batch."""
+    num_model_chunks: Count = ABSENT
+    """Stages of each pipeline rank. If left out: 1."""
+    placement: Placement = ABSENT
+    """Which stages a rank owns. If left out: one each."""
+    unit: str
+    """Unit of all times: `s` where they were measured; empty = that of the costs."""
+    spans: list[list[tuple[OpText, float, float]]]
+    """For each pipeline rank its ops, in the order it ran them, each with its start and end."""
+    transfers: list[tuple[OpText, float, float, float]] = ABSENT
+    """Results on their way to another rank, each with its start, its end, and when the next message could leave. The
+    gradient that a backward sends is called BI."""
+    reductions: list[tuple[Index, Index, float, float]] = ABSENT
+    """Sums of gradients over replicas: stage, number of the piece, start and end."""
+    host_copies: list[tuple[Content, Index, Index, Index, float, float, float, float, float]] = ABSENT
+    """What went to the host and back: what it is, stage, micro-batch, token slice; start and end of the copy to the
+    host, when the device dropped it, start and end of the copy back."""
+
+
+class _Figures(TimelineFile):
+    """What all answers say of a timeline."""
+
+    makespan: float
+    """Time from the first op's start to the last op's end."""
+    bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan), in [0, 1)."""
+    peak_live_token_slices: list[int]
+    """For each rank, the most token slices whose forward is done and whose backward is not complete."""
+    peak_activation: list[float]
+    """For each rank, the most activations that it keeps, in those of one micro-batch."""
+    peak_memory_bytes: list[float] = ABSENT
+    """For each rank, the most bytes that it keeps; with `--token-bytes`."""
+    memory_bytes: list[Curve] = ABSENT
+    """For each rank, times, and the bytes that it keeps from then on; with `--token-bytes`."""
+    peak_host_memory_bytes: list[float] = ABSENT
+    """For each rank, the most bytes that wait on its host; with `--offload`."""
+    host_memory_bytes: list[Curve] = ABSENT
+    """For each rank, times, and the bytes that wait on its host from then on; with `--offload`."""
+    deadlock_free: Literal[True]
+    """That no rank waits for ever."""
+    critical_path: list[OpText]
+    """The ops that decide the makespan, first to last."""
+    orders: list[list[OpText]]
+    """For each rank its ops, in their order."""
+
+
+class SimulatedPlan(_Figures):
+    """A schedule, simulated."""
+
+    duration: float = ABSENT
+    """Time until the optimizer may step; with reductions."""
+    lower_bound: float = ABSENT
+    """No schedule has a smaller makespan; where a schedule was searched for."""
+    stage_partition: list[Index] = ABSENT
+    """First layer of each stage, and the number of layers; with `--solve-stages`."""
+
+
+class SimulatedBeside(Part):
+    """Simulation of a measured step, with mean op times."""
+
+    makespan: float
+    """Simulated makespan."""
+    bubble_ratio: float
+    """Simulated bubble ratio."""
+    makespan_with_transfer_and_overhead: float
+    """The same with the estimated transfer and overhead of the host."""
+    makespan_with_own_op_times: float
+    """The same where each op takes its own measured time."""
+    spans: list[list[tuple[OpText, float, float]]]
+    """The simulated ops, as in the timeline."""
+
+
+class MeasuredCosts(Part):
+    """Mean op times: a file of `--costs`."""
+
+    forward: list[list[float]]
+    """By stage and token slice."""
+    backward: list[list[float]]
+    """By stage and token slice."""
+    weight_gradient: list[list[float]] = ABSENT
+    """By stage and token slice."""
+    transfer: float
+    """Estimated time from the end of an op until one that waits for it starts."""
+
+
+class MeasuredStep(Part):
+    """One of the steps."""
+
+    iteration: int | None
+    """Its number."""
+    makespan: float
+    """Measured makespan."""
+    bubble_ratio: float
+    """Measured bubble ratio."""
+
+
+class MeanTimes(Part):
+    """Mean time of the ops of one kind."""
+
+    measured: float
+    """In the measured step."""
+    simulated: float
+    """In its simulation."""
+
+
+class RankTime(Part):
+    """What a rank spent the step on."""
+
+    busy: float
+    """In ops."""
+    dependency: float
+    """Waiting for ops of others."""
+    transfer: float
+    """Waiting for transfers."""
+    host_overhead: float
+    """Between ops that need not wait."""
+
+
+class OpDifference(Part):
+    """An op that took longer or shorter than simulated."""
+
+    op: OpText
+    """The op."""
+    duration: float
+    """Measured less simulated time."""
+    late: float
+    """Measured less simulated start."""
+
+
+class MeasuredPlan(_Figures):
+    """A measured step beside its simulation."""
+
+    eta: float
+    """Simulated over measured makespan."""
+    simulated: SimulatedBeside
+    """The simulation."""
+    costs: MeasuredCosts
+    """What it was made of."""
+    host_overhead: float
+    """Estimated overhead of the host between ops."""
+    steps: list[MeasuredStep]
+    """All measured steps; the figures are those of the median one."""
+    mean_times: dict[str, MeanTimes]
+    """By kind of op."""
+    time_by_rank: list[RankTime]
+    """For each rank, what the step was spent on."""
+    largest_differences: list[OpDifference]
+    """The ops that differ most from the simulation."""
+
+
+class Deadlock(Part):
+    """A schedule that deadlocks."""
+
+    schedule: str
+    """Name of the schedule, or its file."""
+    deadlock_free: Literal[False]
+    """That ranks wait for ever."""
+    reason: str
+    """Which ranks wait for what."""
+    num_stages: Count = ABSENT
+    """Number of stages; keys from here on are left out where the order itself is not sound."""
+    num_micro_batches: Count = ABSENT
+    """Micro-batches."""
+    num_token_slices: Count = ABSENT
+    """Token slices of a micro-batch."""
+    num_model_chunks: Count = ABSENT
+    """Stages of each pipeline rank. If left out: 1."""
+    placement: Placement = ABSENT
+    """Which stages a rank owns. If left out: one each."""
+    orders: list[list[OpText]] = ABSENT
+    """For each rank its ops, in their order."""
+
+
+def timeline_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a timeline that was measured."""
+    return description_schema(TimelineFile)
+
+
+def plan_schema() -> dict[str, Any]:
+    """Return the JSON Schema of what `terapipe plan --json` writes."""
+    return description_schema(SimulatedPlan, MeasuredPlan, Deadlock) | {"title": "Answer of plan"}

@@ -1,0 +1,251 @@
+"""The weights of a folder of Hugging Face, each read as one of ours.
+
+First tensors in safetensors files, in one or in several with an index.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.text_files import permit_as_new
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import CheckpointError, ConfigError, not_installed
+from megatron_terapipe.huggingface.families.family import Family
+from megatron_terapipe.huggingface.weight_rules import WeightRule, layer_rules
+from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in one file; those of Hugging Face's library are as large."""
+
+
+class SavedTensors:
+    """The tensors of a directory, each read when it is asked for.
+
+    Args:
+        directory: holds one file, or an index and the files that it names.
+
+    Raises:
+        CheckpointError: if there is neither, or a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open = lru_cache(maxsize=None)(self._open_file)
+        self._files = self._index()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, in the shape [...] that the file gives it.
+
+        Raises:
+            CheckpointError: if the file that the index names does not hold it.
+        """
+        try:
+            return self._open(self._files[name]).get_tensor(name)
+        except Exception as error:
+            raise self._unreadable(self._files[name], error) from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is not read.
+
+        Raises:
+            CheckpointError: if the file that the index names does not hold it.
+        """
+        try:
+            return tuple(self._open(self._files[name]).get_slice(name).get_shape())
+        except Exception as error:
+            raise self._unreadable(self._files[name], error) from None
+
+    def _index(self) -> dict[str, str]:
+        if (self._directory / INDEX).is_file():
+            try:
+                files: dict[str, str] = json.loads((self._directory / INDEX).read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._unreadable(INDEX, error) from None
+            for file in sorted(set(files.values())):
+                if Path(file).name != file:
+                    raise CheckpointError(
+                        f"{self._directory / INDEX} names {json.dumps(file)}, which is no file beside it: get it again"
+                    )
+                self._open(file)
+            return files
+        if not (self._directory / SINGLE).is_file():
+            raise CheckpointError(
+                f"{self._directory} holds neither {SINGLE} nor {INDEX}: give a directory that a model was saved to as "
+                "safetensors"
+            )
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _open_file(self, file: str) -> Any:
+        try:
+            return safetensors("").safe_open(self._directory / file, framework="pt")
+        except ConfigError:
+            raise
+        except Exception as error:  # Its errors have a class of their own.
+            raise self._unreadable(file, error) from None
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return CheckpointError(f"{self._directory / file} cannot be read ({reason}): get it again")
+
+
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors as they come; never more than one file's worth of them is in memory.
+
+    Args:
+        tensors: names, and tensors [...] of any shape.
+        shard_bytes: bytes of tensors after which a new file is begun.
+    """
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        save = safetensors(".torch").save_file
+        save(held, directory / _temporary(len(shards)), metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        bytes_of_tensor = tensor.numel() * tensor.element_size()
+        if held and size + bytes_of_tensor > shard_bytes:
+            flush()
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + bytes_of_tensor, total + bytes_of_tensor
+    flush()
+    _name_files(directory, shards, total)
+
+
+def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
+    """Give the files the names that say how many there are, and write the index if there are several."""
+    if len(shards) == 1:
+        _publish(directory / _temporary(0), directory / SINGLE)
+        return
+    files: Mapping[str, list[str]] = {
+        f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards)
+    }
+    for number, file in enumerate(files):
+        _publish(directory / _temporary(number), directory / file)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _publish(temporary: Path, file: Path) -> None:
+    """Give a written file its name, and the permissions of new files: safetensors writes for its owner alone."""
+    permit_as_new(temporary)
+    temporary.rename(file)
+
+
+def safetensors(module: str) -> Any:
+    """The package, or a module of it.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return import_module(f"safetensors{module}")
+    except ImportError:
+        raise ConfigError(f"files of Hugging Face need {not_installed('safetensors')}") from None
+
+
+def _temporary(number: int) -> str:
+    return f"shard-{number}.partial"
+
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types that weights can be converted to, by their names in flags."""
+
+
+class FolderWeights:
+    """The weights of a folder, each read from its files when it is asked for.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or lacks a tensor, or has one too many.
+    """
+
+    def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
+        self._directory, self._family, self._model = directory, family, model
+        self._tensors = SavedTensors(directory)
+        names, tied = family.names(model), not model.untie_embeddings_and_output_weights
+        weights = (name for name in self._tensors.names if names.is_weight(name, tied=tied))
+        # What a tensor is called by the rules, and how it is spelled in this file.
+        self._spelled = {names.canonical(name): name for name in weights}
+        self._rules = lru_cache(maxsize=1)(self._rules_of_layer)
+
+    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
+        """Return a weight [...] of a pipeline layer, whole.
+
+        Args:
+            tensor_parallel_rank: 0, since nobody has cut it.
+
+        Raises:
+            CheckpointError: if a file cannot be read.
+        """
+        rule = self._rules(index)[name]
+        return rule.join([self._tensors.read(self._spelled[theirs]) for theirs in rule.theirs])
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Return all weights [...] of a pipeline layer by name.
+
+        Raises:
+            CheckpointError: if a file cannot be read.
+        """
+        return {name: self.weight(index, name) for name in self._rules(index)}
+
+    def check(self) -> None:
+        """See that the folder has every tensor of the model, each in its shape, and no other. No tensor is read.
+
+        Raises:
+            CheckpointError: naming the first that is not so.
+        """
+        expected: dict[str, torch.Size] = {}
+        for index in layers_with_weights(self._model):
+            shapes = dict(meta_layer(self._model, index).named_parameters())
+            for name, rule in self._rules(index).items():
+                parts = rule.split(shapes[name])
+                expected |= {theirs: part.shape for theirs, part in zip(rule.theirs, parts, strict=True)}
+        for missing in sorted(expected.keys() - self._spelled.keys()):
+            raise CheckpointError(
+                f"{self._directory} has no tensor {missing}, which its config.json asks for: get it again"
+            )
+        for extra in sorted(self._spelled.keys() - expected.keys()):
+            raise CheckpointError(
+                f"{self._directory} has a tensor {self._spelled[extra]}, for which a {self._family.name} of its "
+                "config.json has no place: this model cannot be trained here"
+            )
+        for name, shape in expected.items():
+            found = self._tensors.shape(self._spelled[name])
+            if found != tuple(shape):
+                raise CheckpointError(
+                    f"{self._directory} has {name} {found}, which is not the {tuple(shape)} that its config.json "
+                    "describes: get it again"
+                )
+
+    def _rules_of_layer(self, index: int) -> Mapping[str, WeightRule]:
+        return {rule.ours: rule for rule in rules_of(self._model, self._family, index)}
+
+
+def rules_of(model: ModelConfig, family: Family, index: int) -> list[WeightRule]:
+    """Return the rules of the weights of a pipeline layer."""
+    parameters = (name for name, _ in meta_layer(model, index).named_parameters())
+    return layer_rules(model, family.names(model), index, parameters)
+
+
+def meta_layer(model: ModelConfig, index: int) -> nn.Module:
+    """Return a pipeline layer of shapes alone."""
+    with torch.device("meta"):
+        return gpt_layers(model)[index].build()

@@ -1,0 +1,226 @@
+"""The rule of every weight of a pipeline layer: which tensors of Hugging Face it is, and back.
+
+First the rules that map one weight of ours to their tensors; then the names of a family, applied to the parameters that
+a layer has. Which biases and norms there are follows from the layers themselves. So a family says only how a part is
+called.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.huggingface.families.family import TensorNames
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """A weight of a layer of ours, and the tensors that hold it there."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+    """From our weight to theirs."""
+    join: Callable[[Sequence[Tensor]], Tensor]
+    """From theirs to ours, without change of a bit."""
+
+
+def same(ours: str, theirs: str) -> WeightRule:
+    """Return the rule of a tensor that is equal on both sides."""
+    return WeightRule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
+
+
+def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
+    """A row for each word; ours has more, so that ranks can share them."""
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        (weight,) = tensors
+        # As the mean of all, what pads is no likelier than a word is on average; as zeros it might be the likeliest.
+        mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
+        return torch.cat([weight, mean.expand(rows - words, -1)])
+
+    return WeightRule(ours, (theirs,), lambda weight: (weight[:words],), padded)
+
+
+def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
+    """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new dimension."""
+    return WeightRule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
+
+
+def halves(ours: str, theirs: str) -> WeightRule:
+    """Return the rule of a tensor [2, n, ...] here that is [2 n, ...] there."""
+    return WeightRule(
+        ours, (theirs,), lambda weight: (weight.flatten(0, 1),), lambda tensors: tensors[0].unflatten(0, (2, -1))
+    )
+
+
+def behind_rows(ours: str, theirs: str, rows: int) -> WeightRule:
+    """Return the rule of a tensor that has some rows before it there that nobody reads."""
+
+    def longer(weight: Tensor) -> tuple[Tensor]:
+        return (torch.cat([weight.new_zeros(rows, *weight.shape[1:]), weight]),)
+
+    return WeightRule(ours, (theirs,), longer, lambda tensors: tensors[0][rows:])
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head."""
+
+    groups: int
+    heads_of_group: int
+    size: int
+
+    def apart(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of our product, each head after head: three tensors [heads x size, ...].
+
+        Args:
+            weight: [(query heads + 2 x key heads) x size, ...], group after group.
+        """
+        grouped = weight.unflatten(0, (self.groups, self.heads_of_group + 2, self.size))
+        query, key, value = grouped.split([self.heads_of_group, 1, 1], dim=1)
+        return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
+
+    def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the weight of our product, [(query heads + 2 x key heads) x size, ...].
+
+        Args:
+            tensors: queries, keys and values, each [heads x size, ...].
+        """
+        parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def attention(ours: str, theirs: Sequence[str], heads: Heads) -> WeightRule:
+    """Return the rule of our product of queries, keys and values, which are a tensor each there."""
+    return WeightRule(ours, tuple(theirs), heads.apart, heads.grouped)
+
+
+def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
+    """Return the rule of our product of queries, keys and values, which are one tensor there.
+
+    All queries come first, then all keys, then all values.
+    """
+    rows = [heads.groups * count * heads.size for count in (heads.heads_of_group, 1, 1)]
+    return WeightRule(
+        ours,
+        (theirs,),
+        lambda weight: (torch.cat(heads.apart(weight)),),
+        lambda tensors: heads.grouped(tensors[0].split(rows)),
+    )
+
+
+def turned(rule: WeightRule) -> WeightRule:
+    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias stays as it is.
+
+    Args:
+        rule: the rule if they were not.
+    """
+    return WeightRule(
+        rule.ours,
+        rule.theirs,
+        lambda weight: [_turned(each) for each in rule.split(weight)],
+        lambda tensors: rule.join([_turned(each) for each in tensors]),
+    )
+
+
+def _turned(weight: Tensor) -> Tensor:
+    return weight.t().contiguous() if weight.dim() == 2 else weight
+
+
+Named = Callable[[str, str], WeightRule]
+"""A function from the name of a parameter here, and `weight` or `bias`, to its rule."""
+
+
+def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: Iterable[str]) -> list[WeightRule]:
+    """Return the rules of the parameters of a pipeline layer.
+
+    Args:
+        index: number of the layer in the pipeline.
+    """
+    number, last = index - LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers
+    if index < LAYERS_BEFORE_BLOCKS or index >= last:
+        of_module = _ends(model, names, index, last)
+    else:
+        of_module = _block(model, names, f"{names.prefix}{names.blocks}.{number}.")
+    rules = []
+    for parameter in parameters:
+        module, _, kind = parameter.rpartition(".")
+        rules.append(of_module[module](parameter, kind))
+    return rules
+
+
+def _ends(model: ModelConfig, names: TensorNames, index: int, last: int) -> Mapping[str, Named]:
+    """The rules of the layers before and after the transformer layers, by module."""
+
+    def words(name: str) -> Named:
+        rows = model.padded_vocab_size()
+        return lambda ours, kind: vocabulary(ours, f"{name}.{kind}", words=model.vocab_size or 0, rows=rows)
+
+    if index == 0:
+        return {"": words(f"{names.prefix}{names.words}")}
+    if index == 1:
+        positions = f"{names.prefix}{names.positions}"
+        if names.unread_positions:
+            return {"": lambda ours, kind: behind_rows(ours, f"{positions}.{kind}", names.unread_positions)}
+        return {"": _plain(positions)}
+    return {"": _plain(f"{names.prefix}{names.final_norm}")} if index == last else {"linear": words(names.output)}
+
+
+def _block(model: ModelConfig, names: TensorNames, block: str) -> Mapping[str, Named]:
+    """The rules of a transformer layer, by module."""
+
+    def matrix(rule: Named) -> Named:
+        return (lambda ours, kind: turned(rule(ours, kind))) if names.transposed else rule
+
+    norms = {
+        "attention_norm": names.attention_norm,
+        "attention_post_norm": names.attention_output_norm,
+        "mlp_norm": names.mlp_norm,
+        "mlp_post_norm": names.mlp_output_norm,
+        "attention.query_norm": names.query_norm,
+        "attention.key_norm": names.key_norm,
+    }
+    return {
+        **{module: _plain(block + theirs) for module, theirs in norms.items()},
+        "attention.query_key_value": matrix(_attention(model, names, block)),
+        "attention.projection": matrix(_plain(block + names.projection)),
+        "mlp.up": matrix(_up(model, names, block)),
+        "mlp.down": matrix(_plain(block + names.down)),
+    }
+
+
+def _attention(model: ModelConfig, names: TensorNames, block: str) -> Named:
+    groups = model.num_key_value_heads
+    heads = Heads(groups, model.num_attention_heads // groups, model.kv_channels)
+    theirs = [block + each for each in names.query_key_value]
+    if len(theirs) > 1:
+        return lambda ours, kind: attention(ours, [f"{each}.{kind}" for each in theirs], heads)
+    if names.grouped:
+        return _plain(theirs[0])
+    return lambda ours, kind: fused_attention(ours, f"{theirs[0]}.{kind}", heads)
+
+
+def _up(model: ModelConfig, names: TensorNames, block: str) -> Named:
+    theirs = [block + each for each in names.up]
+    if len(theirs) > 1:
+        return lambda ours, kind: stacked(ours, [f"{each}.{kind}" for each in theirs])
+    return (lambda ours, kind: halves(ours, f"{theirs[0]}.{kind}")) if model.gated else _plain(theirs[0])
+
+
+def _plain(theirs: str) -> Named:
+    return lambda ours, kind: same(ours, f"{theirs}.{kind}")
+
+
+def split_layer(rules: Iterable[WeightRule], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors [...] of a layer there by name; gradients, too, since every rule is linear.
+
+    Args:
+        weights: parameters of the layer by name, or their gradients.
+    """
+    return {
+        name: tensor for rule in rules for name, tensor in zip(rule.theirs, rule.split(weights[rule.ours]), strict=True)
+    }

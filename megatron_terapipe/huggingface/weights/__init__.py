@@ -1,1 +1,0 @@
-"""Weights in the files of Hugging Face: which tensors each of ours is there, and back."""

@@ -1,1 +1,0 @@
-"""Runs a trained model on one process."""

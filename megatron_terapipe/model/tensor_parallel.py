@@ -1,0 +1,502 @@
+"""Matrices that ranks share, as Megatron cuts them (Shoeybi et al., arXiv 1909.08053 section 3).
+
+    columns     rows                  Every rank holds a part of each matrix:
+    X @ [A1|A2] , Y1 @ [B1]           the first by columns, the second by rows, so that nothing is sent between them.
+                  + Y2 @ [B2]         One sum per pair, forward and backward.
+
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198 section 4.2.2) that sum becomes a reduce-scatter along
+the tokens, and a gather before the next pair: the same traffic, and between the pairs each rank has its part of the
+tokens only.
+
+First the ranks and their collectives. Then products and look-ups whose weight gradients add up inside the operation
+that computes them. Autograd computes the weight gradient of each token slice into a new tensor, then adds that to
+`weight.grad`: an allocation, a write and two reads of the size of the weight for every token slice. For a matrix
+product the sum costs nothing, `C += A B` being what the hardware does; for an embedding only the rows that were used
+need touching, not the whole vocabulary. So from the second token slice on, these functions add to `weight.grad`
+themselves and tell autograd that there is nothing left to do (Megatron's gradient accumulation fusion).
+
+Where gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
+`accumulated_gradient`. It is given every product, the first one too, and `weight.grad` stays None.
+
+A schedule may want weight gradients later than those of the inputs (zero bubble, arXiv 2401.10241 section 2). A weight
+then has an attribute `weight_gradients`; while that is `collecting`, it is given the product to compute later. What a
+product keeps until then is the gradient of its output and its own input, as this rank has it:
+
+    sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
+    computed again       the result: as large as what the forward kept for it, or smaller, and the input gradient needs
+                         it too; to keep the raw input instead would cost a third computation
+
+Last the linear layers of which each rank holds a part.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Pending = Callable[[], Tensor]
+"""A collective under way: call it to wait for the result."""
+
+
+class WeightPart(NamedTuple):
+    """The part of a weight that a rank holds."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole weight."""
+    cut: int = 0
+    """Dimension that ranks share."""
+    start: int = 0
+    """First index of the part in that dimension."""
+
+
+Initializer = Callable[[Tensor, WeightPart], object]
+"""Fills a part of a weight in place, with the same values as if it filled the whole."""
+
+# Torch 2.13 renamed both, and warns of the names that older releases have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelRanks:
+    """Ranks that share each layer's matrices; by default one rank alone.
+
+    Tokens are in dimension 1 of every tensor here.
+    """
+
+    rank: int = 0
+    """This one's place among them."""
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """Their process group; None for one alone."""
+    sequence_parallel: bool = False
+    """Between the matrices, each has its part of the tokens."""
+
+    def parameter(
+        self, *shape: int, cut: int, initialize: Initializer | None, device: torch.device | None = None
+    ) -> nn.Parameter:
+        """This rank's part of a weight, whose values are the same for any number of ranks.
+
+        Args:
+            shape: shape of the whole weight.
+            cut: dimension that ranks share.
+            initialize: fills the part in place; None leaves it at 0.
+            device: its device; None for torch's default.
+        """
+        assert shape[cut] % self.size == 0, "the configuration lets ranks share only what they can share evenly"
+        length = shape[cut] // self.size
+        part = torch.zeros(*shape[:cut], length, *shape[cut + 1 :], device=device)
+        if initialize is not None:
+            initialize(part, WeightPart(shape, cut, self.rank * length))
+        parameter = nn.Parameter(part)
+        # Read by DeepSpeed to count norms, by the checkpoint to put parts together.
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim = cut
+        return parameter
+
+    def replicated(self, weight: Tensor, *, of_heads: bool = False) -> nn.Parameter:
+        """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads.
+
+        Args:
+            of_heads: whether it is applied to heads.
+        """
+        parameter = nn.Parameter(weight)
+        # Read by whoever completes gradients: each rank then has a part of this one's.
+        parameter.sequence_parallel = self.sequence_parallel or (of_heads and self.size > 1)
+        return parameter
+
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        """Return the tokens that this rank has between the matrices: [B, n, ...] of `whole` [B, N, ...]."""
+        return whole.chunk(self.size, dim=1)[self.rank] if self.sequence_parallel else whole
+
+    def first_token(self, num_tokens: int) -> int:
+        """Tokens of other ranks before the `num_tokens` that this rank has between the matrices."""
+        return self.rank * num_tokens if self.sequence_parallel else 0
+
+    def start_sum(self, part: Tensor) -> Pending:
+        """Start to sum a tensor [...] over all ranks, in place."""
+        if self.size == 1:
+            return lambda: part
+        work = dist.all_reduce(part, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return part
+
+        return finish
+
+    def start_gather(self, part: Tensor) -> Pending:
+        """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
+        part = part.contiguous()
+        gathered = part.new_empty((self.size, *part.shape))
+        work = _all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            # With one row the ranks' parts already lie one after the other, and nothing is copied.
+            return gathered.transpose(0, 1).flatten(1, 2)
+
+        return finish
+
+    def start_reduce_scatter(self, whole: Tensor) -> Pending:
+        """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
+        by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        own = torch.empty_like(by_rank[0])
+        work = _reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return own
+
+        return finish
+
+    def start_complete(self, partial: Tensor) -> Pending:
+        """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""
+        return self.start_reduce_scatter(partial) if self.sequence_parallel else self.start_sum(partial)
+
+    def sum_parts(self, partial: Tensor) -> Tensor:
+        """Sum what every rank computed a part of: [B, N, C] to the tokens this rank has between the matrices.
+
+        Backward, every rank gets the gradients of all tokens.
+        """
+        return partial if self.size == 1 else _SumParts.apply(partial, self)
+
+
+class _SumParts(torch.autograd.Function):
+    """Megatron's g, or g bar with sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx, partial, ranks: TensorParallelRanks):
+        ctx.ranks = ranks
+        # Summed in place: nobody keeps the part, which a product or an embedding has just made.
+        return ranks.start_complete(partial.detach())()
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        ranks = ctx.ranks
+        return ranks.start_gather(output_gradient)() if ranks.sequence_parallel else output_gradient, None
+
+
+class WeightGradients(Protocol):
+    """Takes the products that are deferred; whoever runs the backwards provides it."""
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the backward that runs now defers products."""
+
+    def add(self, product: Callable[[], None]) -> None:
+        """Compute a product later, without autograd, after all that were added before."""
+
+
+class AccumulatedGradient(Protocol):
+    """Adds a weight's gradients up apart from the weight; whoever keeps the sums provides it."""
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """Add `output_gradient.T @ inputs` to the accumulated gradient.
+
+        Args:
+            output_gradient: [rows, out].
+            inputs: [rows, in].
+        """
+
+    def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
+        """Add each row of `output_gradient` to a row of the accumulated gradient.
+
+        Args:
+            indices: [rows], the row that each one is added to.
+            output_gradient: [rows, width].
+        """
+
+
+def linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ranks: TensorParallelRanks | None = None,
+    before: Callable[[Tensor], Tensor] | None = None,
+    parameters_before: Iterable[nn.Parameter] = (),
+) -> Tensor:
+    """`inputs @ weight.T + bias`, the weight's gradient accumulated in place.
+
+    Args:
+        inputs: [..., in]; [B, n, in] of this rank's tokens where `ranks` are sequence-parallel.
+        weight: [..., in], a matrix once its first dimensions are taken together.
+        bias: bias of the weight's shape without its last dimension.
+        ranks: that hold the other rows of the weight and need the gradient of the same inputs; None for none.
+        before: function applied to the inputs first; it is recomputed in the backward.
+
+    Returns:
+        [..., out], of all tokens.
+    """
+    ranks = ranks or TensorParallelRanks()
+    return _Linear.apply(inputs, weight, bias, ranks, before, *parameters_before)
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return rows of `weight`, whose gradient is accumulated in place: [..., hidden].
+
+    Args:
+        tokens: [...], the row of each token.
+        weight: [vocabulary, hidden].
+    """
+    return _Embedding.apply(tokens, weight)
+
+
+def _is_watched(weight: Tensor) -> bool:
+    """Whether somebody asked to be called for each gradient of a weight, which only autograd does."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _accumulates_in_place(weight: Tensor) -> bool:
+    """Whether a gradient may be added to `weight.grad` behind autograd's back: not to the first one, which it keeps."""
+    return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
+
+
+def _accumulated(weight: Tensor) -> AccumulatedGradient | None:
+    """Where the gradient of a weight adds up, if that is not `weight.grad`."""
+    accumulated: AccumulatedGradient | None = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
+    return None if accumulated is None or _is_watched(weight) else accumulated
+
+
+def _wgrad_queue(weight: Tensor) -> WeightGradients | None:
+    """The queue that takes the product of a weight, if it is deferred."""
+    queue: WeightGradients | None = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
+    return queue if queue is not None and queue.collecting and not _is_watched(weight) else None
+
+
+class _Linear(torch.autograd.Function):
+    """The product; its collectives run under the products that do not wait for them.
+
+    gather the inputs      | gradient of inputs |
+                             sum it over ranks  | gradient of the weight |
+    """
+
+    @staticmethod
+    def forward(ctx, inputs, weight, bias, ranks: TensorParallelRanks, before, *parameters_before):
+        ctx.save_for_backward(inputs, weight, *parameters_before)
+        # Where a forward is repeated, autograd gives back a copy of the weight that has no gradient.
+        ctx.parameter = weight
+        ctx.has_bias, ctx.ranks, ctx.before = bias is not None, ranks, before
+        if before is not None:
+            inputs = before(inputs)
+        if ranks.sequence_parallel:
+            inputs = ranks.start_gather(inputs)()
+        return F.linear(inputs, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        raw, weight, *parameters_before = ctx.saved_tensors
+        queue = _wgrad_queue(ctx.parameter) if ctx.needs_input_grad[1] else None
+        ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
+        # A norm's weights may want their gradient where its input does not, and the reverse.
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        inputs = raw
+        if ctx.before is not None:
+            with torch.enable_grad():
+                raw = raw.detach().requires_grad_()
+                inputs = ctx.before(raw)
+        gather: Pending = inputs.detach
+        if ranks.sequence_parallel and ctx.needs_input_grad[1] and queue is None:
+            gather = ranks.start_gather(inputs.detach())
+        if any(needed):
+            of_all_inputs = output_gradient @ weight.flatten(0, -2)
+            of_inputs = ranks.start_complete(of_all_inputs)
+        if queue is not None:
+            _defer(queue, ctx.parameter, output_gradient, inputs.detach(), ranks)
+        elif ctx.needs_input_grad[1]:
+            of_weight = _weight_gradient(ctx.parameter, output_gradient, gather())
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = output_gradient.flatten(0, -2).sum(0).view(weight.shape[:-1])
+        found = [None for _ in needed] if of_inputs is None else [of_inputs()]
+        if ctx.before is not None and of_inputs is not None:
+            wanted = list(compress([raw, *parameters_before], needed))
+            gradients = iter(torch.autograd.grad(inputs, wanted, found[0]))
+            found = [next(gradients) if each else None for each in needed]
+        of_raw, *of_parameters = found
+        return of_raw, of_weight, of_bias, None, None, *of_parameters
+
+
+def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> Tensor | None:
+    """The product, or None once it is added to the gradient that the weight has."""
+    rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
+    if (accumulated := _accumulated(weight)) is not None:
+        accumulated.add_product(rows, inputs)
+        return None
+    if not _accumulates_in_place(weight):
+        return (rows.t() @ inputs).view_as(weight)
+    weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
+    return None
+
+
+def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weight: Tensor | None) -> Tensor | None:
+    """Add a product to the gradient of a weight: to the one that the weight has, or to one that autograd will add.
+
+    Args:
+        weight: [out, in].
+        output_gradient: [..., out].
+        inputs: [..., in].
+        of_weight: what this returned for the products before, in the same backward; None for the first.
+
+    Returns:
+        What is left for autograd to add; None once it is added.
+    """
+    if of_weight is None:
+        return _weight_gradient(weight, output_gradient, inputs)
+    of_weight.addmm_(output_gradient.flatten(0, -2).t(), inputs.flatten(0, -2))
+    return of_weight
+
+
+def _defer(
+    queue: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
+) -> None:
+    """Have the product computed later; a function of its own, so that nothing else is kept."""
+
+    def product() -> None:
+        whole = ranks.start_gather(inputs)() if ranks.sequence_parallel else inputs
+        first = _weight_gradient(weight, output_gradient, whole)
+        if first is not None:
+            weight.grad = first
+
+    queue.add(product)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens)
+        ctx.parameter = weight
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        (tokens,), weight = ctx.saved_tensors, ctx.parameter
+        queue = _wgrad_queue(weight)
+        if queue is None:
+            return None, _embedding_gradient(weight, tokens, output_gradient)
+
+        def look_up() -> None:
+            first = _embedding_gradient(weight, tokens, output_gradient)
+            if first is not None:
+                weight.grad = first
+
+        # The input is a number, so all of this backward is for the weight.
+        queue.add(look_up)
+        return None, None
+
+
+def _embedding_gradient(weight: Tensor, tokens: Tensor, output_gradient: Tensor) -> Tensor | None:
+    """The gradient, or None once it is added to the one that the weight has."""
+    indices, rows = tokens.flatten(), output_gradient.flatten(0, -2)
+    if (accumulated := _accumulated(weight)) is not None:
+        accumulated.add_rows(indices, rows)
+        return None
+    in_place = _accumulates_in_place(weight)
+    gradient = weight.grad if in_place else torch.zeros_like(weight)
+    gradient.index_add_(0, indices, rows)
+    return None if in_place else gradient
+
+
+class ColumnParallelLinear(nn.Module):
+    """`inputs @ weight.T + bias`, of which each rank computes some of the outputs.
+
+    Args:
+        out_features: width of the whole output; two numbers for several outputs of one width, of each of which the
+            rank computes its part.
+        ranks: ranks that share it.
+        initialize: fills the weight; the bias starts at 0.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, int],
+        ranks: TensorParallelRanks,
+        initialize: Initializer,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ranks = ranks
+        outputs = (out_features,) if isinstance(out_features, int) else out_features
+        cut = len(outputs) - 1
+        self.weight = ranks.parameter(*outputs, in_features, cut=cut, initialize=initialize)
+        self.bias = ranks.parameter(*outputs, cut=cut, initialize=None) if bias else None
+
+    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
+        """Return the output [B, N, out / size] of all tokens for the inputs [B, n, in] of this rank's tokens.
+
+        Args:
+            inputs: input of this layer, or of the one before.
+            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+        """
+        return linear(
+            inputs,
+            self.weight,
+            self.bias,
+            ranks=self.ranks,
+            before=recomputed,
+            parameters_before=() if recomputed is None else recomputed.parameters(),
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """`inputs @ weight.T + bias`, of which each rank multiplies some of the inputs; the sum goes to all.
+
+    Args:
+        ranks: ranks that share it.
+        initialize: fills the weight; the bias starts at 0.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ranks: TensorParallelRanks,
+        initialize: Initializer,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.weight = ranks.parameter(out_features, in_features, cut=1, initialize=initialize)
+        self.bias = ranks.replicated(torch.zeros(out_features)) if bias else None
+
+    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None, *, completed: bool = True) -> Tensor:
+        """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
+
+        Args:
+            inputs: input of this layer, or of the one before.
+            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+            completed: whether ranks sum their parts; if not, this is the part [B, N, out] of this rank, of all tokens,
+                for `complete`.
+        """
+        # One rank alone adds the bias inside the product; of several, each would.
+        alone = self.ranks.size == 1
+        part = linear(
+            inputs,
+            self.weight,
+            self.bias if alone else None,
+            before=recomputed,
+            parameters_before=() if recomputed is None else recomputed.parameters(),
+        )
+        return self.complete(part, self.bias) if completed else part
+
+    def complete(self, part: Tensor, *biases: Tensor | None) -> Tensor:
+        """Return the sum [B, n, out] of the parts of all ranks, and of biases.
+
+        Args:
+            part: [B, N, out] this rank's part; several layers' parts may be added up before.
+            biases: [out] those of the layers; one rank alone has added them.
+        """
+        summed = self.ranks.sum_parts(part)
+        for bias in biases if self.ranks.size > 1 else ():
+            summed = summed if bias is None else summed + bias
+        return summed

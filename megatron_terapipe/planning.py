@@ -1,0 +1,492 @@
+"""The plan of a run, found before it starts: number of ranks, cost model, strategy, schedule and token slices.
+
+All of this follows from the flags, the files that they name and the numbers of ranks, and from no device of this
+process. So all ranks, a dry run on a login node and the commands of the search give the same answer for the same run
+(docs/adr/0029). Read from the end: `plan_run` calls everything above it. The search is imported within functions,
+because it loads numpy and solvers, and not every run asks for them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
+from deepspeed_ext.plan.ops import Placement, check_num_ops
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
+from deepspeed_ext.plan.schedule_file import schedule_from_file
+from deepspeed_ext.plan.schedules import EFFORT, OPTIMISED, SCHEDULES, FoundSchedule, Schedule, memory_of_1f1b
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.config import Config
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.learn.costs import Costs
+    from megatron_terapipe.search.machine.cluster import Cluster
+    from megatron_terapipe.search.price.cost_model import CostModel
+    from megatron_terapipe.search.rank.token_slices import TabulatedCosts
+
+
+def stated_ranks(config: Config) -> int | None:
+    """Return the slots of the hostfile, or the ranks that `--data-parallel-size` makes; None if neither is given.
+
+    Raises:
+        UserError: if the hostfile cannot be read.
+    """
+    path = config.training.hostfile
+    if path is None:
+        return None if config.parallel.data_parallel_size is None else config.parallel.least_world_size
+    return sum(slots_of_hosts(path, "--hostfile"))
+
+
+def slots_of_hosts(path: str, flag: str) -> list[int]:
+    """Return the slots of each host of a hostfile.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    # Imported where a hostfile is named: the search is not needed otherwise.
+    from megatron_terapipe.search.machine.hostfile import parse_hostfile
+
+    try:
+        return [host.slots for host in parse_hostfile(read_text(path, flag), path)]
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+DEVICE = "A100-SXM4-80GB"
+"""Device of the nodes that are assumed where no flag names a cluster: that of the defaults of `HardwareEfficiency`."""
+
+DEVICES_OF_A_NODE = 8
+
+
+def cost_model_of(config: Config, world_size: int) -> "CostModel":
+    """Return the cost model that prices the ops of a run.
+
+    Raises:
+        ConfigError: if a file that flags name cannot be read, or the cluster is too small.
+    """
+    cluster = named_cluster(config.parallel.cluster, world_size)
+    return costs_of_run(config, cluster).pricing_on(cluster).cost_model
+
+
+def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
+    """Return the sources of prices that the flags of a run name.
+
+    Raises:
+        ConfigError: if a file that `--op-profile` or `--op-calibration` names cannot be read.
+    """
+    from megatron_terapipe.search.learn.costs import read_costs
+    from megatron_terapipe.search.price.workload import gpt_workload
+
+    parallel = config.parallel
+    try:
+        return read_costs(
+            gpt_workload(config.model),
+            cluster,
+            config.precision.dtype,
+            profile_path=parallel.op_profile,
+            calibration_path=parallel.op_calibration,
+        )
+    except UserError as error:
+        flags = [flag(name) for name in ("op_profile", "op_calibration") if getattr(parallel, name) is not None]
+        raise ConfigError(f"{', '.join(flags)}: {error}") from None
+
+
+def machine_in_words(config: Config) -> str:
+    """Return what the ops of a run are priced for, in words for messages."""
+    sources = sources_in_words(config)
+    if config.parallel.cluster is None:
+        return f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given{sources}"
+    return f"the cluster {config.parallel.cluster}{sources}"
+
+
+def sources_in_words(config: Config) -> str:
+    """Return what was measured of the machine, in words that follow its name."""
+    parallel = config.parallel
+    profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
+    return profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
+
+
+def named_cluster(path: str | None, world_size: int) -> "Cluster":
+    """Return the cluster that `--cluster` names, or the default one with room for all ranks.
+
+    Args:
+        path: value of the flag; None = it is not given.
+
+    Raises:
+        ConfigError: if the file cannot be read, or the cluster is too small.
+    """
+    from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
+    from megatron_terapipe.search.machine.hostfile import is_hostfile
+
+    if path is None:
+        nodes = {"device": DEVICE, "devices": DEVICES_OF_A_NODE, "count": -(-world_size // DEVICES_OF_A_NODE)}
+        return parse_cluster({"nodes": [nodes]}, "default")[0]
+    names_devices = not is_hostfile(read_text(path, "--cluster"), path)
+    try:
+        cluster = read_cluster(path, device=None if names_devices else DEVICE)
+    except ConfigError as error:
+        raise ConfigError(f"--cluster: {error}") from None
+    if cluster.num_devices < world_size:
+        raise ConfigError(
+            f"--cluster {path} has {cluster.num_devices} devices, fewer than the {world_size} ranks of this run: name "
+            "a cluster with as many"
+        )
+    return cluster
+
+
+TOP = 10
+"""Best strategies for which token slices, stages and nodes are solved: as many as `rank` lists."""
+
+BATCH = "global_batch_size"
+
+
+class Ranks(NamedTuple):
+    """Numbers of ranks of a run."""
+
+    all: int
+    on_a_host: int
+
+
+class BestStrategy(NamedTuple):
+    """What a search for a run has found."""
+
+    strategy: Strategy
+    iteration_time_s: float
+    considered: int
+    machine: str
+    """For which machine, in words."""
+
+    @property
+    def line(self) -> str:
+        """What was chosen, for the log."""
+        settings = " ".join(
+            f"{name.replace('_', '-')} {value}" for name, value in self.strategy.to_json().items() if value is not None
+        )
+        return (
+            f"--strategy auto chose, of {self.considered:,} strategies for {self.machine}, one that is predicted to "
+            f"take {self.iteration_time_s:.4g} s an iteration: {settings}"
+        )
+
+
+def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[Any, ...]]) -> BestStrategy:
+    """Return the best strategy of a run.
+
+    Args:
+        config: the configuration, its vocabulary size known; what it says of layout and batch is not read.
+        constraints: values that dimensions may have, by name, the global batch size among them.
+
+    Raises:
+        ConfigError: if a file cannot be read, the cluster is not that of the ranks, or no strategy can run.
+    """
+    from megatron_terapipe.search.price.workload import gpt_workload
+    from megatron_terapipe.search.rank.search import search
+    from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+
+    cluster, machine = cluster_of_run(config, ranks)
+    batch = constraints[BATCH][0]
+    problem = SearchProblem(
+        workload=gpt_workload(config.model),
+        cluster=cluster,
+        global_batch_size=batch,
+        precision=config.precision.dtype,
+    )
+    others = {name: values for name, values in constraints.items() if name != BATCH}
+    costs = costs_of_run(config, cluster)
+    result = search(problem, all_choices(problem).constrained(others), costs.pricing_on, top=TOP)
+    # Ranks stand where the launcher has put them.
+    here = [entry for entry in result.entries if entry.strategy.placement is None and entry.prediction is not None]
+    if not here:
+        raise ConfigError(
+            f"--strategy auto found no strategy for {machine} that keeps the other flags and fits its memory: `python "
+            "-m megatron_terapipe.search rank --explain` with the same model, cluster and batch says why"
+        )
+    best = here[0]
+    assert best.prediction is not None
+    return BestStrategy(
+        strategy=replace(best.strategy, global_batch_size=batch),
+        iteration_time_s=best.prediction.iteration_time_s,
+        considered=result.counts.total,
+        machine=machine,
+    )
+
+
+def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
+    """Return the cluster of a run, and what it is in words: that of `--cluster`, or hosts as the launcher fills them.
+
+    The devices of these are those of the profile, or `DEVICE`.
+
+    Raises:
+        ConfigError: if a file cannot be read, or the cluster is not that of the ranks.
+    """
+    parallel, profile = config.parallel, sources_in_words(config)
+    if parallel.cluster is not None:
+        cluster = named_cluster(parallel.cluster, ranks.all)
+        if cluster.num_devices != ranks.all:
+            raise ConfigError(
+                f"--cluster {parallel.cluster} has {cluster.num_devices} devices, more than the {ranks.all} ranks of "
+                "this run, and --strategy auto uses all of them: name a cluster with as many"
+            )
+        return cluster, f"the cluster {parallel.cluster}{profile}"
+    if ranks.all % ranks.on_a_host:
+        raise ConfigError(
+            f"--strategy auto: {ranks.all} ranks are not {ranks.on_a_host} on each host: describe the hosts in a file "
+            "for --cluster"
+        )
+    from megatron_terapipe.search.machine.cluster_files import parse_cluster
+
+    device, count = _device(parallel.op_profile), ranks.all // ranks.on_a_host
+    nodes = {"device": device, "devices": ranks.on_a_host, "count": count}
+    words = f"{count} {'host' if count == 1 else 'hosts'} of {ranks.on_a_host} {device}"
+    assumed = " (assumed: give --cluster or --op-profile)" if parallel.op_profile is None else ""
+    return parse_cluster({"nodes": [nodes]}, "--op-profile" if profile else "default")[0], f"{words}{assumed}{profile}"
+
+
+def _device(op_profile: str | None) -> str:
+    """Return the name of the device that was measured, as the library has it; else of the default one."""
+    from megatron_terapipe.search.price.profile_files import read_profile
+
+    if op_profile is None:
+        return DEVICE
+    profile = read_profile(op_profile)
+    return "cpu-core" if profile.accelerator == "cpu" else profile.device
+
+
+def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
+    """Return the schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for.
+
+    Args:
+        data_parallel_size: ranks that share the batch.
+
+    Raises:
+        UserError: if a file that flags name cannot be read, or holds no schedule.
+    """
+    name = config.parallel.pipeline_schedule
+    if name == OPTIMISED:
+        return _found_schedule(config, data_parallel_size)
+    return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
+
+
+def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: int) -> SimulatedSchedule:
+    """Return a schedule with its simulated timelines: in seconds where its ops are priced.
+
+    Args:
+        data_parallel_size: ranks that share the batch.
+    """
+    if isinstance(schedule, FoundSchedule):
+        return SimulatedSchedule(schedule, costs=schedule.costs)
+    if config.training.offload_token_slices:
+        # How long a copy takes beside the ops is what decides whether it is made.
+        costs = _priced_ops(config, data_parallel_size)
+        return SimulatedSchedule(schedule, costs=lambda _: costs)
+    return SimulatedSchedule.of(schedule)
+
+
+def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:
+    """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does.
+
+    Args:
+        data_parallel_size: ranks that share the batch.
+
+    Raises:
+        ConfigError: if the stages are not known.
+    """
+    if not config.training.offload_token_slices:
+        return None
+    if config.parallel.stage_partition == "parameters":
+        raise ConfigError(
+            "--offload-token-slices plans copies by the layers of each stage, and --stage-partition parameters deals "
+            "them when the model is built: give a list, or uniform"
+        )
+    strategy = Strategy.of_config(config, data_parallel_size)
+    model = cost_model_of(config, strategy.world_size)
+    settings = model.host_copy_settings(model.placed(strategy))
+    # How many token slices a window reaches depends on their lengths, which differ where documents cut them.
+    return replace(settings, windows=()) if config.document_cuts() else settings
+
+
+def check_schedule(
+    schedule: Schedule,
+    config: Config,
+    micro_batches: Iterable[int],
+    hardware_queues: int | None = None,
+    copies: HostCopySettings | None = None,
+) -> None:
+    """See that a schedule ends for every number of micro-batches that a run has.
+
+    Args:
+        hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
+        copies: what waits on the host; None for nothing.
+
+    Raises:
+        ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
+    """
+    simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
+    for number in micro_batches:
+        try:
+            check_lowering(simulated, config.parallel.pipeline(number), device, copies)
+        except PlanError as error:
+            raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
+
+
+def _found_schedule(config: Config, data_parallel_size: int) -> FoundSchedule:
+    """Return the schedule that is found for a configuration, its token slices known."""
+    costs = _priced_ops(config, data_parallel_size)
+    return FoundSchedule(lambda _: costs, config.token_slices(), config.parallel.schedule_memory_limit)
+
+
+def _priced_ops(config: Config, data_parallel_size: int) -> OpCosts:
+    """Return the seconds of a run's ops, whatever the number of micro-batches."""
+    strategy = Strategy.of_config(config, data_parallel_size)
+    return cost_model_of(config, strategy.world_size).pipeline_costs(strategy)
+
+
+def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:
+    """Return the configuration with the token slices that `--token-slices auto` asks for; any other as it is.
+
+    They are those that the search's command `slices` finds for this strategy on this cluster. With
+    `--stage-partition auto` the layers of the stages are found first.
+
+    Args:
+        data_parallel_size: ranks that share the batch.
+
+    Raises:
+        ConfigError: if the sequence is too short for the number asked for, or a file cannot be read.
+    """
+    parallel = config.parallel
+    if parallel.token_slices != AUTO:
+        return config
+    from megatron_terapipe.search.rank.token_slices import solve_cut
+
+    count = parallel.num_token_slices
+    if (count or 1) * config.token_granularity > config.model.seq_length:
+        raise ConfigError(
+            f"--token-slices auto: {count or 1} token slices of {config.model.seq_length} tokens, each a multiple of "
+            f"{config.token_granularity}: give fewer"
+        )
+    strategy = Strategy.of_config(config, data_parallel_size)
+    cost_model = cost_model_of(config, strategy.world_size)
+
+    def solved_lengths(strategy: Strategy, counts: Sequence[int] | None) -> tuple[int, ...]:
+        return solve_cut(
+            cost_model,
+            strategy,
+            counts=counts,
+            memory_limit=parallel.schedule_memory_limit,
+            model_chunk_placement=Placement(parallel.model_chunk_placement),
+        ).token_slices
+
+    counts, stages = None if count is None else (count,), parallel.stage_partition
+    if stages == AUTO:
+        # How many token slices are best hardly depends on where a few layers are.
+        counts = counts or (len(solved_lengths(strategy, None)),)
+        partition = _solved_stages(config, cost_model, strategy, counts[0])
+        stages, strategy = str(partition), replace(strategy, stage_partition=partition.bounds)
+    cut = TokenSlices(solved_lengths(strategy, counts))
+    found = replace(parallel, token_slices=str(cut), num_token_slices=len(cut), stage_partition=stages)
+    return replace(config, parallel=found)
+
+
+def _solved_stages(config: Config, cost_model: "CostModel", strategy: Strategy, count: int) -> StagePartition:
+    """Return the layers of each stage with which a step of so many token slices is short."""
+    from deepspeed_ext.plan.solve import solve_stages
+    from megatron_terapipe.search.rank.token_slices import TabulatedCosts, places_to_cut, whole_messages
+
+    parallel, seq_length = config.parallel, config.model.seq_length
+    shape = replace(parallel.pipeline(strategy.num_micro_batches), num_token_slices=count)
+    grid = places_to_cut(seq_length, strategy, count)
+    optimised = parallel.pipeline_schedule == OPTIMISED
+    even = TokenSlices.uniform(seq_length, count)
+
+    def costs_of_layers(layers: Sequence[int]) -> "TabulatedCosts":
+        bounds = tuple(accumulate(map(int, layers), initial=0))
+        return TabulatedCosts.of(cost_model, replace(strategy, stage_partition=bounds), grid)
+
+    solved = solve_stages(
+        shape,
+        config.model.num_layers,
+        seq_length,
+        costs_of_layers,
+        schedule=None if optimised else SCHEDULES[parallel.pipeline_schedule],
+        memory_limit=parallel.schedule_memory_limit or memory_of_1f1b(shape, even) if optimised else None,
+        granularity=grid.granularity,
+        min_length=grid.min_length,
+        transfer=whole_messages(cost_model, strategy),
+        effort=EFFORT,
+    )
+    return solved.partition
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A configuration for a known number of ranks, with its layout and its plan."""
+
+    config: Config
+    """The configuration, with token slices and stages found."""
+    layout: ParallelLayout
+    """The parallel axes over the ranks."""
+    found_token_slices: bool = False
+    """Whether the token slices were found by a search, and not given."""
+    found_stages: bool = False
+    """Whether the layers of the stages were found by a search, too."""
+
+    @property
+    def numbers_of_micro_batches(self) -> set[int]:
+        """Micro-batches of an iteration: the number at the start of the run, and the one at its end."""
+        sizes = self.config.batch.sizes(self.layout.data_parallel_size)
+        sequences = self.config.batch.micro_batch_size * self.layout.data_parallel_size
+        return {sizes.start // sequences, sizes.final // sequences}
+
+
+def plan_run(config: Config, world_size: int) -> PlannedRun:
+    """Lay a configuration over ranks, and find the token slices that it leaves open.
+
+    Args:
+        config: the configuration; where token slices are to be found, its vocabulary size is known.
+
+    Raises:
+        ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
+    """
+    layout = config.parallel.layout(world_size)
+    # An error in it is said before anything is searched.
+    micro_batches = config.num_micro_batches(layout.data_parallel_size)
+    _check_num_ops(config, micro_batches)
+    if config.parallel.token_slices != AUTO:
+        return PlannedRun(config, layout)
+    finds_stages = config.parallel.stage_partition == AUTO
+    config = with_found_token_slices(config, layout.data_parallel_size)
+    return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
+
+
+def _check_num_ops(config: Config, micro_batches: int) -> None:
+    try:
+        check_num_ops(config.parallel.pipeline(micro_batches))
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:
+    """Check all that the trainer checks of a strategy without files, devices or other ranks.
+
+    The order of the ops is checked, too. An `optimised` schedule is not searched: if all else is right, there is one.
+
+    Args:
+        **more: sections that are not to be the defaults, by their names in `Config`.
+
+    Raises:
+        UserError: if it could not be trained; one line with what is wrong and the remedy.
+    """
+    planned = plan_run(strategy.config(model, **more), strategy.world_size)
+    if strategy.schedule != OPTIMISED:
+        schedule = pipeline_schedule(planned.config, strategy.data_parallel_size)
+        check_schedule(schedule, planned.config, planned.numbers_of_micro_batches)

@@ -1,1 +1,0 @@
-"""Output of a report: a page with its charts, JSON with its schema, and one screen of a terminal."""

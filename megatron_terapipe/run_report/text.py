@@ -1,0 +1,156 @@
+"""The report as text: titles and named figures, and the summary on one screen of a terminal."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import chain
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.page.chart import value_text
+from megatron_terapipe.run_report.figures import NO_END, Figures, Spread, told
+from megatron_terapipe.run_report.report import RunReport
+from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.training.records import RunStart
+
+
+def title_of(reports: list[RunReport]) -> str:
+    """Return the title of a report."""
+    if len(reports) > 1:
+        return f"{len(reports)} training runs"
+    run = reports[0].run
+    return f"Training run {run.name}" if run.start is None else f"{run.start.model_name}: training run {run.name}"
+
+
+def heading(start: RunStart | None) -> str:
+    """Return what ran, and where, in one line; empty if the file does not say."""
+    if start is None:
+        return ""
+    machine = start.machine
+    hosts = "" if machine.num_hosts == 1 else f" on {machine.num_hosts} hosts"
+    return (
+        f"{start.model_name}, {count_text(start.parameters)} parameters · {start.precision} · "
+        f"{machine.num_devices} x {machine.device}{hosts}"
+    )
+
+
+def strategy_line(start: RunStart | None) -> str:
+    """Return the strategy in one line; empty if the file does not say."""
+    if start is None or start.strategy is None:
+        return ""
+    try:
+        return strategy_text(Strategy.from_json(start.strategy))
+    except UserError:  # of a later version
+        return ""
+
+
+def about(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield what a run is: names and texts."""
+    run, start, figures = report.run, report.run.start, report.figures
+    if start is None:
+        yield "metrics file", str(run.path)
+        return
+    yield "strategy", strategy_line(start)
+    yield "sequence", f"{start.model.get('seq_length')} tokens"
+    yield "started", _date(start.time if run.pieces[0].start is None else run.pieces[0].start.time)
+    if figures.wall_s is not None:
+        share = figures.in_iterations_s / figures.wall_s if figures.wall_s else 1.0
+        yield "took", f"{duration_text(figures.wall_s)}, {share:.0%} of it in iterations"
+    yield "ended", end_text(report)
+    if figures.starts > 1:
+        again = f", {figures.repeated} iterations done again" if figures.repeated else ""
+        yield "starts", f"{figures.starts}{again}"
+    yield "host", start.machine.host
+    yield "versions", ", ".join(f"{name} {number}" for name, number in start.versions.items())
+    yield "metrics file", str(run.path)
+
+
+def glance(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield the figures of a run at a glance: values, and what they are."""
+    figures, promise = report.figures, report.promise
+    if figures.loss is not None:
+        yield f"{figures.loss:.4g}", "training loss at the end"
+    if figures.validation_loss is not None and figures.best_validation_loss is not None:
+        best, where = figures.best_validation_loss
+        least = "" if best == figures.validation_loss else f", least {best:.4g} at iteration {where}"
+        yield f"{figures.validation_loss:.4g}", f"validation loss{least}"
+    predicted = None if promise is None else promise.predicted
+    promised = "" if predicted is None else f", promised {time_text(predicted.iteration_time_s)}"
+    yield time_text(figures.iteration_time_s.median), f"an iteration, {spread_text(figures.iteration_time_s)}{promised}"
+    yield f"{figures.tokens_per_s.median:,.0f}", "tokens a second"
+    yield _tflops_text(figures), "model FLOP/s a device"
+    if figures.mfu is not None:
+        promised = "" if predicted is None or predicted.mfu is None else f", promised {predicted.mfu:.0%}"
+        yield f"{figures.mfu:.1%}", f"MFU{promised}"
+    if report.steps is not None:
+        promised = "" if predicted is None else f", promised {predicted.bubble_ratio:.1%}"
+        yield f"{report.steps.measured:.1%}", f"bubble ratio{promised}"
+    if figures.peak_memory_bytes:
+        promised = (
+            ""
+            if not predicted or not predicted.memory_per_rank
+            else (f", promised {bytes_text(predicted.peak_memory_bytes)}")
+        )
+        yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{promised}"
+    planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
+    tokens = "" if figures.tokens is None else f", {value_text(float(figures.tokens))} tokens"
+    yield f"{figures.iterations:,}", f"iterations{planned}{tokens}"
+
+
+def spread_text(spread: Spread) -> str:
+    """Return the range in which nine of ten measurements of time lie."""
+    return f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration as text: `12.3 s`, `5 min 2 s`, `3 h 5 min`, `2 d 4 h`."""
+    if seconds < 60:
+        return time_text(seconds)
+    whole = round(seconds)
+    for size, unit, smaller, of_smaller in ((86400, "d", "h", 3600), (3600, "h", "min", 60), (60, "min", "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // of_smaller} {smaller}"
+    raise AssertionError
+
+
+def _tflops_text(figures: Figures) -> str:
+    value = figures.tflops_per_device
+    return f"{value:.3g} T" if value >= 1 else f"{value * 1e3:.3g} G"
+
+
+def end_text(report: RunReport) -> str:
+    """Return when and how a run ended, as far as that is known."""
+    end, figures = report.run.end, report.figures
+    if end is None:
+        return f"after iteration {figures.iterations}: {NO_END}"
+    return f"{_date(end.time)}, {end.reason or 'the last iteration was reached'}"
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+MOST_LISTED = 2
+"""Incidents of a kind that are told one by one."""
+
+
+def summary(reports: list[RunReport]) -> str:
+    """Return the figures of some reports as text."""
+    return "\n".join(chain([title_of(reports)], *(_of_run(each, len(reports) > 1) for each in reports)))
+
+
+def _of_run(report: RunReport, named: bool) -> Iterator[str]:
+    run = report.run
+    if named:
+        yield f"\n{run.name}"
+    yield from (f"  {line}" for line in (heading(run.start), strategy_line(run.start)) if line)
+    yield from (f"  {value:>12}  {name}" for value, name in glance(report))
+    if report.kept:
+        yield f"  {'':<18}{'promised':>12}{'came':>12}{'difference':>14}"
+        for each in report.kept:
+            figures = f"{each.text(each.promised):>12}{each.text(each.came):>12}{each.difference_text:>14}"
+            yield f"  {each.name:<18}{figures}"
+    if run.end is None or run.end.reason:
+        yield f"  ended: {end_text(report)}"
+    found = [each for each in report.incidents if each.kind not in ("save", "end")]
+    yield from (f"  {kind}: {text}" for kind, text in told(found, MOST_LISTED))
+    yield from (f"  note: {line}" for line in report.missing)

@@ -1,0 +1,192 @@
+"""Figures that follow from a prediction, and the texts of times, sizes and speeds."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.search.answer.json_schema import Speed
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.library import is_guess
+from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+
+GIGABYTE = 1e9
+
+
+def sequences(strategy: Strategy) -> int:
+    """Return the sequences of one optimizer step."""
+    return strategy.micro_batch_size * strategy.data_parallel_size * strategy.num_micro_batches
+
+
+def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float) -> float:
+    """Return the tokens trained on in a second.
+
+    Args:
+        iteration_time_s: seconds of one iteration.
+    """
+    return sequences(strategy) * workload.seq_length / iteration_time_s
+
+
+def model_flops(workload: Workload, *, causal: bool = False) -> float:
+    """Return the FLOPs of the model for one sequence, forward and backward, nothing recomputed.
+
+    Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
+    utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
+    (`config.model.flops.iteration_flops`).
+
+    Args:
+        causal: count only the scores that are computed, those of a token with itself and earlier ones.
+    """
+    forward = 0.0
+    for layer in workload.layers:
+        if causal or layer.attention is None:
+            forward += layer.forward_flops(0, layer.tokens)
+        else:
+            positions = layer.attention.most_positions(layer.tokens)
+            forward += layer.tokens * (layer.linear_flops_per_token + positions * layer.attention.flops_per_position)
+    # The backward of a product is two products of its size.
+    return 3.0 * forward
+
+
+def flops_utilization(
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    iteration_time_s: float,
+    precision: str,
+    *,
+    causal: bool = False,
+) -> float:
+    """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
+
+    It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B).
+
+    Args:
+        iteration_time_s: seconds of one iteration.
+        precision: `bf16`, `fp16` or `fp32`.
+        causal: count only the scores that are computed.
+    """
+    peak = _peak_flops(strategy, cluster, precision)
+    flops = model_flops(workload, causal=causal) * sequences(strategy)
+    return flops / (iteration_time_s * peak) if peak else 0.0
+
+
+def _peak_flops(strategy: Strategy, cluster: Cluster, precision: str) -> float:
+    """Return the FLOP/s of the devices in use."""
+    if strategy.placement is not None:
+        used = Counter(cluster.node_of_device[place] for place in strategy.placement if place < cluster.num_devices)
+        return sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
+    left, peak = strategy.world_size, 0.0
+    for node in cluster.nodes:
+        peak += min(left, node.num_devices) * node.device.peak_flops(precision)
+        left -= min(left, node.num_devices)
+    return peak
+
+
+def speed_of(
+    strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
+) -> Speed:
+    """Return what the time of an iteration means, in the figures that are published.
+
+    Args:
+        iteration_time_s: seconds of one iteration.
+        precision: `bf16`, `fp16` or `fp32`.
+    """
+    tokens = tokens_per_s(strategy, workload, iteration_time_s)
+    flops = model_flops(workload) * sequences(strategy) / iteration_time_s
+    peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
+
+    def used(*, causal: bool) -> float:
+        return flops_utilization(strategy, workload, cluster, iteration_time_s, precision, causal=causal)
+
+    return Speed(
+        iteration_time_s=iteration_time_s,
+        tokens_per_s=tokens,
+        tokens_per_s_per_device=tokens / strategy.world_size,
+        tflops_per_device=flops / strategy.world_size / 1e12,
+        mfu=used(causal=False) if peak_is_known else None,
+        mfu_causal=used(causal=True) if peak_is_known else None,
+    )
+
+
+def devices_of(cluster: Cluster) -> dict[str, int]:
+    """Return the number of devices of each kind."""
+    devices: dict[str, int] = {}
+    for node in cluster.nodes:
+        devices[node.device.name] = devices.get(node.device.name, 0) + node.num_devices
+    return devices
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds as text with three significant digits."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        # From 999.5 ms on, three digits say 1 s.
+        if seconds * scale >= 0.9995 or unit == "us":
+            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
+    raise AssertionError
+
+
+def interval_text(prediction: Prediction) -> str:
+    """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
+    if prediction.interval_s is None or not prediction.iteration_time_s:
+        return ""
+    low, high = (100 * (bound / prediction.iteration_time_s - 1) for bound in prediction.interval_s)
+    return f"{low:+.0f} {high:+.0f} %"
+
+
+def share_text(share: float | None) -> str:
+    """Return a share in per cent as text; empty where it is not known."""
+    return "" if share is None else f"{share:.0%}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return bytes as text, in units of powers of 1000, as data sheets count them."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= 0.9995 * scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes / 1e3:.3g} kB"
+
+
+def count_text(number: float) -> str:
+    """Return a large number as short text: `12.9 B`."""
+    for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        # From 999.5 M on, three digits say 1 B.
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Return a list of whole numbers as text: `2 x 704, 640` where numbers repeat, `0 to 7` where they count on."""
+    texts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        same = _length_of_run(numbers, start, step=0)
+        rising = _length_of_run(numbers, start, step=1)
+        if rising > 3:
+            texts.append(f"{numbers[start]} to {numbers[start + rising - 1]}")
+        elif same > 1:
+            texts.append(f"{same} x {numbers[start]}")
+        else:
+            texts.append(str(numbers[start]))
+        start += rising if rising > 3 else same
+    return ", ".join(texts)
+
+
+def _length_of_run(numbers: Sequence[int], start: int, *, step: int) -> int:
+    """Return how many numbers from `start` differ by `step` each from the one before."""
+    end = start + 1
+    while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+        end += 1
+    return end - start
+
+
+def strategy_text(strategy: Strategy) -> str:
+    """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`; what is usual is left out."""
+    parts = [
+        template.format(getattr(strategy, each.name))
+        for each, template in in_places(DIMENSIONS, "phrase")
+        if each.always or getattr(strategy, each.name) != each.default
+    ]
+    return " · ".join(parts)

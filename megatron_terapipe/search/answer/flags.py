@@ -1,0 +1,307 @@
+"""Flags that several commands have, and the model, cluster, constraints and strategies that they name."""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.parsing import parse_json, read_json
+from megatron_terapipe.dimensions import in_places
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.library import needs_fp16
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+
+CHANGES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("seq_length", "sliding_window", "vocab_size"),
+)
+"""Fields of the model section that flags of the search may change."""
+
+FLAGS_ALONE = "-"
+"""MODEL that is no file and no preset: flags say all of it."""
+
+FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What flags are added to."""
+
+TERAPIPE = "terapipe"
+TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp", "llm-foundry")
+"""Names of `software.library.SOFTWARE`, which takes longer to load than a help text may."""
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the flags that change it."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "model",
+        metavar="MODEL",
+        help=(
+            "JSON or YAML file, or the name of a preset such as gpt3-13b (docs/reference/arguments.md), or a "
+            "config.json of Hugging Face or its folder; - takes the model from flags alone"
+        ),
+    )
+    meanings = field_help(ModelConfig)
+    for name in CHANGES:
+        meaning = meanings[name].partition(". ")[0].rstrip(".")
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: MODEL's)")
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Add CLUSTER and the device of a hostfile."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("cluster", metavar="CLUSTER", help="JSON or YAML file of nodes, or a hostfile with --device")
+    group.add_argument(
+        "--device", metavar="NAME", help="device or machine of the library that every host of the hostfile has"
+    )
+    group.add_argument(
+        "--devices-at-most",
+        type=int,
+        metavar="N",
+        help="use a part of the cluster alone: its fastest nodes, whole ones, with N devices together at most",
+    )
+
+
+def add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the sources of costs."""
+    group = parser.add_argument_group("costs")
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+    )
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
+    calibration = group.add_mutually_exclusive_group()
+    calibration.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help=(
+            "trials of this cluster, one JSON object per line (.jsonl); the constants of the cost model are fitted "
+            "to them"
+        ),
+    )
+    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
+
+
+def add_software_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the trainer whose strategies are priced."""
+    parser.add_argument_group("trainer").add_argument(
+        "--software",
+        metavar="NAME",
+        default=TERAPIPE,
+        help=(
+            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with what differs from one of these "
+            f"(default: {TERAPIPE}, this trainer)"
+        ),
+    )
+
+
+def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each dimension that is searched."""
+    group = parser.add_argument_group(
+        "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
+    )
+    for each, words in in_places(DIMENSIONS, "flag_help"):
+        group.add_argument(each.flag, metavar=each.kind.metavar, help=words)
+
+
+def add_headroom_flag(parser: FlagSet) -> None:
+    """Add the flag for the memory that the winner leaves free."""
+    parser.add_argument(
+        "--memory-headroom",
+        metavar="SHARE",
+        default=str(MEMORY_HEADROOM),
+        help=f"share of each device's memory to keep free, such as 0.1 or 10%% (default: {MEMORY_HEADROOM})",
+    )
+
+
+def headroom_of(options: argparse.Namespace) -> float:
+    """Return the share of memory to keep free, in [0, 1).
+
+    Raises:
+        ConfigError: if it is no such share.
+    """
+    text = str(options.memory_headroom).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise ConfigError(
+            f"--memory-headroom {text} is not a share of the memory from 0 to below 1: give one such as 0.05 or 5%"
+        )
+    return share
+
+
+def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
+    """Check a flag that counts, where it is given.
+
+    Args:
+        value: its value; None = it is not given.
+
+    Raises:
+        ConfigError: if it is below 1 or too large.
+    """
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
+    if value is not None and value > most:
+        raise ConfigError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
+
+
+def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut.
+
+    Raises:
+        ConfigError: if a value is none of its dimension.
+    """
+    given = {each: getattr(options, each.name) for each, _ in in_places(DIMENSIONS, "flag_help")}
+    return {each.name: each.parse(text) for each, text in given.items() if text is not None}
+
+
+def model_of(options: argparse.Namespace) -> Workload:
+    """Return the model that the flags name."""
+    # Imported here, as in `cluster_of`: pydantic would make --help wait.
+    from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
+
+    changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
+    if options.model == FLAGS_ALONE:
+        return parse_workload({}, "MODEL -", changes)
+    return read_workload(options.model, changes)
+
+
+def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster that the flags name, and notes on what had to be assumed of it."""
+    from megatron_terapipe.search.machine.cluster_files import read_cluster_with_notes
+
+    cluster, notes = read_cluster_with_notes(options.cluster, device=options.device)
+    most = options.devices_at_most
+    if most is None or most >= cluster.num_devices:
+        return cluster, notes
+    check_count("--devices-at-most", most, most)
+    part = cluster.at_most(most)
+    names = [node.name for node in part.nodes]
+    listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+    used = f"{part.num_devices} of the {cluster.num_devices} devices of {options.cluster} are used: {listed}"
+    return part, (*notes, used)
+
+
+def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
+    """Return the precision that was asked for, or the best one that all devices have."""
+    if options.precision is not None:
+        return str(options.precision)
+    devices = {node.device for node in cluster.nodes}
+    if any(not device.is_gpu for device in devices):
+        return "fp32"
+    return "fp16" if any(needs_fp16(device.name) for device in devices) else "bf16"
+
+
+@contextmanager
+def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
+    """Yield a callback that shows the progress of a search; None if nobody would see it.
+
+    Args:
+        wanted: whether to show it; None = if standard error is a terminal.
+    """
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield None
+        return
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(done: int, total: int, what: str) -> None:
+        if what not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[what] = tqdm(total=total, desc=what, file=sys.stderr, leave=False)
+        bars[what].update(done + 1 - bars[what].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+def read_one_strategy(path: str) -> Strategy:
+    """Read a strategy file, or an entry of a ranking, which has one under `strategy`.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no strategy.
+    """
+    document = read_json(path, "STRATEGY.json")
+    if isinstance(document, Mapping) and "entries" in document:
+        raise ConfigError(f"{path} is an answer with several strategies: name a file with one of its entries")
+    try:
+        return _strategy(document)
+    except UserError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_strategies(path: str) -> list[Strategy]:
+    """Read a file with a strategy on each line; or one strategy, a list of them, or the answer of a search.
+
+    Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
+
+    Raises:
+        UserError: if it cannot be read, or a line is no strategy; it names the line.
+    """
+    text = read_text(path, "--strategies")
+    whole = _whole(text)
+    if whole is not None:
+        return _strategies_of(whole, path)
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_strategy(parse_json(line, "this line")))
+        except ConfigError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+    return found
+
+
+def _whole(text: str) -> object:
+    """Return the JSON document that the text is over several lines; None if it has a document on each line."""
+    if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
+        return None
+    try:
+        return parse_json(text, "the file")
+    except ConfigError:
+        return None
+
+
+def _strategies_of(document: object, path: str) -> list[Strategy]:
+    if isinstance(document, Mapping) and isinstance(document.get("entries"), list):
+        document = document["entries"]
+    if not isinstance(document, list):
+        document = [document]
+    found = []
+    for number, each in enumerate(document, start=1):
+        try:
+            found.append(_strategy(each))
+        except ConfigError as error:
+            raise ConfigError(f"{path} entry {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+    return found
+
+
+def _strategy(document: object) -> Strategy:
+    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+        document = document["strategy"]
+    return Strategy.from_json(document)

@@ -1,0 +1,474 @@
+"""The JSON documents of the search: their fields, and the JSON Schema that follows from them.
+
+Programs read these documents. A key that goes away, or means something else, makes another `SCHEMA_VERSION`; a new key
+does not.
+"""
+
+from dataclasses import fields
+from typing import Annotated, Any, Final, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+
+from deepspeed_ext.plan.text_files import field_texts
+from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.rank.distance_to_fit import RemedyKind
+from megatron_terapipe.strategy import strategy_schema
+
+
+def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
+    """Return the JSON Schema of an object with the fields of a dataclass.
+
+    Args:
+        **more: numbers that the object has beside these fields, and their meaning.
+    """
+    hints = get_type_hints(kind)
+    properties = {each.name: TypeAdapter(hints[each.name]).json_schema() for each in fields(kind)}
+    properties |= {name: {"type": "number"} for name in more}
+    for name, text in {**texts, **more}.items():
+        properties[name]["description"] = text
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
+"""A strategy, as `--strategies` and the trainer's `--strategy` read it."""
+
+BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
+"""Seconds of an iteration by what they are spent on."""
+
+MemoryObject = Annotated[
+    dict[str, float], WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others"))
+]
+"""Bytes of a pipeline rank by what they hold."""
+
+
+class Part(BaseModel):
+    """An object of a document: all of its keys are always there, and no others."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class TooFullPart(Part):
+    """The fastest strategy that fits the devices and does not leave the headroom free."""
+
+    strategy: StrategyObject
+    """The strategy."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    left_free: float
+    """Share of the fullest device that it leaves free."""
+    could_save: float | None
+    """Share of the winner's time that it would save; null = nothing leaves the headroom free."""
+
+
+class FoundOrderPart(Part):
+    """The winner with an order of its ops that was searched for."""
+
+    strategy: StrategyObject
+    """The strategy, with the schedule `optimised`."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    peak_memory_bytes: float
+    """Bytes on the fullest device."""
+    could_save: float
+    """Share of the winner's time that it saves."""
+
+
+class FewerDevicesPart(Part):
+    """A part of the cluster, and the best strategy found on it."""
+
+    num_devices: int
+    """Devices of the part, as `--devices-at-most` takes them."""
+    nodes: list[str]
+    """Names of its nodes."""
+    strategy: StrategyObject
+    """The strategy."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    time_ratio: float
+    """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
+    cost_ratio: float
+    """Seconds x devices in those of the winner; below 1 fewer devices are cheaper for each token."""
+
+
+class OtherWinnerPart(Part):
+    """A constant of the cost model with which another strategy is better than the winner."""
+
+    constant: str
+    """Name of the constant."""
+    change: float
+    """By how much it is moved, as a share of it."""
+    strategy: StrategyObject | None
+    """What is better then; null = nothing that was compared fits the devices then."""
+    regret: float
+    """How much longer the winner takes then, as a share; for memory, how much longer what fits takes."""
+    is_memory: bool
+    """Whether it is a constant of the memory, with which the winner does not fit the devices."""
+
+
+class SensitivityPart(Part):
+    """The constants that decide who wins."""
+
+    changes: list[OtherWinnerPart]
+    """Constants that change the winner if they are 10 % off, those with the largest regret first."""
+    nearest: OtherWinnerPart | None
+    """Where there are none, the constant that changes it first, about; null = none within a factor of two."""
+    num_constants: int
+    """Constants that were moved."""
+    num_contenders: int
+    """Strategies that were compared."""
+
+
+class UtilizationPart(Part):
+    """An MFU that nobody has published, and what it rests on."""
+
+    predicted: float
+    """MFU of the winner."""
+    predicted_causal: float
+    """The same without the scores that causal attention never computes."""
+    published: float
+    """The best published MFU for such devices."""
+    published_causal: float
+    """The same run without these scores."""
+    published_run: str
+    """The run that it was."""
+    constant: str | None
+    """Constant of the cost model that moves the time most; null = the causal MFU is one that was published."""
+    value: float | None
+    """What it is; null = there is none."""
+    needed: float | None
+    """What it would have to be for the published MFU; null = no value of it alone does that, or there is none."""
+
+
+class RemedyPart(Part):
+    """One change with which the model fits."""
+
+    kind: RemedyKind
+    """What is changed."""
+    value: int | str
+    """Devices, tokens or sequences; the dimension whose flag is dropped, empty = all of them."""
+    strategy: StrategyObject
+    """A strategy that then fits."""
+
+
+class DistancePart(Part):
+    """How far the model is from fitting."""
+
+    strategy: StrategyObject
+    """The strategy nearest to fitting."""
+    pipeline_rank: int
+    """The pipeline rank that is too full."""
+    memory: MemoryObject
+    """Bytes that it needs, by what they hold."""
+    device: str
+    """Its smallest device."""
+    usable_bytes: float
+    """Bytes of it that may be used."""
+    device_bytes: float
+    """Memory of a device that it would fit."""
+    remedies: list[RemedyPart]
+    """Single changes with which a strategy fits, each the smallest that was found."""
+
+
+class RivalPart(Part):
+    """What a user would run in place of this trainer, priced by the same constants."""
+
+    name: str
+    """What it is."""
+    trainer: str
+    """Who runs it so."""
+    sequence_parallel_size: int
+    """Ranks that share the tokens of a sequence, and the heads of its attention."""
+    data_parallel_size: int
+    """Groups of such ranks, each with sequences of its own; together they may be fewer than the devices."""
+    micro_batch_size: int
+    """Sequences of a group at once."""
+    on_host: list[str]
+    """What is kept in the host's memory: `checkpoints`, `optimizer`, `weights`."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    breakdown: dict[str, float]
+    """These seconds by what they are spent on."""
+    time_ratio: float | None
+    """The same in seconds of the winner; below 1 the rival is faster; null = nothing of ours fits."""
+    mfu_causal: float | None
+    """FLOPs of the model over the peak of the devices in use, counted as `mfu_causal` of entries is."""
+    device_bytes: float
+    """Bytes of a device."""
+    host_bytes: float
+    """Bytes of a host."""
+    why_not: str | None
+    """Why it does not fit; null = it fits."""
+
+
+class AdvicePart(Part):
+    """What to change, and what to doubt."""
+
+    memory_headroom: float
+    """Share of each device that every ranked strategy leaves free."""
+    too_full: TooFullPart | None
+    """A faster strategy without headroom; null = there is none."""
+    fewer_devices: list[FewerDevicesPart]
+    """Parts of the cluster that were tried, largest first."""
+    sensitivity: SensitivityPart | None
+    """Constants that decide who wins; null = there is no winner."""
+    utilization: UtilizationPart | None
+    """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
+    distance_to_fit: DistancePart | None
+    """Null = the model fits, or memory is not the reason why nothing can run."""
+    rivals: list[RivalPart]
+    """What would be run in place of this trainer; empty where sequences are short, or `--no-rivals` was given."""
+    found_order: FoundOrderPart | None
+    """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
+
+
+SCHEMA_VERSION: Final = 1
+"""Version of the documents of all commands."""
+
+
+class ModelPart(Part):
+    """The model."""
+
+    name: str
+    """Name of the preset, of the file, or its sizes."""
+    parameters: int
+    """Parameters, those of a shared weight once."""
+    num_layers: int
+    """Layers that are dealt to pipeline stages."""
+    seq_length: int
+    """Tokens of one sequence."""
+    settings: dict[str, Any] | None
+    """Fields of the trainer's model section, those that follow from others left out: a model file. Null = a model that
+    is given layer by layer."""
+
+
+class ClusterPart(Part):
+    """The cluster."""
+
+    name: str
+    """Its name."""
+    num_nodes: int
+    """Nodes."""
+    num_devices: int
+    """Devices of all nodes."""
+    devices: dict[str, int]
+    """Number of devices of each kind."""
+    nodes: list[dict[str, Any]]
+    """Groups of equal nodes, every figure said, as a cluster file has them."""
+
+
+class Speed(Part):
+    """What a time of one iteration means, in the figures that are published."""
+
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    tokens_per_s: float
+    """Tokens trained on in a second."""
+    tokens_per_s_per_device: float
+    """The same, divided by the devices in use."""
+    tflops_per_device: float
+    """FLOPs of the model in a second and device, in 10^12, counted as for `mfu`."""
+    mfu: float | None
+    """FLOPs of the model over the peak of the devices in use, counted as published figures are: each token attends to
+    the whole sequence, and nothing is recomputed. Null where the peak is a guess."""
+    mfu_causal: float | None
+    """The same, but only scores that are computed are counted: a token attends to itself and those before it, or in its
+    window."""
+
+
+class Predicted(Speed):
+    """Predicted cost of a strategy."""
+
+    interval_s: tuple[float, float] | None
+    """Bounds that contain the measured seconds with the probability `interval_coverage`; null = not known."""
+    interval_coverage: float
+    """That probability, in [0, 1]."""
+    bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan), in [0, 1]."""
+    peak_memory_bytes: float
+    """Bytes of the fullest rank; 0 = not predicted."""
+    breakdown: BreakdownObject
+    """Seconds of the busiest pipeline rank by what they are spent on; they add up to the iteration."""
+    memory_per_rank: list[MemoryObject]
+    """Peak bytes of each pipeline rank by what they hold; empty = not predicted."""
+    simulated: bool
+    """Whether the schedule was simulated; else its time is a closed form."""
+    notes: list[str]
+    """Warnings about this prediction."""
+
+
+class Entry(Part):
+    """A strategy and its price."""
+
+    rank: int
+    """Place in the ranking from 1; strategies that cannot run come last."""
+    index: int
+    """Place in the file of strategies from 0; in answers of `rank` always 0."""
+    strategy: StrategyObject
+    """The strategy."""
+    predicted: Predicted | None
+    """Its cost; null where it cannot be priced."""
+    feasible: bool
+    """Whether it can run."""
+    reason: str | None
+    """Why it cannot run; null where it can."""
+
+
+class SearchPart(Part):
+    """What the search did."""
+
+    considered: int
+    """Strategies of the whole space."""
+    rejected: dict[str, int]
+    """How many strategies each rule was the first to reject."""
+    priced: int
+    """Strategies that were priced in closed form."""
+    simulated: int
+    """Strategies that were priced on their schedule."""
+    proven: bool
+    """Whether no other strategy can be faster than the winner, under this model."""
+    could_save: float
+    """Share of the winner's time that a strategy that was not simulated could save at most."""
+
+
+class LaunchPart(Part):
+    """What runs the winner."""
+
+    command: str | None
+    """Its command; null = nothing can launch it."""
+    files: list[str]
+    """Files that were written."""
+    why_not: str | None
+    """Why nothing can launch it; null where something can."""
+
+
+class Document(Part):
+    """What the answers of all commands say: the question, and notes on the answer."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    """Version of this document."""
+    model: ModelPart
+    """The model."""
+    cluster: ClusterPart
+    """The cluster."""
+    software: str
+    """The trainer that is predicted."""
+    precision: str
+    """Type of matrix products: `bf16`, `fp16` or `fp32`."""
+    global_batch_size: int | None
+    """Sequences of one optimizer step; null = each strategy has its own."""
+    constraints: dict[str, list[Any]]
+    """Values that flags allow for dimensions of the strategy; others are free."""
+    notes: list[str]
+    """Assumptions and warnings, as they stand below the table."""
+
+
+class RankDocument(Document):
+    """Answer of `rank`."""
+
+    command: Literal["rank"] = "rank"
+    """Command that wrote it."""
+    entries: list[Entry]
+    """The best strategies, best first."""
+    advice: AdvicePart
+    """What to change, and what to doubt; the notes have it in words."""
+    search: SearchPart
+    """What the search did."""
+    why_none: str | None
+    """Why no strategy can run; null where one can."""
+    launch: LaunchPart
+    """What runs the winner."""
+
+
+class PredictDocument(Document):
+    """Answer of `predict`."""
+
+    command: Literal["predict"] = "predict"
+    """Command that wrote it."""
+    entries: list[Entry]
+    """The strategies in the order of their file."""
+
+
+class Cut(Speed):
+    """Token slices of a sequence, and what they bring."""
+
+    num_token_slices: int
+    """Number of token slices."""
+    token_slices: list[int]
+    """Their lengths in tokens."""
+    speedup: float | None
+    """Seconds with whole sequences / seconds with these token slices; null = whole sequences were not priced."""
+
+
+class TokenSlicesDocument(Document):
+    """Answer of `slices`."""
+
+    command: Literal["slices"] = "slices"
+    """Command that wrote it."""
+    strategy: StrategyObject
+    """The strategy that was asked about."""
+    best: Cut
+    """The best token slices."""
+    curve: list[Cut]
+    """The best token slices of each number that was priced."""
+    flags: str
+    """Flags of the trainer that ask for the best ones."""
+
+
+class TrialEntry(Part):
+    """A strategy that was run, and its predictions."""
+
+    trial_id: str
+    """Its name in the file of trials."""
+    strategy: StrategyObject
+    """The strategy, its token slices and stages written out."""
+    iteration_time_s: float | None
+    """Measured seconds of one iteration; null = it failed."""
+    peak_memory_bytes: float | None
+    """Measured bytes of the fullest device; null = not measured."""
+    out_of_memory: bool | None
+    """Whether memory ran out; null = not said."""
+    predicted: Predicted
+    """Its prediction without these trials."""
+    calibrated: Predicted | None
+    """Its prediction with constants that were fitted to these trials; null = nothing was measured."""
+
+
+class Errors(Part):
+    """Errors of predictions of measured trials."""
+
+    mean_error: float
+    """Mean of |predicted / measured - 1|."""
+    spearman: float | None
+    """Rank correlation of predicted and measured times; null = too few trials."""
+    top1_regret: float | None
+    """How much slower the trial that was predicted best is than the best, as a share of the best; null = too few."""
+
+
+class TrialDocument(Document):
+    """Answer of `trial`."""
+
+    command: Literal["trial"] = "trial"
+    """Command that wrote it."""
+    trials: str
+    """File that has the trials, for `--calibrate`."""
+    entries: list[TrialEntry]
+    """All trials of this model, cluster, precision and batch in the file, in its order."""
+    errors: Errors | None
+    """Errors of `predicted`; null = nothing was measured."""
+    errors_calibrated: Errors | None
+    """Errors of `calibrated`, which has seen these trials."""
+
+
+AnyDocument = Annotated[
+    RankDocument | PredictDocument | TokenSlicesDocument | TrialDocument, Field(discriminator="command")
+]
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the documents of all commands, which `command` tells apart."""
+    schema = TypeAdapter(AnyDocument).json_schema(mode="serialization")
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Answer of the strategy search"}
+    return {**about, **schema}

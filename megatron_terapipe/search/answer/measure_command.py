@@ -1,0 +1,250 @@
+"""`measure`: what ops and messages take on this machine, or on the hosts of a hostfile."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of
+
+if TYPE_CHECKING:
+    from megatron_terapipe.config.model import ModelConfig
+    from megatron_terapipe.search.measure.sizes import MeasuredSizes
+    from megatron_terapipe.search.price.profile import Profile, ProfiledLink
+
+HELP = (
+    "Measure the layers of a model as the trainer runs them (micro-batches, token slices, their prefixes, "
+    "tensor-parallel sizes), the links between ranks, and the overhead of the engine: on this machine, or with "
+    "--hostfile on several, and the links between them. Write a profile for --profile and the trainer's --op-profile."
+)
+
+EXAMPLES = """\
+examples:
+  %(prog)s model.json --budget-s 60
+  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json
+
+Read on: docs/how-to/measure-your-machine.md."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    add_model_flags(parser)
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--precision", choices=PRECISIONS, help="type of the weights (default: bf16; fp32 on CPUs)")
+    group.add_argument(
+        "--tensor-parallel-size",
+        metavar="N,N",
+        help=(
+            "tensor-parallel sizes; the part of each rank is measured alone (default: powers of two up to the number "
+            "of devices)"
+        ),
+    )
+    group.add_argument(
+        "--micro-batch-size", metavar="N,N", default="1,2,4", help="sequences of a micro-batch (default: 1,2,4)"
+    )
+    group.add_argument(
+        "--num-token-slices", metavar="N,N", help="numbers of equal token slices of a sequence (default: 1,2,4,8,16)"
+    )
+    group.add_argument(
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="ranks of this machine that measure at the same time (default: one per device; 2 on a CPU)",
+    )
+    group.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help=(
+            "measure on all slots of these hosts, started by DeepSpeed's launcher as the trainer is; two hosts show "
+            "the network of many that are alike"
+        ),
+    )
+    group.add_argument(
+        "--budget-s",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="start no new measurement after this time (default: 120)",
+    )
+    add_json_flag(parser.add_argument_group("output"), "the profile", default="profile.json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write."""
+    workload = model_of(options)
+    if workload.config is None:
+        raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
+    if options.budget_s <= 0:
+        raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
+    if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
+        raise ConfigError(f"--num-processes {options.num_processes}: {_WHY_NOT_THAT_MANY[options.hostfile is None]}")
+    from megatron_terapipe.planning import slots_of_hosts
+    from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
+    from megatron_terapipe.search.measure.on_hosts import measure_hosts
+    from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
+    from megatron_terapipe.search.price.profile import Profile
+    from megatron_terapipe.search.price.profile_files import write_profile
+
+    slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
+    ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
+    listed = options.tensor_parallel_size
+    model = workload.config
+    sizes = MeasuredSizes(
+        model=model,
+        precision=options.precision or ("fp32" if on_cpu() else "bf16"),
+        tensor_parallel_sizes=numbers(listed, "--tensor-parallel-size") if listed else _sizes(ranks_of_a_node, model),
+        micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
+        nums_token_slices=numbers(options.num_token_slices, "--num-token-slices")
+        if options.num_token_slices
+        else default_numbers_of_token_slices(model.seq_length),
+        budget_s=options.budget_s,
+    )
+    alone = options.json == STANDARD_OUTPUT
+    print(*plan(sizes, slots, ranks_of_a_node), sep="\n", file=sys.stderr if alone else sys.stdout, flush=True)
+    measuring = (
+        measure_machine(sizes, ranks_of_a_node)
+        if slots is None
+        else measure_hosts(sizes, options.hostfile, on_cpu=on_cpu())
+    )
+    profile = None
+    with _Progress(options.budget_s) as progress:
+        for news in measuring:
+            if isinstance(news, Profile):
+                profile = news
+            else:
+                progress.show(news.share, news.doing)
+    if profile is None:
+        raise ConfigError(f"the first rank of {options.hostfile} told no profile: see the lines above")
+    write_profile(profile, options.json)
+    if not alone:
+        print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
+    return 0
+
+
+_WHY_NOT_THAT_MANY = {
+    False: "the hostfile says how many ranks each host has: drop one of the two flags",
+    True: "it is not a whole number from 1: give one",
+}
+
+
+def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> Iterator[str]:
+    """Yield what will be measured, where and for how long, a line each.
+
+    Args:
+        slots: ranks of each host; None = this machine.
+    """
+    where = f"{ranks} ranks of this machine" if slots is None else f"{sum(slots)} ranks on {len(slots)} hosts"
+    runs = [run for size, recompute, _ in sizes.layouts() for run in sizes.runs(size, recompute)]
+    yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"
+    yield (
+        f"this takes about {sizes.budget_s:.0f} s (--budget-s): sizes that are not reached by then are left out, the "
+        "least telling ones; other work on these machines makes times longer than they are"
+    )
+
+
+def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
+    """Yield the file that was written, what it does not say, and the commands that read it."""
+    from megatron_terapipe.search.price.profile import lone_sizes
+
+    yield f"wrote {path}"
+    if profile.num_nodes == 1:
+        yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
+    if not any(link.where == "inside" for link in profile.links):
+        yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
+    for sizes in lone_sizes(profile):
+        yield f"measured: {sizes} alone; op times of others are a guess, and a longer --budget-s measures them"
+    yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
+    yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
+
+
+def numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Return the numbers of a list, each once, in rising order.
+
+    Raises:
+        ConfigError: if one is not a whole number from 1.
+    """
+    try:
+        found = {int(word) for word in text.split(",")}
+    except ValueError:
+        found = {0}
+    if min(found) < 1:
+        raise ConfigError(f"{flag} {text} is not a list of whole numbers from 1: write it as 1,2,4")
+    return tuple(sorted(found))
+
+
+def summary(profile: "Profile") -> Iterable[str]:
+    """Yield what was measured, in a few lines."""
+    from megatron_terapipe.search.price.profile import shape_in_words
+    from megatron_terapipe.search.price.profile_efficiency import message_line
+
+    nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
+    yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}"
+    for layer in profile.layers:
+        if layer.recompute == "none":
+            longest = max(layer.points, key=lambda point: (point.end - point.start, -point.micro_batch_size))
+            backward = longest.input_gradient_s + longest.weight_gradient_s
+            yield (
+                f"  {shape_in_words(layer.shape)}, tensor-parallel size {layer.tensor_parallel_size}: "
+                f"{longest.micro_batch_size} x {longest.end - longest.start} tokens forward "
+                f"{1000 * longest.forward_s:.3g} ms, backward {1000 * backward:.3g} ms ({len(layer.points)} points)"
+            )
+    for link in profile.links:
+        line = message_line(link.points)
+        yield f"  {link_in_words(link)}: {1e6 * line.start_s:.3g} us + {1e-9 / line.byte_s:.3g} GB/s"
+    if profile.engine is not None:
+        engine = profile.engine
+        yield (
+            f"  engine: {1e6 * engine.op_s:.3g} us an op, {1e9 * engine.optimizer_s_per_parameter:.3g} ns a parameter, "
+            f"{1000 * engine.iteration_s:.3g} ms an iteration"
+        )
+
+
+def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
+    """Return the powers of two that are worth measuring and that divide the model."""
+    counts = [model.num_attention_heads]
+    counts += [number for block in model.blocks for number in (block.num_key_value_heads, block.ffn_hidden_size)]
+    sizes = (1, 2, 4, 8)
+    return tuple(size for size in sizes if size <= max(num_processes, 1) and not any(count % size for count in counts))
+
+
+def link_in_words(link: "ProfiledLink") -> str:
+    """Return which messages were measured, for people."""
+    place = "inside a node" if link.where == "inside" else "between nodes"
+    sharing = f", {link.flows} at a time" if link.flows > 1 else ""
+    if link.what == "transfer":
+        return f"message {place}{sharing}"
+    nodes = f" on {link.num_ranks // link.ranks_per_node} nodes" if link.where == "network" else " of a node"
+    return f"all-reduce of {link.num_ranks} ranks{nodes}{sharing}"
+
+
+class _Progress:
+    """What is measured and how far it is: a bar on a terminal, else a line each time something new begins.
+
+    Args:
+        budget_s: seconds that it will take, about.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+
+    def __enter__(self) -> "_Progress":
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=100, unit="%", file=sys.stderr, disable=None, bar_format="{percentage:3.0f}% |{bar}| {desc}"
+        )
+        return self
+
+    def show(self, share: float, doing: str) -> None:
+        """Say how far it is."""
+        left = f"{doing}, about {max(1 - share, 0) * self._budget_s:.0f} s left"
+        if self._bar.disable:
+            print(f"  {100 * min(share, 1.0):3.0f} %  {left}", file=sys.stderr, flush=True)
+            return
+        self._bar.set_description_str(left)
+        self._bar.update(100 * min(share, 1.0) - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,365 @@
+"""The files of an answer: its JSON, its page, and what launches the winner.
+
+launch_of -> Launch.write      strategy.json, hostfile in the order of ranks, ds_config.json, launch.sh
+write_answer, write_page       ranking.json, report.html with simulated timelines
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw.html import Panel
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.terminal import write_json
+from deepspeed_ext.plan.text_files import permit_to_run, write_text
+from deepspeed_ext.plan.timeline import Timeline
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.answer.advice import FOUND_ORDER
+from megatron_terapipe.search.answer.answer import Answer, document_text, rank_document, rivals
+from megatron_terapipe.search.answer.figures import sequences, strategy_text
+from megatron_terapipe.search.answer.json_schema import Document, LaunchPart
+from megatron_terapipe.search.answer.page import Extras, render_page
+from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
+from megatron_terapipe.search.machine.hostfile import hostfile_text
+from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.strategy import Strategy
+
+TRAIN_ITERATIONS = 100
+LEARNING_RATE = "1e-4"
+
+HEADER = """#!/usr/bin/env bash
+# Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
+#   ./launch.sh --data-path PREFIX --train-iters 100000
+# trains on data; tokenizer, schedule of the learning rate and checkpoints are yours to say. `--dry-run` only checks.
+# It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than that of the checkout that wrote it.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+data=--mock-data
+case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
+"""
+
+FIND_TRAINER = """trainer=${{PRETRAIN_GPT:-}}
+beside_package={beside_package}
+for each in "$beside_package" ./pretrain_gpt.py; do
+    if [ -z "$trainer" ] && [ -f "$each" ]; then trainer=$each; fi
+done
+if [ ! -f "$trainer" ]; then
+    echo "error: pretrain_gpt.py is not at ${{trainer:-$beside_package or here}}: set PRETRAIN_GPT to its path" >&2
+    exit 2
+fi
+"""
+
+DRY_RUN = """# Checks are made in one process and need no other host.
+case " $* " in *" --dry-run"*) launch=(python) ;; esac
+"""
+
+LOST_HOSTS = """# The ssh of DeepSpeed's launcher waits for a host that is lost as long as ranks do, and no longer.
+export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND--o ServerAliveInterval=60 -o ServerAliveCountMax=30}"
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The files that launch a strategy, by their contents.
+
+    Attributes:
+        launcher: words before `pretrain_gpt.py`.
+    """
+
+    strategy: Strategy
+    """As `--strategy` reads it."""
+    nodes: tuple[Node, ...]
+    """In the order of the ranks."""
+    deepspeed: dict[str, Any]
+    """The DeepSpeed file; it repeats what the flags say, and is the place for more."""
+    flags: tuple[str, ...]
+    """Of `pretrain_gpt.py`, without those that name the two files."""
+    on_cpu: bool
+    """Whether DeepSpeed must be told to take the CPU."""
+    many_nodes: bool
+    """Whether a hostfile is needed."""
+    needs_cluster: bool = False
+    """Whether the trainer finds its schedule, or plans copies to hosts, and must be told for which cluster."""
+
+    def command(self, directory: str) -> str:
+        """Return the command of the script in one line, to be run where `pretrain_gpt.py` is.
+
+        Raises:
+            ConfigError: if other hosts would read a word otherwise.
+        """
+        words = [*self._launcher(f"{directory}/hostfile"), "pretrain_gpt.py", *self._files(directory), *self.flags]
+        if self.many_nodes:
+            check_remote_words(words)
+        prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
+        return prefix + shlex.join([*words, "--mock-data"])
+
+    def write(self, directory: str) -> list[str]:
+        """Write the files into a directory, which is created if needed, and return their paths.
+
+        Raises:
+            ConfigError: if they cannot be written, or other hosts would read a flag otherwise.
+        """
+        beside_package = shlex.quote(str(Path(__file__).parents[3] / "pretrain_gpt.py"))
+        script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
+        if self.on_cpu:
+            script.append("export DS_ACCELERATOR=cpu\n")
+        script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
+        if self.many_nodes:
+            check_remote_words(self.flags)
+            script += [SHELL_CHECK, LOST_HOSTS]
+        words = _quoted([*self._files("$here"), *self.flags])
+        script.append(f'"${{launch[@]}}" "$trainer" {words} $data "$@"\n')
+        contents = {
+            "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
+            "hostfile": hostfile_text(self.nodes),
+            "ds_config.json": json.dumps(self.deepspeed, indent=2) + "\n",
+            "launch.sh": "".join(script),
+        }
+        if self.needs_cluster:
+            contents["cluster.json"] = json.dumps(cluster_document(self.nodes), indent=2) + "\n"
+        paths = []
+        for name, content in contents.items():
+            path = Path(directory) / name
+            write_text(path, content, make_folder=True)
+            paths.append(str(path))
+        permit_to_run(Path(directory) / "launch.sh")
+        return paths
+
+    def _launcher(self, hostfile: str) -> list[str]:
+        if self.many_nodes:
+            return ["deepspeed", "--hostfile", hostfile]
+        return ["deepspeed", "--num_accelerators", str(self.strategy.world_size)]
+
+    def _files(self, directory: str) -> list[str]:
+        files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
+        return [*files, "--cluster", f"{directory}/cluster.json"] if self.needs_cluster else files
+
+
+def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
+    """Return what launches a strategy.
+
+    Args:
+        model: the trainer's model section; None = a model that it cannot build.
+        precision: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        ConfigError: if the trainer cannot build the model, or the launcher cannot place the ranks so.
+    """
+    if model is None:
+        raise ConfigError(
+            "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
+        )
+    nodes = nodes_in_order(strategy, cluster)
+    placed = replace(strategy, placement=None)
+    zero = {"stage": strategy.zero_stage}
+    deepspeed: dict[str, Any] = {
+        "train_batch_size": sequences(strategy),
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.num_micro_batches,
+        "zero_optimization": zero,
+    }
+    if precision != "fp32":
+        deepspeed[precision] = {"enabled": True}
+    training = ["--train-iters", str(TRAIN_ITERATIONS), "--lr", LEARNING_RATE, "--log-interval", "10"]
+    return Launch(
+        strategy=placed,
+        nodes=nodes,
+        deepspeed=deepspeed,
+        flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
+        on_cpu=not all(node.device.is_gpu for node in nodes),
+        many_nodes=len(nodes) > 1,
+        needs_cluster=strategy.schedule == OPTIMISED or strategy.offload,
+    )
+
+
+def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
+    """Return the nodes in the order in which their ranks come, each with the devices that are used.
+
+    Args:
+        cluster: the nodes, in the order of the hostfile.
+
+    Raises:
+        ConfigError: if the ranks of a node do not follow each other: launchers fill one node after the other.
+    """
+    places = strategy.placement or tuple(range(strategy.world_size))
+    if len(places) != strategy.world_size or max(places) >= cluster.num_devices:
+        raise ConfigError(
+            f"strategy: placement names {len(places)} devices up to {max(places)} for {strategy.world_size} ranks on a "
+            f"cluster of {cluster.num_devices}: give one device for each rank"
+        )
+    runs = [(index, len(list(run))) for index, run in groupby(cluster.node_of_device[place] for place in places)]
+    seen: dict[int, int] = {}
+    for index, length in runs:
+        if index in seen:
+            raise ConfigError(
+                f"strategy: placement comes back to node {cluster.nodes[index].name}: launchers fill one node after "
+                "the other, so put the ranks of a node next to each other"
+            )
+        seen[index] = length
+    return tuple(replace(cluster.nodes[index], num_devices=length) for index, length in runs)
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """Return the fewest flags that make `pretrain_gpt.py` build a model."""
+    values = {each.name: getattr(model, each.name) for each in fields(ModelConfig) if each.name != "model_preset"}
+    whole = ModelConfig(**values)
+    given = {name: value for name, value in values.items() if value is not None}
+    for each in fields(ModelConfig):
+        # Defaults follow from other fields, so a flag can go only if the model is the same without it.
+        fewer = {name: value for name, value in given.items() if name != each.name}
+        if each.default is not MISSING and each.name in given and _builds(fewer, whole):
+            given = fewer
+    words = []
+    for name, value in given.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    return words
+
+
+def _builds(settings: Mapping[str, Any], whole: ModelConfig) -> bool:
+    try:
+        return ModelConfig(**settings) == whole
+    except ConfigError:  # Another setting needs what is left out.
+        return False
+
+
+def _quoted(words: Sequence[str]) -> str:
+    """Return words for a script; those that begin with its directory are expanded there."""
+    return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)
+
+
+MOST_OPS = 12_000
+"""Ops that are drawn at most: a page of them is 2 MB and opens at once."""
+
+
+def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:
+    """Return the simulated timeline of a strategy, to draw it.
+
+    Args:
+        costs: times of its ops in seconds.
+
+    Returns:
+        The timeline, with fewer micro-batches where all of them are too many to draw, and a line that says so (empty
+        otherwise); None if the schedule is none of those that have a name.
+    """
+    if strategy.schedule not in SCHEDULES:
+        return None
+    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    each = num_stages * strategy.num_token_slices * (3 if costs.weight_gradient is not None else 2)
+    # Enough to fill the pipeline and to see it steady.
+    fewest = min(strategy.num_micro_batches, 2 * strategy.pipeline_parallel_size)
+    drawn = max(fewest, min(strategy.num_micro_batches, MOST_OPS // each))
+    shape = PipelineShape(num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
+    timeline = simulate(rank_orders(schedule_named(strategy.schedule), shape), shape, costs)
+    note = (
+        ""
+        if drawn == strategy.num_micro_batches
+        else f"{drawn} of {strategy.num_micro_batches} micro-batches are drawn"
+    )
+    return replace(timeline, unit="s"), note
+
+
+OpCostsOf = Callable[[Strategy], OpCosts]
+
+
+def write_document(path: str, document: Document) -> None:
+    """Write the answer that `--json` asks for.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    write_json(path, document_text(document))
+
+
+def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
+    """Return what launches the winner, or None and why nothing does."""
+    if not answer.priced:
+        return None, "no strategy can run"
+    if answer.software != TERAPIPE.name:
+        return None, f"these are strategies of {answer.software}, which nothing here launches"
+    try:
+        return launch_of(answer.priced[0].strategy, answer.workload.config, answer.cluster, answer.precision), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def found_order_launch(answer: Answer) -> Launch | None:
+    """Return what launches the winner with the order that was found for it; None where there is none, or no launch."""
+    found = answer.advice.found_order
+    if found is None or winner_launch(answer)[0] is None:
+        return None
+    return launch_of(found.strategy, answer.workload.config, answer.cluster, answer.precision)
+
+
+def script_command(directory: str) -> str:
+    """Return the command of the script in a directory, which can be given from everywhere."""
+    return shlex.join(["bash", str(Path(directory) / "launch.sh")])
+
+
+def how_to_run(directory: str | None, command: str) -> str:
+    """Return what a page says of running the winner.
+
+    Args:
+        directory: where its files are; None = they were not written, and --output DIR writes them.
+    """
+    written = "" if directory is not None else "# with --output DIR, which writes the files:\n"
+    return f"{written}{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
+
+
+def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchPart:
+    """Write `ranking.json`, `report.html` and, for the winner, what launches it; return what was written.
+
+    Args:
+        directory: where to; made where there is none.
+        op_costs: times of the ops of a strategy, for the timelines.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    ranking, page = (str(Path(directory) / name) for name in ("ranking.json", "report.html"))
+    launch, why_not = winner_launch(answer)
+    command = None if launch is None else launch.command(directory)
+    write_page(page, answer, op_costs, command="" if command is None else how_to_run(directory, command))
+    files = [ranking, page, *([] if launch is None else launch.write(directory))]
+    if (other := found_order_launch(answer)) is not None:
+        files += other.write(str(Path(directory) / FOUND_ORDER))
+    written = LaunchPart(command=command, files=files, why_not=why_not or None)
+    write_document(ranking, rank_document(answer, written))
+    return written
+
+
+def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:
+    """Write the page alone.
+
+    Args:
+        op_costs: times of the ops of a strategy, for the timelines.
+        command: what launches the winner; empty = nothing does.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    panels, notes = [], []
+    # The winner, and below it the one that differs from it more.
+    for entry in [*answer.priced[:1], *rivals(answer.priced)[-1:]]:
+        drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
+        if drawn is None:
+            continue
+        title = f"rank {entry.rank}: {strategy_text(entry.strategy)}"
+        panels.append(Panel(title, drawn[0]))
+        if drawn[1]:
+            notes.append(f"rank {entry.rank}: {drawn[1]}")
+    write_text(
+        path,
+        render_page(answer, Extras(command=command, panels=panels, panels_note="; ".join(notes))),
+        make_folder=True,
+    )

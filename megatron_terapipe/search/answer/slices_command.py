@@ -1,0 +1,234 @@
+"""`slices`: how many token slices, and how long, for one strategy."""
+
+import argparse
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning import DEVICE
+from megatron_terapipe.search.answer.flags import (
+    add_cluster_flags,
+    add_cost_flags,
+    add_model_flags,
+    cluster_of,
+    model_of,
+    precision_of,
+    read_one_strategy,
+)
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.answer.json_schema import TokenSlicesDocument
+    from megatron_terapipe.search.price.cost_model import Pricing
+    from megatron_terapipe.search.rank.space import SearchProblem
+    from megatron_terapipe.search.rank.token_slices import SolvedCut
+
+HELP = (
+    "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
+    "token slices of the given strategy are ignored."
+)
+
+EXAMPLES = """\
+examples:
+  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json
+  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json --count 4,8,16 --granularity 128
+
+Read on: docs/how-to/search.md."""
+
+SHOWN = 8
+"""Lengths of a cut that the table shows; longer cuts end in dots."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    add_model_flags(parser)
+    add_cluster_flags(parser)
+    group = parser.add_argument_group("strategy")
+    group.add_argument(
+        "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
+    )
+    group.add_argument(
+        "--count",
+        metavar="N,N",
+        help="numbers of token slices to price (default: 1 and the most promising up to 128)",
+    )
+    group.add_argument(
+        "--granularity",
+        type=int,
+        metavar="N",
+        help=(
+            "lengths are multiples of N tokens (default: 16 if token slices are long, otherwise the number that the "
+            "trainer needs)"
+        ),
+    )
+    add_cost_flags(parser)
+    add_json_flag(parser.add_argument_group("output"), "the answer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find the cut, print it with the curve over the number of token slices, and return 0."""
+    from deepspeed_ext.plan.errors import PlanError
+    from megatron_terapipe.search.answer.output_files import write_document
+    from megatron_terapipe.search.rank.token_slices import solve_cut
+
+    strategy = read_one_strategy(options.strategy)
+    problem, pricing, notes = _pricing(options, strategy)
+    counts = None if options.count is None else (1, *_counts(options.count))
+    if options.granularity is not None and options.granularity < 1:
+        raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
+    try:
+        solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
+    except PlanError as error:
+        raise ConfigError(f"{options.strategy}: {error}") from None
+    flags = flags_of(solved.token_slices)
+    if strategy.schedule == OPTIMISED:
+        flags += f" {machine_flags(options)}"
+        notes = (*notes, *_unlike_the_trainer(options, pricing))
+    notes = (*notes, *_memory_notes(pricing, strategy, solved))
+    document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
+    if options.json != STANDARD_OUTPUT:
+        print_cuts(document)
+    if options.json is not None:
+        write_document(options.json, document)
+    return 0
+
+
+def token_slices_document(
+    solved: "SolvedCut", strategy: Strategy, problem: "SearchProblem", *, flags: str, notes: tuple[str, ...]
+) -> "TokenSlicesDocument":
+    """Return the answer as a document; speed-ups are null if the sequence was not priced whole.
+
+    Args:
+        solved: the best cut, and the best one of each number of token slices.
+        flags: flags of the trainer that ask for the best cut.
+    """
+    from megatron_terapipe.search.answer.answer import question
+    from megatron_terapipe.search.answer.figures import speed_of
+    from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
+
+    without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
+
+    def cut(token_slices: tuple[int, ...], time_s: float) -> Cut:
+        speed = speed_of(strategy, problem.workload, problem.cluster, time_s, problem.precision)
+        return Cut(
+            **speed.model_dump(),
+            num_token_slices=len(token_slices),
+            token_slices=list(token_slices),
+            speedup=None if without_s is None else without_s / time_s,
+        )
+
+    asked = question(
+        problem.workload,
+        problem.cluster,
+        precision=problem.precision,
+        software=problem.software.name,
+        global_batch_size=problem.global_batch_size,
+    )
+    return TokenSlicesDocument(
+        **asked,
+        notes=list(notes),
+        strategy=strategy.to_json(),
+        best=cut(solved.token_slices, solved.iteration_time_s),
+        curve=[cut(each.token_slices, each.iteration_time_s) for each in solved.alternatives],
+        flags=flags,
+    )
+
+
+def flags_of(token_slices: tuple[int, ...]) -> str:
+    """Return the flags of the trainer that ask for a cut."""
+    if len(token_slices) == 1:
+        return "--num-token-slices 1"
+    return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
+
+
+def machine_flags(options: argparse.Namespace) -> str:
+    """Return the flags of the trainer that make it find an optimised order for the same cluster and profile."""
+    words = ["--cluster", options.cluster]
+    if options.profile is not None:
+        words += ["--op-profile", options.profile]
+    return shlex.join(words)
+
+
+def _unlike_the_trainer(options: argparse.Namespace, pricing: "Pricing") -> tuple[str, ...]:
+    """Return what the trainer does not know when it looks for an optimised order, a line each."""
+    notes = []
+    if options.device is not None and {node.device.name for node in pricing.cluster.nodes} != {DEVICE}:
+        notes.append(f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes")
+    if options.calibrate or options.calibration:
+        notes.append("the trainer finds the order of the ops without trials: lengths are as given here")
+    return tuple(notes)
+
+
+def print_cuts(document: "TokenSlicesDocument") -> None:
+    """Print the curve, the flags of the best cut, and the notes."""
+    import rich.box
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("token slices", "seconds", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("lengths", no_wrap=True)
+    for cut in document.curve:
+        shown = ",".join(map(str, cut.token_slices[:SHOWN])) + (",..." if len(cut.token_slices) > SHOWN else "")
+        factor = "" if cut.speedup is None else f"{cut.speedup:.2f}"
+        best = cut.token_slices == document.best.token_slices
+        cells = str(cut.num_token_slices), f"{cut.iteration_time_s:.4g}", factor, shown
+        table.add_row(*cells, style="bold" if best else "")
+    console = rich.console.Console(highlight=False, markup=False)
+    print("predicted seconds of an iteration, with the best lengths for each number of token slices")
+    console.print(table)
+    print(f"flags of the best: {document.flags}")
+    for note in document.notes:
+        print(f"note: {note}")
+
+
+def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[SearchProblem, Pricing, tuple[str, ...]]":
+    """Return the question, what prices the strategy, and notes on what had to be assumed.
+
+    Raises:
+        ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
+    """
+    from megatron_terapipe.search.learn.costs import costs_of
+    from megatron_terapipe.search.rank.rules import broken_rule
+    from megatron_terapipe.search.rank.space import SearchProblem
+
+    workload = model_of(options)
+    cluster, notes = cluster_of(options)
+    precision = precision_of(options, cluster)
+    whole = replace(strategy, num_token_slices=1, token_slices=None)
+    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
+    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
+    reason = broken_rule(whole, problem)
+    if reason is not None:
+        raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
+    costs = costs_of(options, workload, cluster, precision)
+    # Other notes of `costs` are about intervals, and there are none here.
+    used = costs.notes if costs.profile is not None or costs.calibration.num_trials else ()
+    return problem, costs.pricing_on(cluster), (*notes, *used)
+
+
+def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
+    """Return a note if the best cut leaves no headroom in memory; the cut changes what a schedule keeps."""
+    from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
+
+    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
+    memory = pricing.memory(cut)
+    for headroom in (0.0, MEMORY_HEADROOM):
+        reason = pricing.why_it_does_not_fit(cut, memory, headroom)
+        if reason is not None:
+            return (f"with these token slices: {reason}",)
+    return ()
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--count {text} is no list of numbers of token slices: write 1,2,4,8")
+    return counts

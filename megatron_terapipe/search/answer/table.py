@@ -1,0 +1,182 @@
+"""The table of a ranking, for terminals and for the page."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_terapipe.config.pipeline import granularity_of
+from megatron_terapipe.dimensions import Dimension, in_places
+from megatron_terapipe.search.answer.answer import Answer, all_notes
+from megatron_terapipe.search.answer.figures import (
+    bytes_text,
+    count_text,
+    devices_of,
+    interval_text,
+    share_text,
+    time_text,
+)
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDTH_OF_FILES = 1000
+"""Letters of a line where no terminal ends it."""
+
+COLUMNS = in_places(DIMENSIONS, "column")
+"""Dimensions of a strategy that have a column, and its name."""
+
+DROPPED_FIRST = tuple(
+    name
+    for _, name in sorted(
+        [
+            (5, "bubble"),
+            (5, "causal MFU"),
+            (7, "interval"),
+            *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
+        ]
+    )
+)
+"""Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
+
+LEFT = (*(name for each, name in COLUMNS if each.kind.is_text), "why not")
+
+USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
+"""Columns that are left out where every row says this."""
+
+SHORT = 4
+"""Letters of a name of a column that has to be explained are fewer."""
+
+LONGEST = 23
+"""Letters of a list of numbers; the JSON has all of it."""
+
+
+def print_table(answer: Answer, console: "Console | None" = None, *, top: int | None = None) -> None:
+    """Print the ranking, the strategies that cannot run below it, and the notes.
+
+    Args:
+        console: where; None = standard output, as wide as the terminal.
+        top: lines at most; None = all.
+    """
+    import rich.console
+
+    if console is None:
+        console = rich.console.Console()
+        if not console.is_terminal:
+            console = rich.console.Console(width=WIDTH_OF_FILES)
+    console.print(heading(answer), markup=False, highlight=False)
+    entries = answer.entries[:top]
+    shown, rows = _fitting(*rows_of(answer, entries), console.width)
+    console.print(_table(entries, shown, rows))
+    if rows and (explained := legend(shown)):
+        console.print(f"columns: {explained}", markup=False, highlight=False)
+    for note in all_notes(answer):
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return what the short names of columns stand for."""
+    words = {name: each.name.removeprefix("num_").replace("_", " ") for each, name in COLUMNS}
+    words |= {"mbs": "micro-batch size", "cut": "tokens of each token slice"}
+    return ", ".join(
+        f"{name} = {words[name]}" for name in names if name in words and len(name) < SHORT < len(words[name])
+    )
+
+
+def heading(answer: Answer) -> str:
+    """Return the model, the batch and the cluster of a ranking in one line."""
+    workload, nodes = answer.workload, answer.cluster.nodes
+    batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
+    trainer = "" if answer.software == TERAPIPE.name else f", trainer {answer.software}"
+    listed = " + ".join(f"{count} x {name}" for name, count in devices_of(answer.cluster).items())
+    return (
+        f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
+        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}{trainer}"
+    )
+
+
+def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
+    """Return the text of each column for an entry, by its name."""
+    strategy, prediction = entry.strategy, entry.prediction
+    row = {
+        "rank": str(entry.rank),
+        **{name: _cell(each, strategy, answer.workload.seq_length) for each, name in COLUMNS},
+    }
+    if prediction is not None:
+        speed = answer.speed(entry)
+        row |= {
+            "time": time_text(prediction.iteration_time_s),
+            "interval": interval_text(prediction),
+            "tokens/s": f"{speed.tokens_per_s:,.0f}",
+            "MFU": share_text(speed.mfu),
+            "causal MFU": share_text(speed.mfu_causal),
+            "bubble": f"{prediction.bubble_ratio:.1%}",
+            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory else "",
+        }
+    return row | {"why not": entry.reason or ""}
+
+
+def rows_of(answer: Answer, entries: Sequence[Ranked]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns that say something, and the rows."""
+    found = [cells(answer, entry) for entry in entries]
+    names = list(dict.fromkeys(name for row in found for name in row))
+    # Prices stand before the reason, also where the first row has none.
+    names.sort(key=lambda name: name == "why not")
+    shown = [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in found)]
+    return shown, [[row.get(name, "") for name in shown] for row in found]
+
+
+def _fitting(names: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
+    widths = {
+        name: max(len(name), *(len(row[index]) for row in rows)) if rows and name != "why not" else len(name)
+        for index, name in enumerate(names)
+    }
+    kept = list(names)
+    for name in DROPPED_FIRST:
+        if sum(widths[each] + 2 for each in kept) <= width:
+            break
+        if name in kept:
+            kept.remove(name)
+    places = [names.index(name) for name in kept]
+    return kept, [[row[place] for place in places] for row in rows]
+
+
+def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
+    value = getattr(strategy, dimension.name)
+    if dimension.name == "token_slices":
+        return _cut(strategy, seq_length)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return _short(value) if isinstance(value, tuple) else str(value)
+
+
+def _cut(strategy: Strategy, seq_length: int) -> str:
+    """Return the lengths of the token slices, or "even" if they are as equal as the places to cut at let them be."""
+    if strategy.token_slices is None:
+        return "even"
+    step = granularity_of(seq_length, strategy.num_token_slices, strategy.granularity)
+    is_even = max(strategy.token_slices) - min(strategy.token_slices) <= step
+    return "even" if is_even else _short(strategy.token_slices)
+
+
+def _short(value: tuple[int, ...]) -> str:
+    text = ",".join(map(str, value))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _table(entries: Sequence[Ranked], names: list[str], rows: list[list[str]]) -> "Table":
+    import rich.box
+    import rich.table
+    import rich.text
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
+    for entry, row in zip(entries, rows, strict=True):
+        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
+        # As `Text`, so that brackets in a name are no markup.
+        table.add_row(*map(rich.text.Text, row), style=style)
+    return table

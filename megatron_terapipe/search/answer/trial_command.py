@@ -1,0 +1,277 @@
+"""`trial`: run the best strategies for real, record them, and learn from them."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.answer.flags import (
+    add_cluster_flags,
+    add_constraint_flags,
+    add_cost_flags,
+    add_headroom_flag,
+    add_model_flags,
+    cluster_of,
+    constraints_of,
+    headroom_of,
+    model_of,
+    precision_of,
+)
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.answer.json_schema import TrialDocument
+    from megatron_terapipe.search.answer.trial_runs import Journal, Outcome, TrialSettings
+    from megatron_terapipe.search.learn.costs import Costs
+    from megatron_terapipe.search.machine.cluster import Cluster
+    from megatron_terapipe.search.price.workload import Workload
+    from megatron_terapipe.strategy import Strategy
+
+HELP = (
+    "Run the best strategies of a search, or those of a file, for a few iterations each, with DeepSpeed's "
+    "launcher. Add a line for each run to a file of trials, calibrate on them, and print the errors of "
+    "predictions before and after. Strategies that the file already contains are not run again, so an "
+    "interrupted command continues where it stopped."
+)
+
+EXAMPLES = """\
+examples:
+  %(prog)s model.json cluster.json --global-batch-size 8 --top 3
+  %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl
+
+Read on: docs/how-to/real-trials.md."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    add_model_flags(parser)
+    add_cluster_flags(parser)
+    add_cost_flags(parser)
+    group = parser.add_argument_group("what is run")
+    group.add_argument(
+        "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
+    )
+    group.add_argument("--top", type=int, default=3, metavar="K", help="strategies of the search to run (default: 3)")
+    add_headroom_flag(group)
+    group.add_argument("--strategies", metavar="S.jsonl", help="run the strategies of this file instead, one per line")
+    group.add_argument("--iterations", type=int, default=10, metavar="N", help="iterations of each run (default: 10)")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help=(
+            "run every strategy so often, all of them in turn, and take the median: 3 where other work disturbs the "
+            "machines (default: 1)"
+        ),
+    )
+    group.add_argument(
+        "--timeout-s", type=float, default=900.0, metavar="SECONDS", help="end a run that takes longer (default: 900)"
+    )
+    group.add_argument(
+        "--trials",
+        metavar="FILE",
+        default="trials.jsonl",
+        help="file that the results are added to (default: trials.jsonl)",
+    )
+    group.add_argument(
+        "--keep", metavar="DIR", help="keep the strategy, log and metrics of each run in a folder of DIR"
+    )
+    group.add_argument("--trainer", metavar="FILE", help="path of pretrain_gpt.py (default: that of this checkout)")
+    group.add_argument(
+        "--trainer-flags",
+        metavar="WORDS",
+        default="",
+        help="more flags for the trainer in one text, such as '--data-path PREFIX'; without data, tokens are random",
+    )
+    add_json_flag(parser.add_argument_group("output"), "the answer")
+    add_constraint_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
+    _check(options)
+    # JSON on the terminal stands alone there.
+    progress = redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext()
+    with progress:
+        document = _run(options)
+    if options.json is not None:
+        from megatron_terapipe.search.answer.output_files import write_document
+
+        write_document(options.json, document)
+    return 0 if any(entry.iteration_time_s is not None for entry in document.entries) else 1
+
+
+def _run(options: argparse.Namespace) -> "TrialDocument":
+    """Run what is missing, print how it compares with predictions, and return the answer."""
+    import shlex
+
+    from megatron_terapipe.search.answer.trial_runs import (
+        Journal,
+        TrialSettings,
+        default_trainer,
+        print_trials,
+        trial_document,
+    )
+    from megatron_terapipe.search.learn.costs import costs_of
+
+    workload = model_of(options)
+    if workload.config is None:
+        raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
+    cluster, notes = cluster_of(options)
+    precision = precision_of(options, cluster)
+    costs = costs_of(options, workload, cluster, precision)
+    print(*(f"note: {note}" for note in (*notes, *costs.notes)), sep="\n", file=sys.stderr)
+    journal = Journal(
+        path=Path(options.trials),
+        workload=workload,
+        cluster=cluster,
+        precision=precision,
+        batch=options.global_batch_size,
+    )
+    settings = TrialSettings(
+        iterations=options.iterations,
+        timeout_s=options.timeout_s,
+        trainer=Path(options.trainer).absolute() if options.trainer else default_trainer(),
+        flags=tuple(shlex.split(options.trainer_flags)),
+        keep=Path(options.keep).absolute() if options.keep else None,
+    )
+    strategies = _strategies(options, workload, cluster, costs, precision)
+    wanted = list(journal.missing(strategies, options.rounds))
+    if len(wanted) < len(strategies):
+        print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
+    try:
+        print(*plan(len(wanted), options), sep="\n", flush=True)
+        _run_all(wanted, journal, settings, costs, rounds=options.rounds)
+    finally:
+        # Also of what an interruption has left.
+        document = trial_document(journal, costs, (*notes, *costs.notes))
+        print_trials(document)
+        if document.errors is not None:
+            print(*next_commands(options), sep="\n")
+    return document
+
+
+def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
+    """Yield what will be run and written, a line each."""
+    if number:
+        rounds = f", in {options.rounds} rounds of all of them" if options.rounds > 1 else ""
+        yield (
+            f"running {number} {'strategy' if number == 1 else 'strategies'} for {options.iterations} iterations "
+            f"each{rounds}; a run also takes the time to start DeepSpeed, and at most {options.timeout_s:g} s in all"
+        )
+        yield f"each result is added to {options.trials}: an interrupted command goes on where it stopped"
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2), ("rounds", 1)):
+        if getattr(options, name) < least:
+            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise ConfigError(f"{words} is not a whole number from {least}: give one")
+    headroom_of(options)
+    if not options.timeout_s > 0:
+        raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
+    if options.trainer and not Path(options.trainer).is_file():
+        raise ConfigError(f"--trainer {options.trainer} is no file: name pretrain_gpt.py")
+
+
+def _strategies(
+    options: argparse.Namespace, workload: "Workload", cluster: "Cluster", costs: "Costs", precision: str
+) -> "list[Strategy]":
+    """Return the strategies to run, the most promising first."""
+    from dataclasses import replace
+
+    from megatron_terapipe.planning import check_trainable
+    from megatron_terapipe.search.answer.flags import progress_bar, read_strategies
+    from megatron_terapipe.search.rank.search import search
+    from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+
+    batch = options.global_batch_size
+    if options.strategies:
+        read = read_strategies(options.strategies)
+        found = [replace(each, global_batch_size=each.global_batch_size or batch) for each in read]
+        for each in found:
+            if each.global_batch_size != batch:
+                raise ConfigError(
+                    f"{options.strategies} has a strategy of global_batch_size {each.global_batch_size}, and "
+                    f"--global-batch-size is {batch}: trials of one file are compared, so give them one batch"
+                )
+            if each.world_size > cluster.num_devices:
+                raise ConfigError(
+                    f"{options.strategies} has a strategy for {each.world_size} devices, and the cluster has "
+                    f"{cluster.num_devices}: leave it out"
+                )
+            assert workload.config is not None
+            check_trainable(each, workload.config)
+        return found
+    problem = SearchProblem(
+        workload=workload,
+        cluster=cluster,
+        global_batch_size=batch,
+        precision=precision,
+        memory_headroom=headroom_of(options),
+    )
+    with progress_bar() as progress:
+        result = search(
+            problem,
+            all_choices(problem).constrained(constraints_of(options)),
+            costs.pricing_on,
+            top=options.top,
+            progress=progress,
+        )
+    if not result.entries:
+        raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags says why")
+    return [entry.strategy for entry in result.entries]
+
+
+def _run_all(
+    wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
+) -> None:
+    """Run every strategy in every round that it has not been run in, and record each run at once."""
+    from time import perf_counter
+
+    from megatron_terapipe.search.answer.figures import strategy_text
+    from megatron_terapipe.search.answer.trial_runs import run_strategy
+
+    assert journal.workload.config is not None
+    pricing = costs.pricing_on(journal.cluster)
+    numbered = len(journal.trials())
+    begun = [journal.begun(strategy) for strategy in wanted]
+    names = [name or f"trial-{numbered + number}" for number, (name, _) in enumerate(begun, 1)]
+    outcomes: dict[str, list[Outcome]] = {name: runs for name, (_, runs) in zip(names, begun, strict=True)}
+    started, done, runs = perf_counter(), 0, sum(rounds - len(each) for each in outcomes.values())
+    for turn in range(1, rounds + 1):
+        for name, strategy in zip(names, wanted, strict=True):
+            if len(outcomes[name]) >= turn:
+                continue
+            predicted = pricing.predict(strategy).iteration_time_s
+            left = f", about {(perf_counter() - started) / done * (runs - done):.0f} s left" if done else ""
+            place = f"{done + 1}/{runs}{left}"
+            print(f"{place}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
+            outcomes[name].append(
+                run_strategy(strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name)
+            )
+            print(f", {_came_of(outcomes[name][-1])}", flush=True)
+            journal.write(strategy, outcomes[name], trial_id=name, rounds=rounds)
+            done += 1
+
+
+def _came_of(outcome: "Outcome") -> str:
+    if outcome.iteration_time_s is None:
+        return f"failed: {'out of memory; ' if outcome.out_of_memory else ''}{outcome.reason}"
+    peak = "" if outcome.peak_memory_bytes is None else f", {outcome.peak_memory_bytes / 2**30:.2f} GiB"
+    return f"measured {outcome.iteration_time_s:.4g} s{peak}"
+
+
+def next_commands(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the commands that use the trials, a line each."""
+    profile = "" if options.profile is None else f" --profile {options.profile}"
+    mine = "" if options.profile is None else f" --op-profile {options.profile}"
+    yield (
+        f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
+        f"{options.global_batch_size}{profile} --calibrate {options.trials}"
+    )
+    yield f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}"

@@ -1,0 +1,445 @@
+"""Trials of one question: run by DeepSpeed's launcher, kept in the trials file, shown beside predictions.
+
+run_strategy   launches a strategy as the search's launch command does -> Outcome
+Journal        the trials file: a line as soon as a run is over, so that an interruption loses one run at most
+trial_document, print_trials   measurements beside predictions, before and after learning from them
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.answer.answer import predicted_part, question
+from megatron_terapipe.search.answer.figures import speed_of, strategy_text
+from megatron_terapipe.search.answer.json_schema import Errors, Predicted, TrialDocument, TrialEntry
+from megatron_terapipe.search.answer.output_files import Launch, launch_of
+from megatron_terapipe.search.learn import scores
+from megatron_terapipe.search.learn.costs import Costs
+from megatron_terapipe.search.learn.trials import Trial, read_trials, trial_line
+from megatron_terapipe.search.machine.cluster import Cluster, cluster_document, model_document
+from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.strategy import Strategy
+
+WARM_UP_ITERATIONS = 3
+"""Iterations that are slower than the rest: the first makes the optimizer's state, the next ones the allocator's."""
+
+MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory")
+"""Messages of CUDA, torch's allocators and the operating system when memory runs out, in lower case."""
+
+HOST_PREFIX = re.compile(r"^[\w.-]+: (?=(error|[\w.]+(Error|Exception)): )")
+"""Name of a host that pdsh puts before a line about an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result of a run."""
+
+    iteration_time_s: float | None
+    """Median seconds of the iterations after the warm-up; None = it failed."""
+    peak_memory_bytes: float | None = None
+    """Bytes of the fullest rank; None = the run did not get so far."""
+    out_of_memory: bool = False
+    """Whether memory ran out."""
+    reason: str | None = None
+    """Why it failed, in one line; None if it did not."""
+
+
+def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
+    """Read the outcome of a run. One that has done all its iterations is measured, however it ended.
+
+    Args:
+        exit_code: of the launcher; below 0 the signal that ended it.
+        metrics: the trainer's metrics file, which need not be there.
+    """
+    times, peaks = read_metrics(metrics)
+    peak = max(peaks, default=None)
+    if times and (exit_code == 0 or len(times) >= iterations):
+        return Outcome(iteration_time_s=median(steady(times)), peak_memory_bytes=peak)
+    return Outcome(
+        iteration_time_s=None,
+        peak_memory_bytes=peak,
+        out_of_memory=ran_out_of_memory(exit_code, output),
+        reason=failure(exit_code, output),
+    )
+
+
+def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what came of a strategy that was run several times: medians of the runs that were measured, if any was."""
+    measured = [each for each in outcomes if each.iteration_time_s is not None]
+    if not measured:
+        return outcomes[-1]
+    peaks = [each.peak_memory_bytes for each in measured if each.peak_memory_bytes is not None]
+    return Outcome(
+        iteration_time_s=median(each.iteration_time_s or 0.0 for each in measured),
+        peak_memory_bytes=max(peaks, default=None),
+    )
+
+
+def steady(times: Sequence[float]) -> Sequence[float]:
+    """The iterations behind the warm-up; of a short run, its later half."""
+    return times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
+
+
+def read_metrics(path: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each iteration, and peak bytes where they were measured, of a metrics file."""
+    times, peaks = [], []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue  # The run died while it wrote.
+            if "iteration_time_s" in values:
+                times.append(float(values["iteration_time_s"]))
+                peaks += [float(peak) for peak in values.get("peak_memory_bytes") or ()]
+    return times, peaks
+
+
+def ran_out_of_memory(exit_code: int, output: str) -> bool:
+    """Whether a failed run ended for lack of memory: its output says so, or the operating system killed a rank."""
+    lowered = output.lower()
+    killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
+    return killed or any(words in lowered for words in MEMORY_WORDS)
+
+
+def failure(exit_code: int, output: str) -> str:
+    """Reason for a failed run: our own line, or the last line of a traceback, or the exit code."""
+    # Over several hosts, each line stands behind the name of its host.
+    lines = [HOST_PREFIX.sub("", line.strip()) for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
+    # Behind a launcher's prefix, such as [rank0]:
+    said = ours or raised or [f"it ended with exit code {exit_code}"]
+    return said[-1][:300]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSettings:
+    """How strategies are run."""
+
+    iterations: int
+    timeout_s: float
+    """After which a run is ended and counts as failed."""
+    trainer: Path
+    flags: tuple[str, ...] = ()
+    """More flags for it; without data among them, tokens are random."""
+    keep: Path | None = None
+    """Directory that keeps files and logs of each run; None = none is kept."""
+
+
+def default_trainer() -> Path:
+    """`pretrain_gpt.py` of this checkout, else in the current directory.
+
+    Raises:
+        ConfigError: if it is in neither.
+    """
+    for folder in (Path(__file__).parents[3], Path.cwd()):
+        if (folder / "pretrain_gpt.py").is_file():
+            return folder / "pretrain_gpt.py"
+    raise ConfigError(
+        "pretrain_gpt.py is neither beside the package nor in the current directory: name it by --trainer"
+    )
+
+
+def run_strategy(
+    strategy: Strategy, model: ModelConfig, cluster: Cluster, precision: str, settings: TrialSettings, *, name: str
+) -> Outcome:
+    """Run a strategy for a few iterations and return the result.
+
+    Args:
+        precision: `fp32`, `fp16` or `bf16`.
+
+    Raises:
+        ConfigError: if the launcher is not installed or cannot place the ranks so, or other hosts would read a word
+            otherwise.
+        KeyboardInterrupt: once the run has been ended.
+    """
+    launch = launch_of(strategy, model, cluster, precision)
+    # Other hosts must see the folder, too, as they see the current one.
+    with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
+        directory = Path(scratch) if settings.keep is None else settings.keep / name
+        launch.write(str(directory))
+        metrics = directory / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        words = command(launch, directory, settings, metrics)
+        if launch.many_nodes:
+            check_remote_words(words, directory)
+        hosts = [node.name for node in launch.nodes] if launch.many_nodes else []
+        exit_code, output = _run(words, directory, settings.timeout_s, hosts=hosts, on_cpu=launch.on_cpu)
+        if exit_code is None:
+            return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
+        outcome = outcome_of(exit_code, output, metrics, iterations=settings.iterations)
+        if outcome.iteration_time_s is None and "error: " in output and not outcome.out_of_memory:
+            # What the trainer refuses at once is our mistake, not a property of the strategy.
+            raise ConfigError(f"the trainer refused {name}: {failure(exit_code, output)}")
+        return outcome
+
+
+def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
+    """Return the words of the launch command."""
+    where = (
+        ["--hostfile", str(directory / "hostfile")]
+        if launch.many_nodes
+        else ["--num_accelerators", str(launch.strategy.world_size)]
+    )
+    has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
+    return [
+        *(launcher(), *where, "--master_port", str(free_port()), str(settings.trainer)),
+        *("--strategy", str(directory / "strategy.json"), "--deepspeed-config", str(directory / "ds_config.json")),
+        *launch.flags,
+        *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
+        *("--metrics-file", str(metrics)),
+        *([] if has_data else ["--mock-data"]),
+        *settings.flags,
+    ]
+
+
+def _run(
+    words: Sequence[str], directory: Path, timeout_s: float, *, hosts: Sequence[str] = (), on_cpu: bool
+) -> tuple[int | None, str]:
+    """Run a command, and return its exit code, None if it took too long, and its output."""
+    log = directory / "log.txt"
+    with log.open("w") as output:
+        options = {"env": variables(on_cpu=on_cpu), "cwd": directory, "stdout": output, "stderr": subprocess.STDOUT}
+        with supervised(words, hosts, **options) as process:
+            try:
+                code: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+    return code, log.read_text(errors="replace")
+
+
+def explicit(strategy: Strategy, workload: Workload) -> Strategy:
+    """Return a strategy with its token slices and stages written out, so that two that run the same are equal."""
+    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    return replace(
+        strategy,
+        token_slices=strategy.cut(workload.seq_length).lengths,
+        stage_partition=tuple(workload.partition(strategy.stage_partition, num_stages).bounds),
+        global_batch_size=strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size,
+    )
+
+
+def same_run(strategy: Strategy) -> tuple[tuple[str, Any], ...]:
+    """Return a key that is equal for explicit strategies that run the same."""
+    return tuple(sorted((name, str(value)) for name, value in asdict(strategy).items() if name != "placement"))
+
+
+SOURCE = "terapipe-trial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """The trials of one model on one cluster in one precision."""
+
+    path: Path
+    """The file; others' trials in it stay."""
+    workload: Workload
+    """The model; the trainer can build it."""
+    cluster: Cluster
+    precision: str
+    batch: int
+    """Sequences of an iteration."""
+
+    @property
+    def group(self) -> str:
+        """Name of what is ranked together: model, cluster, precision, batch."""
+        model = sha256(dumps(model_document(self._model), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.workload.name} ({model}) on {self.cluster.name}, {self.precision}, batch {self.batch}"
+
+    def trials(self) -> list[Trial]:
+        """Trials of this group in the file.
+
+        Raises:
+            ConfigError: if the file holds something else.
+        """
+        if not self.path.exists() or not self.path.read_text().strip():
+            return []
+        return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
+
+    def missing(self, strategies: Iterable[Strategy], rounds: int = 1) -> Iterator[Strategy]:
+        """The strategies that have not been run yet, or in too few rounds, each once.
+
+        Args:
+            rounds: number of times that each is to be run, if it was not begun with fewer.
+        """
+        seen = {self._key(trial.strategy): trial for trial in self.trials()}
+        done = {key for key, trial in seen.items() if len(trial.round_times_s) >= min(trial.rounds, rounds)}
+        done |= {key for key, trial in seen.items() if not trial.round_times_s}
+        for strategy in strategies:
+            key = self._key(strategy)
+            if key not in done:
+                done.add(key)
+                yield strategy
+
+    def begun(self, strategy: Strategy) -> tuple[str, list[Outcome]]:
+        """Return the name and the runs of a strategy that was interrupted between its rounds, or "" and no runs."""
+        key = self._key(strategy)
+        for trial in self.trials():
+            if self._key(trial.strategy) == key:
+                runs = [
+                    Outcome(
+                        iteration_time_s=time_s,
+                        peak_memory_bytes=trial.peak_memory_bytes,
+                        out_of_memory=time_s is None and bool(trial.out_of_memory),
+                        reason=None if time_s is not None else str(trial.ignored.get("measured.reason", "it failed")),
+                    )
+                    for time_s in trial.round_times_s
+                ]
+                return trial.id, runs
+        return "", []
+
+    def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
+        """Add a trial, or what came of it so far.
+
+        Args:
+            rounds: number of runs that it will have; a line after a later one replaces this.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        outcome = over_rounds(runs)
+        more: dict[str, Any] = {} if outcome.reason is None else {"reason": outcome.reason}
+        if rounds > 1:
+            more |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
+        line = trial_line(
+            source=SOURCE,
+            group=self.group,
+            model=model_document(self._model),
+            cluster=cluster_document(self.cluster.nodes, self.cluster.name or "cluster"),
+            strategy=explicit(strategy, self.workload),
+            software="terapipe",
+            precision=self.precision,
+            iteration_time_s=outcome.iteration_time_s,
+            peak_memory_bytes=outcome.peak_memory_bytes,
+            out_of_memory=outcome.out_of_memory,
+            trial_id=trial_id,
+            more=more,
+        )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
+
+    def _key(self, strategy: Strategy) -> tuple[tuple[str, Any], ...]:
+        return same_run(explicit(strategy, self.workload))
+
+    @property
+    def _model(self) -> ModelConfig:
+        assert self.workload.config is not None, "checked by the command"
+        return self.workload.config
+
+
+def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> TrialDocument:
+    """Return the answer of `trial` as a document.
+
+    Raises:
+        ConfigError: if nothing can be learned from the trials.
+    """
+    trials = journal.trials()
+    measured = [trial for trial in trials if trial.iteration_time_s is not None]
+    # What a search with --calibrate on this file predicts.
+    calibrated = costs.calibrated_on(trials) if measured else None
+    entries = [
+        TrialEntry(
+            trial_id=trial.id,
+            strategy=trial.strategy.to_json(),
+            iteration_time_s=trial.iteration_time_s,
+            peak_memory_bytes=trial.peak_memory_bytes,
+            out_of_memory=trial.out_of_memory,
+            predicted=_predicted(trial, journal, costs),
+            calibrated=None if calibrated is None else _predicted(trial, journal, calibrated),
+        )
+        for trial in trials
+    ]
+    asked = question(
+        journal.workload,
+        journal.cluster,
+        precision=journal.precision,
+        software=TERAPIPE.name,
+        global_batch_size=journal.batch,
+    )
+    done = [(entry.iteration_time_s, entry) for entry in entries if entry.iteration_time_s is not None]
+    return TrialDocument(
+        **asked,
+        notes=list(notes),
+        trials=str(journal.path),
+        entries=entries,
+        errors=_errors([(time_s, entry.predicted) for time_s, entry in done]),
+        errors_calibrated=_errors([(time_s, entry.calibrated) for time_s, entry in done if entry.calibrated]),
+    )
+
+
+def print_trials(document: TrialDocument) -> None:
+    """Print the trials, fastest first, and the errors of their predictions."""
+    measured = [(entry.iteration_time_s, entry) for entry in document.entries if entry.iteration_time_s is not None]
+    if not measured:
+        print("nothing was measured")
+        return
+    print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
+    for time_s, entry in sorted(measured, key=lambda each: each[0]):
+        cells = [_beside(time_s, predicted) for predicted in (entry.predicted, entry.calibrated)]
+        print(f"{time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(Strategy.from_json(entry.strategy))}")
+    for name, errors in (("before", document.errors), ("calibrated on them", document.errors_calibrated)):
+        if errors is not None:
+            print(f"{name}: {_in_words(errors)}")
+    print(f"{document.trials} has {len(document.entries)} trials of this question")
+
+
+def _predicted(trial: Trial, journal: Journal, costs: Costs) -> Predicted:
+    pricing: Pricing = costs.pricing_on(journal.cluster)
+    prediction = costs.with_interval(trial.strategy, pricing.predict(trial.strategy), pricing)
+    time_s = prediction.iteration_time_s
+    return predicted_part(
+        prediction, speed_of(trial.strategy, journal.workload, journal.cluster, time_s, journal.precision)
+    )
+
+
+def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
+    """Return the errors of predictions of measured seconds; None for nothing."""
+    measured = np.array([time_s for time_s, _ in pairs])
+    predicted = np.array([each.iteration_time_s for _, each in pairs])
+    mean_error = scores.mape(measured, predicted)
+    if mean_error is None:
+        return None
+    return Errors(
+        mean_error=mean_error,
+        spearman=scores.spearman((measured, predicted)),
+        top1_regret=scores.top1_regret((measured, predicted)),
+    )
+
+
+def _in_words(errors: Errors) -> str:
+    words = [f"mean error {errors.mean_error:.1%}"]
+    if errors.spearman is not None:
+        words.append(f"Spearman {errors.spearman:.2f}")
+    if errors.top1_regret is not None:
+        words.append(f"the one predicted best is {errors.top1_regret:.1%} slower than the best")
+    return ", ".join(words)
+
+
+def _beside(measured_s: float, predicted: Predicted | None) -> str:
+    if predicted is None:
+        return ""
+    return f"{predicted.iteration_time_s:.4g} ({predicted.iteration_time_s / measured_s - 1:+.0%})"

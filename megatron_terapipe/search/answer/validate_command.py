@@ -1,0 +1,164 @@
+"""`validate`: predictions held against measured trials."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, write_json
+from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.learn.trials import Trial
+    from megatron_terapipe.search.learn.validation import Predicted
+
+HELP = (
+    "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
+    "intervals, beside a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
+    "them. Without --calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a "
+    "source and its devices), and no constant of a strategy."
+)
+
+EXAMPLES = """\
+examples:
+  %(prog)s --trials trials.jsonl
+  %(prog)s --trials trials.jsonl --folds 4 --show-groups
+
+Read on: docs/how-to/real-trials.md."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    group = parser.add_argument_group("trials")
+    group.add_argument("--trials", metavar="FILE", nargs="+", required=True, help="trials to predict")
+    group.add_argument("--show-groups", action="store_true", help="also print a line for every group")
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="trials that constants are fitted to; trials that are also in --trials are marked as in-sample",
+    )
+    group.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
+    group.add_argument("--save-calibration", metavar="FILE", help="write the constants, for rank and predict")
+    group.add_argument(
+        "--folds",
+        type=int,
+        metavar="K",
+        help="cross-validate: split the groups of each source into K folds, and predict each fold from the others",
+    )
+    group.add_argument(
+        "--leave-out",
+        choices=["hidden_size", "layers", "devices"],
+        help="predict the trials of each hidden size, number of layers or number of devices from those of the "
+        "others, to see how predictions extrapolate",
+    )
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
+    add_json_flag(parser.add_argument_group("output"), "the answer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict trials, compare, and return 0."""
+    _check(options)
+    from rich.console import Console
+
+    from megatron_terapipe.search.learn.trials import read_trials
+    from megatron_terapipe.search.learn.validation import print_validation, validation_document
+
+    trials = [one for path in options.trials for one in read_trials(path)]
+    calibrating = [one for path in options.calibrate for one in read_trials(path)]
+    _tell_ignored([*trials, *calibrating])
+    if options.leave_out and not calibrating:
+        _tell_alike(trials, options.leave_out)
+    predicted = _predicted(options, trials, calibrating)
+    document = validation_document(
+        predicted,
+        calibrated_on=[*options.calibrate, *([options.calibration] if options.calibration else [])],
+        in_sample=_in_sample(trials, calibrating),
+        num_folds=options.folds,
+        left_out=options.leave_out,
+    )
+    if options.json != STANDARD_OUTPUT:
+        print_validation(document, Console(), show_groups=options.show_groups)
+    if options.json is not None:
+        write_json(options.json, json.dumps(document, indent=1))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.folds is not None and options.folds < 2:
+        raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
+    if options.leave_out and options.folds:
+        raise ConfigError(
+            f"--leave-out {options.leave_out} and --folds {options.folds} both say what is left out: give one"
+        )
+    if options.calibration and options.leave_out:
+        raise ConfigError("--calibration brings constants that are already fitted: leave out --leave-out")
+    if options.calibration and (options.calibrate or options.folds):
+        raise ConfigError("--calibration brings constants that are already fitted: leave out --calibrate and --folds")
+    if options.save_calibration and options.profile:
+        raise ConfigError(
+            "--save-calibration keeps constants of formulas, not factors on a profile: drop --profile, and give both "
+            "files, --profile and --calibrate, to later searches"
+        )
+    if options.save_calibration and not options.calibrate:
+        raise ConfigError("--save-calibration has nothing to save: give --calibrate, too")
+
+
+def _predicted(
+    options: argparse.Namespace, trials: "Sequence[Trial]", calibrating: "Sequence[Trial]"
+) -> "list[Predicted]":
+    from tqdm import tqdm
+
+    from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations
+    from megatron_terapipe.search.learn.validation import deal_groups, leave_out, predict_in_folds, predict_trials
+    from megatron_terapipe.search.price.profile_files import read_profile
+
+    profile = read_profile(options.profile) if options.profile else None
+    # Silent when nobody watches.
+    with tqdm(total=len(trials), desc="predicting", unit="trial", file=sys.stderr, leave=False, disable=None) as bar:
+
+        def step(done: int) -> None:
+            bar.set_description_str("predicting", refresh=False)
+            bar.update(done)
+
+        progress = bar.set_description_str
+        if options.folds or options.leave_out:
+            folds = leave_out(trials, options.leave_out) if options.leave_out else deal_groups(trials, options.folds)
+            return predict_in_folds(trials, folds, more=calibrating, profile=profile, step=step, progress=progress)
+        ready = read_calibrations(options.calibration) if options.calibration else ()
+        calibrations = Calibrations(calibrating, ready, progress, profile=profile)
+        if options.save_calibration:
+            write_calibrations(options.save_calibration, calibrations.fitted())
+        return predict_trials(trials, calibrations, profile=profile, step=step)
+
+
+def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int:
+    """Return how many trials are among those that constants were fitted to, in whichever file they are."""
+
+    def key(one: "Trial") -> tuple[Any, ...]:
+        return one.source, one.group, one.workload.name, str(one.strategy), one.iteration_time_s, one.peak_memory_bytes
+
+    seen = {key(one) for one in calibrating}
+    return sum(key(one) in seen for one in trials)
+
+
+def _tell_alike(trials: "Sequence[Trial]", what: str) -> None:
+    """Print which files have nothing that their trials could be predicted from."""
+    from megatron_terapipe.search.learn.validation import leave_out
+
+    values: dict[str, set[int]] = {}
+    for one, value in zip(trials, leave_out(trials, what), strict=True):
+        values.setdefault(Path(one.path).name, set()).add(value)
+    alike = sorted(name for name, found in values.items() if len(found) == 1)
+    if alike:
+        print(f"note: all trials of {', '.join(alike)} agree in {what}: nothing is calibrated there", file=sys.stderr)
+
+
+def _tell_ignored(trials: "Sequence[Trial]") -> None:
+    fields = sorted({name for one in trials for name in one.ignored})
+    if fields:
+        print(f"note: fields that mean nothing here are left out: {', '.join(fields)}", file=sys.stderr)

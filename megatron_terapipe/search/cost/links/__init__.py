@@ -1,1 +1,0 @@
-"""Links between devices: which of them the groups of a layout cross, and the seconds of collectives and messages."""

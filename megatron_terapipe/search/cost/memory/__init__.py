@@ -1,1 +1,0 @@
-"""Bytes on each pipeline rank: weights and states, activations, and the peak of both."""

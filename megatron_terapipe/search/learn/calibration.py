@@ -1,0 +1,374 @@
+"""Calibration on trials of one cluster: constants of time and of memory, and intervals of predictions.
+
+    calibrate = fit_efficiency (`fit`) + conformal intervals + fit_memory -> Calibration
+
+Intervals hold a stated share of measurements. A prediction is uncertain for two reasons. The constants are known only
+so
+well: with slopes J of log(time) and the covariance C of their logarithms that is a variance J C J'. And right constants
+leave a residual. Both together are the scale of a strategy, larger the less it resembles what was measured.
+
+How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
+Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
+each group of trials is predicted by a fit that has not seen it (`GroupEffects.unseen`), and the multiplier is the
+quantile of |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few
+groups the quantile is drawn to that of Student's t-distribution. Fewer than nine groups do not determine nine tenths:
+they may widen an interval beyond that of a normal distribution, and not narrow it (docs/adr/0060).
+
+Memory: as with times, constants are fitted as logarithms around their defaults, and a robust loss bears with odd
+readings. A run that ran out of memory says that it wanted more than there is, and one that did not, that it wanted
+less.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp, hypot, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.learn.fit import (
+    LARGE,
+    NOISE,
+    GroupEffects,
+    Sample,
+    fit_constants,
+    fit_efficiency,
+    sample_sensitivities,
+    weights_of,
+)
+from megatron_terapipe.search.learn.trials import Trial, models_of
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_guessed
+from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
+from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
+
+Floats = NDArray[np.float64]
+
+COVERAGE = 0.9
+"""Share of measurements that shall be inside."""
+
+PRIOR_RESIDUAL_SD = 0.12
+"""Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
+says: about what the default efficiency leaves on the published trials (docs/benchmarks)."""
+
+USUAL_RESIDUAL_SD = 0.05
+"""Standard deviation of log(measured / predicted) that fits usually leave on groups which they have not seen, over
+published trials of several clusters."""
+
+USUAL_GROUPS = 4
+"""Groups that it weighs as much as: trials of few groups may agree with a fit by chance."""
+
+NORMAL = 1.645
+"""Standard deviations of a normal distribution that hold 90 %."""
+
+PRIOR_GROUPS = 2
+"""Groups that the quantile of Student's t-distribution, for as many groups as there are and one, weighs as much as:
+trials of few groups may agree with each other by chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Intervals of predicted times."""
+
+    coverage: float
+    """Share of measurements that shall be inside."""
+    multiplier: float
+    """Half the width of an interval, in scales."""
+    residual_sd: float
+    """Standard deviation of log(measured / predicted) that right constants leave."""
+    covariance: Floats
+    """[p, p] of the logarithms of the constants."""
+    parameter_names: tuple[str, ...]
+
+    def half_width(self, slopes: Floats) -> Floats:
+        """Half the width of log(time).
+
+        Args:
+            slopes: [n, p] of the strategies, from `sensitivities`.
+
+        Returns:
+            [n], so that time / exp(width) to time * exp(width) is the interval.
+        """
+        return self.multiplier * _scale(self.residual_sd, self.covariance, slopes)
+
+    def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
+        """Shortest and longest seconds of one strategy.
+
+        Args:
+            time_s: predicted seconds.
+            slopes: its sensitivities to the constants, [1, p].
+        """
+        factor = exp(float(self.half_width(slopes)[0]))
+        return time_s / factor, time_s * factor
+
+
+def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
+    """Return intervals before any trial was seen: as wide as the prior; None = that of `HardwareEfficiency`."""
+    prior = prior or Prior.of(HardwareEfficiency())
+    return Intervals(
+        coverage=COVERAGE,
+        multiplier=NORMAL,
+        residual_sd=PRIOR_RESIDUAL_SD,
+        covariance=np.diag(prior.widths**2),
+        parameter_names=prior.names,
+    )
+
+
+def conformal(
+    errors: Floats,
+    slopes: Floats,
+    groups: GroupEffects,
+    *,
+    prior: Prior[Any],
+    residual_sd: float,
+    covariance: Floats | None = None,
+) -> Intervals:
+    """Return intervals from n trials with a time, each predicted as if the fit had not seen its group.
+
+    Args:
+        errors: [n] log(predicted / measured) of the fit.
+        slopes: [n, p] of log(time).
+        residual_sd: standard deviation of the errors, the fit's freedom taken off.
+        covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
+    """
+    from scipy.special import stdtrit
+
+    count = len(groups)
+    spread = sqrt((count * residual_sd**2 + USUAL_GROUPS * USUAL_RESIDUAL_SD**2) / (count + USUAL_GROUPS))
+    if covariance is None:
+        covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
+    # Trials count as much as they did in the fit: less where they are far off.
+    variances = spread**2 / weights_of(errors / NOISE, LARGE)
+    unseen = groups.unseen(errors, slopes, variances, prior.widths)
+    scores = np.abs(unseen.errors) / np.sqrt(spread**2 + unseen.variances)
+    seen_share = count / (count + PRIOR_GROUPS)
+    usual = float(stdtrit(count + 1, (1 + COVERAGE) / 2))
+    multiplier = conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share)
+    determined = ceil((count + 1) * COVERAGE) <= count
+    return Intervals(
+        coverage=COVERAGE,
+        multiplier=multiplier if determined else max(multiplier, NORMAL),
+        residual_sd=hypot(spread, groups.offset),
+        covariance=covariance,
+        parameter_names=prior.names,
+    )
+
+
+def conformal_quantile(scores: Floats, coverage: float) -> float:
+    """Quantile that holds a new score with at least this probability, if all are alike.
+
+    Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small for one, Student's t-distribution
+    says how far beyond the largest it may be.
+
+    Args:
+        scores: [n].
+    """
+    rank = ceil((len(scores) + 1) * coverage)
+    if rank <= len(scores):
+        return float(np.sort(scores)[rank - 1])
+    from scipy.special import stdtrit
+
+    spread = float(np.sqrt(np.mean(scores**2)))
+    return max(float(scores.max()), spread * float(stdtrit(len(scores), (1 + coverage) / 2)))
+
+
+def _scale(residual_sd: float, covariance: Floats, slopes: Floats) -> Floats:
+    scale: Floats = np.sqrt(residual_sd**2 + np.einsum("np,pq,nq->n", slopes, covariance, slopes))
+    return scale
+
+
+MEMORY_NOISE = 0.05
+"""Standard deviation of log(measured / predicted) that is expected of right constants: tables give whole GB."""
+
+MEMORY_LARGE = 1.5
+"""Residual, in standard deviations, from which the loss grows no longer with its square (soft L1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedMemory:
+    """Memory overheads after some trials."""
+
+    overheads: MemoryOverheads
+    residual_sd: float
+    """Standard deviation of log(measured / predicted) over the trials with a peak."""
+    num_trials: int
+    """How many said something of memory."""
+
+
+class MemorySample:
+    """Trials that say something of memory, counted once, to be assembled with other overheads again and again.
+
+    Args:
+        trials: any; those that say nothing of memory are left out.
+    """
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.trials = [one for one in trials if one.peak_memory_bytes is not None or one.out_of_memory]
+        counted = count_memory(self.trials)
+        most = max((len(ranks) for ranks in counted), default=0)
+        # Ranks that a trial does not have repeat its last one: the maximum over ranks stays.
+        rows = [[*ranks, *[ranks[-1]] * (most - len(ranks))] for ranks in counted]
+        self.counted = Counted(*np.moveaxis(np.array(rows, dtype=float).reshape(len(rows), most, 10), -1, 0))
+        self.measured = np.array([one.peak_memory_bytes or np.nan for one in self.trials])
+        self.capacity = np.array([device_memory_bytes(one) for one in self.trials])
+
+    def __len__(self) -> int:
+        """Number of trials."""
+        return len(self.trials)
+
+    def peaks(self, overheads: MemoryOverheads) -> Floats:
+        """[n] bytes of the fullest rank."""
+        peaks: Floats = np.asarray(total_bytes(self.counted, overheads), dtype=np.float64).max(axis=1)
+        return peaks
+
+    def errors(self, overheads: MemoryOverheads) -> Floats:
+        """[n] log(predicted / measured); where memory ran out, how far the prediction is below what there is."""
+        peaks = self.peaks(overheads)
+        short = np.minimum(np.log(peaks / (self.capacity * overheads.usable_share)), 0.0)
+        errors: Floats = np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
+        return errors
+
+
+def count_memory(trials: Sequence[Trial]) -> list[list[Counted]]:
+    """Memory of each pipeline rank of each trial, as the memory model counts it."""
+
+    def make(one: Trial) -> MemoryModel:
+        return MemoryModel(workload=one.workload, cluster=one.cluster, software=one.software, precision=one.precision)
+
+    return [
+        model.count(one.strategy, activation_limit=one.activation_limit)
+        for model, one in zip(models_of(trials, make), trials, strict=True)
+    ]
+
+
+def device_memory_bytes(trial: Trial) -> float:
+    """Memory of the smallest device of a trial's cluster."""
+    return min(node.device.memory_bytes for node in trial.cluster.nodes)
+
+
+def fit_memory(trials: Sequence[Trial]) -> FittedMemory:
+    """Fit memory overheads to trials of one cluster; those that say nothing of memory are left out."""
+    sample = MemorySample(trials)
+    if not len(sample):
+        return FittedMemory(overheads=MemoryOverheads(), residual_sd=MEMORY_NOISE, num_trials=0)
+    prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
+    logs, _ = fit_constants(
+        lambda logs: sample.errors(prior.at(logs)), prior, noise=MEMORY_NOISE, large=MEMORY_LARGE, max_nfev=60
+    )
+    overheads = prior.at(logs)
+    errors = sample.errors(overheads)[~np.isnan(sample.measured)]
+    spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else MEMORY_NOISE
+    return FittedMemory(overheads=overheads, residual_sd=spread, num_trials=len(sample))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Constants of one cluster."""
+
+    source: str = ""
+    """Who measured the trials; empty = nobody did, these are the defaults."""
+    device: str = ""
+    """Kinds of devices that they ran on."""
+    several_nodes: bool | None = None
+    """Whether on several nodes; None = some on one and some on several."""
+    efficiency: HardwareEfficiency | None = None
+    """Of time; None = the defaults of the devices."""
+    factors: ProfileFactors | None = None
+    """On a measured profile, which then says the rest; None = trials were priced without one."""
+    memory_overheads: MemoryOverheads | None = None
+    """Of memory; None = the defaults of the devices."""
+    intervals: Intervals
+    memory_sd: float = 0.12
+    """Standard deviation of log(measured / predicted) peaks."""
+    num_trials: int = 0
+    num_memory_trials: int = 0
+    """Trials with a peak, or that ran out of memory."""
+    notes: tuple[str, ...] = ()
+    """What was left out, a line each."""
+
+
+KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
+"""Constants of kernels."""
+
+GUESSED = 2.0
+"""How much wider their priors are on devices of whose generation there is no table."""
+
+
+def no_calibration(cluster: Cluster | None = None) -> Calibration:
+    """Defaults, and how far off they may be.
+
+    Args:
+        cluster: whose devices they are of; None = A100s.
+    """
+    prior = Prior.of(HardwareEfficiency())
+    if cluster is not None and any(is_guessed(node.device) for node in cluster.nodes):
+        wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])
+        prior = replace(prior, widths=prior.widths * wider)
+    return Calibration(intervals=uncalibrated(prior))
+
+
+def on_several_nodes(cluster: Cluster) -> bool:
+    """Whether ranks of a cluster can be on different nodes."""
+    return len(cluster.nodes) > 1
+
+
+def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:
+    """Fit everything that trials of one cluster say.
+
+    Args:
+        trials: at least one; they may be of several models, layouts and groups.
+        memory_trials: those that memory is fitted to; None = the same.
+    """
+    sample = Sample.of(trials)
+    fitted = fit_efficiency(sample)
+    efficiency, prior, seen = fitted.efficiency, Prior.of(HardwareEfficiency()), ~sample.cut_off
+    intervals = uncalibrated()
+    if seen.any():
+        intervals = conformal(
+            sample.errors(efficiency, sample.simulated_ratio(efficiency))[seen],
+            sample_sensitivities(sample, efficiency, prior.names)[seen],
+            fitted.groups.some(seen),
+            prior=prior,
+            residual_sd=fitted.residual_sd,
+            covariance=fitted.covariance,
+        )
+    return calibration_of(
+        trials,
+        memory_trials=trials if memory_trials is None else memory_trials,
+        efficiency=efficiency,
+        intervals=intervals,
+        num_trials=len(sample),
+    )
+
+
+def calibration_of(
+    trials: Sequence[Trial],
+    *,
+    memory_trials: Sequence[Trial],
+    intervals: Intervals,
+    num_trials: int,
+    efficiency: HardwareEfficiency | None = None,
+    factors: ProfileFactors | None = None,
+    notes: tuple[str, ...] = (),
+) -> Calibration:
+    """Put what trials said of time together with what they say of memory.
+
+    Args:
+        num_trials: how many of them have a time.
+    """
+    memory = fit_memory(memory_trials)
+    spreads = {on_several_nodes(one.cluster) for one in trials}
+    return Calibration(
+        several_nodes=spreads.pop() if len(spreads) == 1 else None,
+        source=", ".join(sorted({one.source for one in trials})),
+        device=", ".join(sorted({one.device for one in trials})),
+        efficiency=efficiency,
+        factors=factors,
+        memory_overheads=memory.overheads if memory.num_trials else None,
+        intervals=intervals,
+        memory_sd=memory.residual_sd,
+        num_trials=num_trials,
+        num_memory_trials=memory.num_trials,
+        notes=notes,
+    )

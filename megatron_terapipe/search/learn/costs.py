@@ -1,0 +1,183 @@
+"""Sources of prices: data sheets, a profile, trials. The commands of the search and the trainer share them."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_terapipe.search.learn.calibration import Calibration, calibrate, no_calibration
+from megatron_terapipe.search.learn.cluster_calibrations import calibrate_on_profile, calibrated, calibrated_slopes
+from megatron_terapipe.search.learn.trials import Trial
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, is_guessed
+from megatron_terapipe.search.price.layer_times import OpTimes
+from megatron_terapipe.search.price.measured_layers import given_layers
+from megatron_terapipe.search.price.prediction import Prediction
+from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
+from megatron_terapipe.search.price.profile_efficiency import (
+    ProfileFactors,
+    ScaledTimes,
+    measured_cluster,
+    measured_efficiency,
+    profile_notes,
+)
+from megatron_terapipe.search.price.profile_files import read_profile
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The sources of prices."""
+
+    workload: Workload
+    precision: str
+    software: Software
+    """The trainer that is priced."""
+    calibration: Calibration
+    """What trials said; the defaults, if none were given."""
+    profile: Profile | None
+    """What was measured; None = nothing."""
+    notes: tuple[str, ...]
+    """What was used, a line each."""
+
+    def pricing_on(self, cluster: Cluster) -> Pricing:
+        """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
+        return Pricing(
+            self.workload,
+            cluster,
+            software=self.software,
+            efficiency=self._physics(cluster),
+            memory_overheads=self.calibration.memory_overheads,
+            op_times=self._op_times(cluster),
+            precision=self.precision,
+            measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
+        )
+
+    def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
+        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form."""
+        intervals = self.calibration.intervals
+        slopes = calibrated_slopes(self.calibration, pricing.cost_model, [strategy])
+        return replace(
+            prediction,
+            interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
+            interval_coverage=intervals.coverage,
+        )
+
+    def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
+        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it.
+
+        Raises:
+            ConfigError: if there is a profile that covers none of them.
+        """
+        found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
+        return replace(self, calibration=found)
+
+    def _physics(self, cluster: Cluster) -> HardwareEfficiency | None:
+        efficiency, factors = self.calibration.efficiency, self.calibration.factors
+        if self.profile is None:
+            return efficiency
+        measured = measured_efficiency(self.profile, cluster, efficiency, self.software)
+        return measured if factors is None else factors.efficiency(measured)
+
+    def _op_times(self, cluster: Cluster) -> OpTimes | None:
+        if self.profile is None:
+            return given_layers(
+                self.workload,
+                cluster,
+                efficiency=self.calibration.efficiency or HardwareEfficiency(),
+                software=self.software,
+                precision=self.precision,
+            )
+        measured, factors = MeasuredProfile(self.profile), self.calibration.factors
+        return measured if factors is None else ScaledTimes(measured, factors.ops)
+
+
+def read_costs(
+    workload: Workload,
+    cluster: Cluster,
+    precision: str,
+    *,
+    profile_path: str | None,
+    calibration_path: str | None,
+    software: Software = TERAPIPE,
+) -> Costs:
+    """Return the sources of prices of a model on a cluster; their files are read.
+
+    Args:
+        profile_path: file that `measure` wrote; None = data sheets and formulas.
+        calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
+
+    Raises:
+        ConfigError: if a file cannot be read, or says nothing of this cluster.
+    """
+    notes = []
+    profile = None
+    if profile_path is not None:
+        profile = read_profile(profile_path)
+        notes.append(f"op times and links are those of {profile_path}")
+        notes += profile_notes(profile, cluster)
+    if calibration_path is None:
+        calibration = no_calibration(cluster if profile is None else None)
+        notes.append("nothing was calibrated on this cluster: intervals are wide, because data sheets are uncertain")
+        guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})
+        if guessed and profile is None:
+            notes.append(
+                f"what kernels reach on {' and '.join(guessed)} is a guess, as there is no table of it: "
+                "measure it (--profile), or calibrate on trials"
+            )
+    else:
+        calibration = calibrated(cluster, calibration_path, profile)
+        notes.append(
+            f"calibrated on {calibration.num_trials} trials of {calibration_path}{_in_words(calibration.factors)}"
+        )
+        notes += [f"{calibration_path}: {note}" for note in calibration.notes]
+    if software.communication.shards_weights:
+        notes.append(
+            f"{software.name} divides weights, gradients and optimizer states among data-parallel ranks, as ZeRO 3 "
+            "does; its strategies are written with ZeRO 1"
+        )
+    if profile is None and workload.layers[0].forward_s is not None:
+        notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
+    return Costs(
+        workload=workload,
+        precision=precision,
+        software=software,
+        calibration=calibration,
+        profile=profile,
+        notes=tuple(notes),
+    )
+
+
+def _in_words(factors: ProfileFactors | None) -> str:
+    """Return the factors on a profile in words."""
+    if factors is None:
+        return ""
+    return (
+        f": than the profile says, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
+        f"gaps between ops {factors.gaps:.2f}, the end of a step {factors.step:.2f}"
+    )
+
+
+def costs_of(
+    options: argparse.Namespace,
+    workload: Workload,
+    cluster: Cluster,
+    precision: str,
+    software: Software = TERAPIPE,
+) -> Costs:
+    """Return the sources that the flags name; their files are read.
+
+    Raises:
+        ConfigError: if a file cannot be read, or says nothing of this cluster.
+    """
+    return read_costs(
+        workload,
+        cluster,
+        precision,
+        profile_path=options.profile,
+        calibration_path=options.calibrate or options.calibration,
+        software=software,
+    )

@@ -1,0 +1,502 @@
+"""Constants of time from measured runs: the most probable ones, given what was known of them before.
+
+    Sample          trials, priced again and again under other constants; slopes J of log(time) in each constant
+    GroupEffects    how far groups of trials differ by more than noise
+    fit_efficiency  robust Gauss-Newton steps on both
+
+Constants are fitted as logarithms. Each starts at its default, from which its prior says how far it may be; each
+measured run pulls at those that its time depends on. So eight runs already help, and none is fitted by heart: there is
+no constant of a single strategy, model or row. A robust loss keeps a failed run from spoiling the rest, and errors that
+the runs of a group share count once, not once for each run.
+
+Trials of one group (a model, a number of devices, a day) share what the formulas miss of them. So their errors are not
+independent, and hundreds of them say less of the next group than their number suggests. A hierarchical model says so
+(Gelman et al., Bayesian Data Analysis, 3rd edition, chapters 5 and 15):
+
+    e_g = J_g (x + d_g) + o_g + noise
+    x ~ N(0, W^2)        d_g ~ N(0, omega^2 W^2)        o_g ~ N(0, tau^2)        noise ~ N(0, s^2)
+
+with the errors e_g of the trials of group g, their slopes J_g in the logarithms x of the constants, and the widths W of
+the prior; o_g is what no constant explains and all trials of a group share, such as a day's clocks. With d_g and o_g
+integrated out, errors of a group have the covariance
+
+    R_g = s^2 I + tau^2 1 1' + omega^2 J_g W^2 J_g'
+
+and the logarithms of the constants, given all groups, have the covariance A^-1, A = W^-2 + sum_g J_g' R_g^-1 J_g.
+Constants of a group that nobody has measured have A^-1 + omega^2 W^2: however many trials there are of others, a
+prediction that depends on constants in another way than those stays unsure. Few groups pull constants less far from
+their defaults than as many trials of many groups: they are shrunk (Efron and Morris, JASA 70, 1975).
+
+What the fit would have said of a group that it had not seen, it says without being run again. For linear models this
+is exact; with V = J_g A^-1 J_g',
+
+    r(-g) = (I - V R_g^-1)^-1 r_g        V(-g) = V + V (R_g - V)^-1 V
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.learn.trials import Trial, models_of
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_factor, moved
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+SHARES = (0.1, 0.2, 0.4)
+"""How far constants of one group may be from those of its cluster, in widths of the prior: omega."""
+
+OFFSETS = (0.01, 0.03, 0.06)
+"""Standard deviations that errors common to a group may have: tau."""
+
+USUAL_SHARE, USUAL_OFFSET, DECADES = 0.2, 0.03, 0.3
+"""Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups say
+little of them."""
+
+
+class Unseen(NamedTuple):
+    """Predictions of each group by a fit that has not seen it."""
+
+    errors: Floats
+    """[n] log(predicted / measured)."""
+    variances: Floats
+    """[n] that the fit expects of them."""
+
+
+class GroupEffects:
+    """Groups that trials fall into, and how far their constants are from each other's.
+
+    Args:
+        groups: of each of n trials.
+    """
+
+    def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:
+        places: dict[object, list[int]] = {}
+        for index, group in enumerate(groups):
+            places.setdefault(group, []).append(index)
+        self._groups, self.share, self.offset = groups, share, offset
+        self._rows = [np.array(rows) for rows in places.values()]
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self._rows)
+
+    def some(self, which: NDArray[np.bool_]) -> "GroupEffects":
+        """Return the groups of some of the trials.
+
+        Args:
+            which: [n] whether a trial is one of them.
+        """
+        chosen = [group for group, used in zip(self._groups, which, strict=True) if used]
+        return GroupEffects(chosen, self.share, self.offset)
+
+    def _covariances(self, slopes: Floats, variances: Floats, widths: Floats) -> list[Floats]:
+        """R_g of each group."""
+        shifted = slopes * (self.share * widths)
+        return [np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T for rows in self._rows]
+
+    def whitening(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
+        """Matrix [n, n] that makes the errors independent of each other, with variance 1.
+
+        Args:
+            slopes: [n, p] of the trials.
+            variances: [n] s^2, larger where a trial counts less.
+            widths: [p] standard deviations of the prior.
+        """
+        matrix = np.zeros((len(slopes), len(slopes)))
+        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+            matrix[np.ix_(rows, rows)] = np.linalg.inv(np.linalg.cholesky(covariance))
+        return matrix
+
+    def precision(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
+        """A [p, p], the inverse of the covariance of the logarithms of the constants.
+
+        Args:
+            slopes: [n, p] of the trials.
+            variances: [n] s^2.
+            widths: [p] standard deviations of the prior.
+        """
+        precision = np.diag(widths**-2.0)
+        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+            precision += slopes[rows].T @ np.linalg.solve(covariance, slopes[rows])
+        return precision
+
+    def log_evidence(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> float:
+        """Logarithm of the probability of the errors before any constant was fitted, up to what always stays the same.
+
+        Args:
+            errors: [n] with the constants of the prior.
+            slopes: [n, p] of the trials.
+            variances: [n] s^2.
+            widths: [p] standard deviations of the prior.
+        """
+        # Of S = R + J W^2 J', by the matrix determinant lemma and Woodbury's identity.
+        precision, pulled, found = np.diag(widths**-2.0), np.zeros(len(widths)), 0.0
+        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+            solved = np.linalg.solve(covariance, np.column_stack([slopes[rows], errors[rows]]))
+            precision += slopes[rows].T @ solved[:, :-1]
+            pulled += slopes[rows].T @ solved[:, -1]
+            found += errors[rows] @ solved[:, -1] + np.linalg.slogdet(covariance)[1]
+        found += np.linalg.slogdet(precision)[1] - pulled @ np.linalg.solve(precision, pulled)
+        return -0.5 * float(found)
+
+    def most_probable(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> "GroupEffects":
+        """Return the same groups with the omega and tau that explain their errors best (empirical Bayes).
+
+        Args:
+            errors: [n] with the constants of the prior.
+            slopes: [n, p] of the trials.
+            variances: [n] s^2.
+            widths: [p] standard deviations of the prior.
+        """
+
+        def score(groups: "GroupEffects") -> float:
+            off = np.log10([groups.share / USUAL_SHARE, groups.offset / USUAL_OFFSET]) / DECADES
+            return groups.log_evidence(errors, slopes, variances, widths) - 0.5 * float(off @ off)
+
+        return max((GroupEffects(self._groups, *each) for each in product(SHARES, OFFSETS)), key=score)
+
+    def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> Unseen:
+        """Return what the fit would say of each trial, had it not seen its group.
+
+        Args:
+            errors: [n] of the fit of all.
+            slopes: [n, p] of the trials.
+            variances: [n] s^2.
+            widths: [p] standard deviations of the prior.
+        """
+        known = np.linalg.inv(self.precision(slopes, variances, widths))
+        found, expected = np.empty(len(errors)), np.empty(len(errors))
+        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+            explained = slopes[rows] @ known @ slopes[rows].T
+            left = covariance - explained
+            # (I - V R^-1)^-1 = R (R - V)^-1
+            found[rows] = covariance @ np.linalg.solve(left, errors[rows])
+            expected[rows] = np.diag(explained + explained @ np.linalg.solve(left, explained))
+        return Unseen(found, expected + (slopes**2) @ (self.share * widths) ** 2 + self.offset**2)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The trials of a sequence that say something about time. Make it with `of`."""
+
+    trials: tuple[Trial, ...]
+    models: tuple[CostModel, ...]
+    """Cost model of each; those of one workload and cluster share it."""
+    batches: tuple[tuple[StrategyBatch, NDArray[np.int64]], ...]
+    """Each with the places of its trials."""
+    measured: Floats
+    """[n] seconds, measured or cut off."""
+    cut_off: NDArray[np.bool_]
+    """[n] whether it took at least so long."""
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial]) -> "Sample":
+        """Take those with a time, or a time that they took at least."""
+        known = tuple(one for one in trials if one.least_time_s)
+        simulator = ScheduleSimulator()
+
+        def make(one: Trial) -> CostModel:
+            return CostModel(
+                one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator
+            )
+
+        models = models_of(known, make)
+        places: dict[tuple[object, ...], list[int]] = {}
+        for index, (model, one) in enumerate(zip(models, known, strict=True)):
+            places.setdefault(batch_key(model, one.strategy), []).append(index)
+        batches = tuple(
+            (
+                StrategyBatch.of([models[index] for index in rows], [known[index].strategy for index in rows]),
+                np.array(rows),
+            )
+            for rows in places.values()
+        )
+        measured = np.array([one.least_time_s for one in known])
+        cut_off = np.array([one.iteration_time_s is None for one in known], dtype=bool)
+        return cls(known, tuple(models), batches, measured, cut_off)
+
+    def __len__(self) -> int:
+        """Number of trials."""
+        return len(self.trials)
+
+    def closed_form(self, efficiency: HardwareEfficiency) -> Floats:
+        """[n] seconds, in closed form."""
+        times = np.empty(len(self))
+        for batch, rows in self.batches:
+            times[rows] = batch.times(efficiency)
+        return times
+
+    def simulated_ratio(self, efficiency: HardwareEfficiency) -> Floats:
+        """[n] what the simulator says, in closed forms: constants hardly change it, and it is slow to compute."""
+        cache: dict[int, CostModel] = {}
+        simulated = np.empty(len(self))
+        for index, (model, one) in enumerate(zip(self.models, self.trials, strict=True)):
+            if id(model) not in cache:
+                cache[id(model)] = model.with_efficiency(efficiency)
+            simulated[index] = (
+                cache[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+            )
+        return simulated / self.closed_form(efficiency)
+
+    def errors(self, efficiency: HardwareEfficiency, ratio: Floats) -> Floats:
+        """Errors [n], log(predicted / measured); zero where a cut-off run is predicted to take longer.
+
+        Args:
+            ratio: simulated over closed-form seconds, [n].
+        """
+        errors = np.log(self.closed_form(efficiency) * ratio / self.measured)
+        return np.where(self.cut_off & (errors > 0), 0.0, errors)
+
+
+STEP = 0.02
+"""Change of a constant's logarithm over which the slope is taken."""
+
+
+def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
+    """Slopes of log(time) of each trial.
+
+    Returns:
+        [n, p] change of log(time) with the logarithm of each constant.
+    """
+    return _slopes_of_batches(sample.batches, efficiency, names)
+
+
+def strategy_sensitivities(
+    model: CostModel, strategies: Sequence[Strategy], efficiency: HardwareEfficiency, names: Sequence[str]
+) -> Floats:
+    """Sensitivities [n, p] of the predicted times of strategies that were not run."""
+    places: dict[tuple[object, ...], list[int]] = {}
+    for index, strategy in enumerate(strategies):
+        places.setdefault(batch_key(model, strategy), []).append(index)
+    batches = [
+        (StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows]), np.array(rows))
+        for rows in places.values()
+    ]
+    return _slopes_of_batches(batches, efficiency, names)
+
+
+def _slopes_of_batches(
+    batches: Sequence[tuple[StrategyBatch, NDArray[np.int64]]], efficiency: HardwareEfficiency, names: Sequence[str]
+) -> Floats:
+    """[n, p] slopes of the logarithms of the times of n strategies in batches, each with the places of its own."""
+    slopes = np.zeros((sum(len(rows) for _, rows in batches), len(names)))
+    factors = [column for column, name in enumerate(names) if is_factor(name)]
+    for batch, rows in batches:
+        at = np.log(batch.times(efficiency))
+
+        def steps(columns: Sequence[int], batch: StrategyBatch = batch, at: Floats = at) -> Floats:
+            moves = moved(efficiency, [names[column] for column in columns], STEP)
+            return np.log(batch.times(moves)) - at
+
+        found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
+        found.update(_felt(steps, factors))
+        for column, step in found.items():
+            slopes[rows, column] = step / STEP
+    return slopes
+
+
+def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
+    """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
+
+    Args:
+        steps: changes of log(time) if all of some factors grow.
+    """
+    if not columns:
+        return {}
+    # Times grow with every factor: if they do not with all of these, then with none.
+    together = steps(columns)
+    if not together.any():
+        return {}
+    if len(columns) == 1:
+        return {columns[0]: together}
+    middle = len(columns) // 2
+    return _felt(steps, columns[:middle]) | _felt(steps, columns[middle:])
+
+
+NOISE = 0.03
+"""Standard deviation of the logarithm of a measured time that constants this coarse leave, before any were fitted."""
+
+LARGE = 1.2
+"""Residual, in standard deviations of `NOISE`, from which the loss grows no longer with its square (soft L1)."""
+
+SIMULATIONS = 2
+"""How often closed forms are held to the simulator: with the constants of the step before."""
+
+GROUPS_FROM = 3
+"""Step from which on it is known well enough what constants explain to say how far groups differ."""
+
+STEPS = 12
+"""Steps of a fit at most."""
+
+LONGEST_STEP = 0.5
+"""By how much the logarithm of a constant moves in one step: beyond, slopes say little."""
+
+HALVINGS = 4
+"""How often a step is halved, as long as it makes a fit worse."""
+
+REWEIGHTINGS = 4
+"""How often a step finds anew which trials are far off."""
+
+STANDSTILL = 0.01
+"""Part of the misfit that a step takes away, below which a fit has ended."""
+
+
+def fit_constants(
+    errors: Callable[[Floats], Floats],
+    prior: Prior[Any],
+    *,
+    noise: float = NOISE,
+    large: float = LARGE,
+    begin: Floats | None = None,
+    **settings: Any,
+) -> tuple[Floats, Floats]:
+    """Return the most probable constants, and how surely the trials and the prior determine them.
+
+    Args:
+        errors: takes [p] logarithms of constant / start, and returns [n] log(predicted / measured).
+        noise: standard deviation of the errors that right constants leave.
+        large: error, in standard deviations, from which the loss grows no longer with its square.
+        begin: [p] logarithms that the fit begins with; None = those of the prior.
+
+    Returns:
+        [p] logarithms, and [p, p] the inverse of their covariance if the errors' standard deviation is `noise`.
+    """
+    from scipy.optimize import least_squares
+
+    def residuals(logs: Floats) -> Floats:
+        return np.concatenate([soft_l1(errors(logs) / noise, large), logs / prior.widths])
+
+    solution = least_squares(
+        residuals,
+        np.zeros(len(prior.names)) if begin is None else begin,
+        x_scale=prior.widths,
+        bounds=(-np.inf, prior.most + 1e-9),
+        **settings,
+    )
+    return solution.x, solution.jac.T @ solution.jac
+
+
+def soft_l1(scaled: Floats, large: float) -> Floats:
+    """Residuals [n] whose square is the soft L1 loss, 2 large^2 (sqrt(1 + z^2) - 1) for z = residual / large.
+
+    Args:
+        scaled: residuals [n], in standard deviations.
+        large: residual from which on the loss no longer grows with their square.
+    """
+    return np.asarray(np.sign(scaled) * large * np.sqrt(2 * (np.sqrt(1 + (scaled / large) ** 2) - 1)), dtype=np.float64)
+
+
+def weights_of(scaled: Floats, large: float) -> Floats:
+    """Weights [n] in (0, 1] with which least squares have the slope of the soft L1 loss: 1 / sqrt(1 + z^2).
+
+    Args:
+        scaled: residuals [n], in standard deviations.
+        large: residual from which on the loss no longer grows with their square.
+    """
+    return np.asarray(1 / np.sqrt(1 + (scaled / large) ** 2), dtype=np.float64)
+
+
+def residual_sd_of(
+    errors: Floats, precision: Floats, prior: Prior[Any], noise: float = NOISE, large: float = LARGE
+) -> float:
+    """Standard deviation of the errors that a fit leaves, large ones counted as the fit does, its freedom taken off.
+
+    Args:
+        errors: [n] log(predicted / measured).
+        precision: [p, p] inverse of the covariance of the logarithms, the prior's part in it.
+        large: error, in standard deviations, from which the loss grows no longer with its square.
+    """
+    # Of every constant the trials determine a part, and the prior the rest.
+    determined = len(prior.names) - float(np.sum(np.diag(np.linalg.inv(precision)) / prior.widths**2))
+    counted = noise * soft_l1(errors / noise, large)
+    return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedEfficiency:
+    """HardwareEfficiency after some trials, and how sure it is."""
+
+    efficiency: HardwareEfficiency
+    covariance: Floats
+    """[p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the prior."""
+    residual_sd: float
+    """Standard deviation of log(measured / predicted) over the trials, large errors counted as the fit counts them, the
+    fit's freedom taken off."""
+    groups: GroupEffects
+    """Of the trials, and how far they are from each other."""
+
+
+def fit_efficiency(sample: Sample) -> FittedEfficiency:
+    """Fit efficiency to trials of one cluster, which may be of several models and layouts.
+
+    A trial without a time says nothing, unless it says how long it took at least: then a prediction is wrong only
+    below that.
+    """
+    prior = Prior.of(HardwareEfficiency())
+    groups = GroupEffects([(one.source, one.group) for one in sample.trials])
+    if not len(sample):
+        return FittedEfficiency(
+            efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, groups=groups
+        )
+    found = np.zeros(len(prior.names))
+    for step in range(STEPS):
+        if step < SIMULATIONS:
+            ratio = sample.simulated_ratio(prior.at(found))
+        slopes = sample_sensitivities(sample, prior.at(found), prior.names)
+        errors = sample.errors(prior.at(found), ratio)
+        if step == GROUPS_FROM:
+            variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
+            groups = groups.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
+        after = _step(errors, slopes, found, prior, groups)
+        white = groups.whitening(slopes, NOISE**2 / weights_of(errors / NOISE, LARGE), prior.widths)
+        before = _misfit(errors, found, white, prior)
+        for _ in range(HALVINGS):
+            now = _misfit(sample.errors(prior.at(after), ratio), after, white, prior)
+            if now <= before:
+                break
+            after = (after + found) / 2
+        if step > GROUPS_FROM and now > (1 - STANDSTILL) * before:
+            break
+        found = after
+    errors = sample.errors(prior.at(found), ratio)
+    variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
+    precision = groups.precision(slopes, variances, prior.widths)
+    spread = residual_sd_of(errors, precision, prior)
+    if spread > NOISE:
+        precision = groups.precision(slopes, variances * (spread / NOISE) ** 2, prior.widths)
+    covariance: Floats = np.linalg.inv(precision).astype(np.float64) + np.diag((groups.share * prior.widths) ** 2)
+    return FittedEfficiency(efficiency=prior.at(found), covariance=covariance, residual_sd=spread, groups=groups)
+
+
+def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:
+    """What a step makes less: squares of errors, made independent, and of the way from the prior, in its widths."""
+    return float(np.sum((white @ errors) ** 2) + np.sum((logs / prior.widths) ** 2))
+
+
+def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:
+    """The most probable logarithms, if times follow their slopes, none further away than a step may be long.
+
+    Large errors count less: weights of the soft L1 loss, of what of an error is not its group's, found again a few
+    times (iteratively reweighted least squares).
+    """
+    from scipy.optimize import lsq_linear
+
+    weights, after = np.ones(len(errors)), logs
+    lower, upper = logs - LONGEST_STEP, np.minimum(logs + LONGEST_STEP, np.maximum(prior.most, logs))
+    for _ in range(REWEIGHTINGS):
+        white = groups.whitening(slopes, NOISE**2 / weights, prior.widths)
+        system = np.concatenate([white @ slopes, np.diag(1 / prior.widths)])
+        wanted = np.concatenate([white @ (slopes @ logs - errors), np.zeros(len(logs))])
+        after = lsq_linear(system, wanted, bounds=(lower, upper + 1e-9), method="bvls").x
+        left = errors + slopes @ (after - logs)
+        own = NOISE**2 / weights * (white.T @ (white @ left))
+        weights = weights_of(own / NOISE, LARGE)
+    return np.asarray(after, dtype=np.float64)

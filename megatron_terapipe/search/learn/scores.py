@@ -1,0 +1,136 @@
+"""Figures that say how good predictions are. Trials are ranked against each other only within their group."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.learn.trials import Trial
+
+UTILIZATION = 0.45
+"""Share of the peak, as an experienced user would guess it for A100s."""
+
+BYTES_PER_PARAMETER = 16
+"""Weights, gradients and optimizer state in half precision (ZeRO, arXiv 1910.02054 section 3.1)."""
+
+
+def naive_time_s(trial: Trial) -> float:
+    """Seconds of an iteration: FLOPs of all layers, recomputation included, over 45 % of the peak of all devices.
+
+    The bubble is (P - 1) / (V M) of that (arXiv 2104.04473 section 2.2).
+    """
+    strategy, workload = trial.strategy, trial.workload
+    passes = 4 if strategy.recompute == "full" else 3
+    flops = 0.0
+    for layer in workload.layers:
+        # Tables count every token as if it attended to the whole sequence, or window.
+        attended = layer.attention
+        attention = 0 if attended is None else attended.flops_per_position * attended.most_positions(layer.tokens)
+        forward = layer.tokens * (layer.linear_flops_per_token + attention)
+        flops += forward * (passes if layer.kind in ("block", "other") else 3)
+    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
+    devices = [node.device for node in trial.cluster.nodes]
+    peak = min(device.peak_flops(trial.precision) for device in devices)
+    busy = sequences * flops / (strategy.world_size * UTILIZATION * peak)
+    waiting = (strategy.pipeline_parallel_size - 1) / (strategy.num_model_chunks * strategy.num_micro_batches)
+    return busy * (1 + waiting)
+
+
+def naive_memory_bytes(trial: Trial) -> float:
+    """Bytes of a device: 16 for each of its parameters."""
+    shared = trial.strategy.tensor_parallel_size * trial.strategy.pipeline_parallel_size
+    return BYTES_PER_PARAMETER * trial.workload.parameters / shared
+
+
+Floats = NDArray[np.float64]
+Group = tuple[Floats, Floats]
+"""Measured and predicted seconds of the trials of one group; a measured time is infinite where a run failed or was cut
+off: whatever was measured is faster."""
+
+CLEAR_GAP = 0.05
+"""Relative difference of two measured times from which on their order is more than noise."""
+
+LEAST_RANKED = 4
+"""Trials of a group from which on a rank correlation says something."""
+
+
+def mape(measured: Floats, predicted: Floats) -> float | None:
+    """Mean of |predicted / measured - 1| over what was measured; None for nothing.
+
+    Args:
+        measured: seconds [n]; not finite = not measured.
+        predicted: seconds [n].
+    """
+    known = np.isfinite(measured)
+    return float(np.mean(np.abs(predicted[known] / measured[known] - 1))) if known.any() else None
+
+
+def bias(measured: Floats, predicted: Floats) -> float | None:
+    """Mean of predicted / measured - 1: above zero = predicted too slow; None for nothing.
+
+    Args:
+        measured: seconds [n]; not finite = not measured.
+        predicted: seconds [n].
+    """
+    known = np.isfinite(measured)
+    return float(np.mean(predicted[known] / measured[known] - 1)) if known.any() else None
+
+
+def spearman(group: Group) -> float | None:
+    """Rank correlation (Spearman 1904); ties share a rank. None for a small group, or one without any difference."""
+    measured, predicted = group
+    if len(measured) < LEAST_RANKED:
+        return None
+    if len(np.unique(measured)) < 2 or len(np.unique(predicted)) < 2:
+        return None
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(measured, predicted).statistic)
+
+
+def ordered_pairs(group: Group, gap: float) -> tuple[int, float]:
+    """Number of pairs of trials whose measured times differ by more than `gap`, and of those predicted in order.
+
+    A tie of predictions is half right.
+
+    Args:
+        group: measured and predicted seconds, each [n].
+        gap: smallest difference, as a share of the shorter time.
+    """
+    measured, predicted = group
+    first, second = np.triu_indices(len(measured), k=1)
+    fast, slow = np.minimum(measured[first], measured[second]), np.maximum(measured[first], measured[second])
+    clear = np.isfinite(fast) & (slow > fast * (1 + gap))
+    first, second = first[clear], second[clear]
+    agreement = np.sign(predicted[first] - predicted[second]) * np.where(measured[first] > measured[second], 1, -1)
+    return len(first), float(np.sum((agreement + 1) / 2))
+
+
+def top1_regret(group: Group) -> float | None:
+    """How much slower than the best trial the one is that was predicted to be fastest; None for fewer than two."""
+    measured, predicted = group
+    known = np.isfinite(measured)
+    if known.sum() < 2:
+        return None
+    best = predicted == predicted.min()
+    # A failed run would be noticed, and the next one tried; it counts as the slowest.
+    chosen = np.where(np.isfinite(measured), measured, measured[known].max())[best]
+    return float(chosen.mean() / measured[known].min() - 1)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def pair_accuracy(groups: Sequence[Group], gap: float) -> tuple[int, float | None]:
+    """Number of pairs of all groups, and the share predicted in order.
+
+    Args:
+        groups: measured and predicted seconds of each group, each [n].
+        gap: smallest difference, as a share of the shorter time.
+    """
+    counts = [ordered_pairs(group, gap) for group in groups]
+    pairs = sum(count for count, _ in counts)
+    return pairs, sum(right for _, right in counts) / pairs if pairs else None

@@ -1,0 +1,456 @@
+"""Trials: measured training runs, one JSON object a line of a trials file.
+
+read_trials   a file -> [Trial]; published tables name software, precision and schedules in their own ways
+trial_line    a run of our own -> its line
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.parsing import parse_json
+from megatron_terapipe.config.presets import find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
+from megatron_terapipe.search.machine.entries import Count, Entry, Text, fault, place, read_entry
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.trainers import (
+    DEEPSPEED,
+    DEEPSPEED_EAGER,
+    FSDP,
+    LLM_FOUNDRY,
+    MEGATRON_LM,
+    SOFTWARE,
+)
+from megatron_terapipe.search.price.workload import Workload, gpt_workload
+from megatron_terapipe.search.price.workload_files import GptEntry
+from megatron_terapipe.strategy import Strategy
+
+Model = TypeVar("Model")
+
+GIBIBYTE = float(2**30)
+"""Bytes of a "GB" in trials: tools that print memory (nvidia-smi, PyTorch) count in powers of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A strategy that somebody ran, and what came of it.
+
+    Trials of one workload or cluster share the object, so that what is computed of it is computed once.
+    """
+
+    source: str
+    """Who measured it; a cluster is calibrated for each source apart. Empty = the file does not say."""
+    id: str
+    """Name within the source; empty = none."""
+    group: str
+    """Trials of one model, devices, batch and day; only those are ranked against each other."""
+    workload: Workload
+    cluster: Cluster
+    """The nodes it ran on."""
+    strategy: Strategy
+    software: Software
+    precision: str
+    """`fp16`, `bf16` or `fp32`."""
+    iteration_time_s: float | None
+    """Seconds of one iteration; None = it failed, or was cut off."""
+    peak_memory_bytes: float | None
+    """Of the fullest device; None = not measured."""
+    out_of_memory: bool | None
+    """Whether memory ran out; None = not said, and it did not if there is a time."""
+    activation_limit: float | None = None
+    """Activations that the schedule may hold on a rank, as a multiple of 1F1B's peak; None = the schedule's own."""
+    longer_than_s: float | None = None
+    """Where it was cut off, seconds that it took at least."""
+    rounds: int = 1
+    """Number of times that it is to be run; the time is the median of those that were."""
+    round_times_s: tuple[float | None, ...] = ()
+    """Seconds of an iteration of each run so far, None of one that failed; empty = it is run once."""
+    path: str = ""
+    """File that it was read from."""
+    line: int = 0
+    """Its line, from 1."""
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the file that mean nothing here, by `part.field`."""
+
+    @property
+    def name(self) -> str:
+        """For people: its id, or where it stands."""
+        return self.id or f"{self.path}:{self.line}"
+
+    @property
+    def device(self) -> str:
+        """Kinds of devices of its cluster."""
+        return "+".join(sorted({node.device.name for node in self.cluster.nodes}))
+
+    @property
+    def least_time_s(self) -> float:
+        """Seconds of an iteration, measured or cut off; 0 if the trial says nothing of time."""
+        return self.iteration_time_s or self.longer_than_s or 0.0
+
+
+def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[Model]:
+    """Return a model for each trial; trials of one workload, cluster, software and precision share theirs."""
+    made: dict[tuple[object, ...], Model] = {}
+    found = []
+    for one in trials:
+        key = id(one.workload), id(one.cluster), one.software, one.precision
+        if key not in made:
+            made[key] = make(one)
+        found.append(made[key])
+    return found
+
+
+def trial_line(
+    *,
+    source: str,
+    group: str,
+    model: Mapping[str, Any],
+    cluster: Mapping[str, Any],
+    strategy: Strategy,
+    software: str,
+    precision: str,
+    iteration_time_s: float | None,
+    peak_memory_bytes: float | None = None,
+    out_of_memory: bool | None = None,
+    trial_id: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """One line, without its end.
+
+    Args:
+        model: fields of the trainer's model section.
+        precision: `fp16`, `bf16` or `fp32`.
+        iteration_time_s: seconds of one iteration; None = it failed.
+        peak_memory_bytes: of the fullest device; None = not measured.
+        out_of_memory: whether memory ran out; None = not known.
+    """
+    measured: dict[str, Any] = {"iteration_time_s": iteration_time_s, **(more or {})}
+    if peak_memory_bytes is not None:
+        measured["peak_memory_bytes"] = peak_memory_bytes
+        measured["peak_memory_gb"] = round(peak_memory_bytes / GIBIBYTE, 3)
+    if out_of_memory is not None:
+        measured["out_of_memory"] = out_of_memory
+    document = {
+        "source": source,
+        **({"id": trial_id} if trial_id else {}),
+        "group": group,
+        "software": software,
+        "precision": precision,
+        "model": dict(model),
+        "cluster": dict(cluster),
+        "strategy": strategy.to_json(),
+        "measured": measured,
+    }
+    return json.dumps(document, allow_nan=False)
+
+
+MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))
+
+VOCAB_SIZE = 50257
+"""Tokens of GPT-2's vocabulary, which published trials without a vocabulary size used; padded like the trainer's."""
+
+DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
+"""Fields of a strategy that a trial may leave out, where the trainer's own default would be another: the tables are
+of plain Megatron."""
+
+
+PUBLISHED_PRECISION = "fp16"
+"""Precision of trials that name none: published tables of Megatron are of fp16."""
+
+PRECISION_BY_SECTION = (
+    # "From now on the testing is happening with BF16 optimizer", says the section of that day
+    # (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers").
+    ("tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_"), "bf16"),
+)
+"""Text in the source, pattern in the group, and the precision that the section around the table states."""
+
+
+def published_precision(source: str, group: str) -> str:
+    """Precision of a trial that names none, from the text around the published table."""
+    for text, pattern, precision in PRECISION_BY_SECTION:
+        if text in source and pattern.search(group):
+            return precision
+    return PUBLISHED_PRECISION
+
+
+SOFTWARE_OF_SOURCE = (
+    ("bigscience", "", DEEPSPEED),
+    ("vTrain", "", DEEPSPEED),
+    ("sailor", "", DEEPSPEED_EAGER),
+    ("llm-foundry", FSDP.name, LLM_FOUNDRY),
+)
+"""Text in the source of trials, the software that they name, and what ran them as their publications say."""
+
+
+def published_software(source: str, named: str = "") -> str:
+    """Name of the software of a trial: what its publication says, what the trial names, or Megatron-LM.
+
+    Args:
+        named: software that the trial names; empty = none.
+    """
+    found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
+    return next(found, named or MEGATRON_LM.name)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSchedule:
+    """A schedule by the name that its authors gave it."""
+
+    schedule: str
+    activation_limit: float | None = None
+    """Activations that it may hold on a rank, as a multiple of 1F1B's peak; None = its own."""
+    one_layer_model_chunks: bool = False
+    """Whether a model chunk is one layer where the table names no number of model chunks."""
+
+
+PUBLISHED_SCHEDULES = {
+    # Qi et al. 2024 (arXiv 2401.10241) section 5: 1p and 2p are limits of memory, as multiples of 1F1B's; its
+    # interleaved baseline has "the maximum number of chunks", one layer each.
+    "ZB-1p": PublishedSchedule("zero-bubble", 1.0),
+    "ZB-2p": PublishedSchedule("zero-bubble", 2.0),
+    "ZB-H1": PublishedSchedule("zero-bubble", 1.0),
+    "ZB-H2": PublishedSchedule("zero-bubble", 2.0),
+    "1F1B": PublishedSchedule("1f1b"),
+    "1F1B-I": PublishedSchedule("interleaved", one_layer_model_chunks=True),
+    "GPipe": PublishedSchedule("gpipe"),
+}
+"""By their names in tables. Any other name is one of the plan's."""
+
+
+def counting_ends(workload: Workload) -> Workload:
+    """Return the model with the embedding and the head counted as a layer each in stage partitions.
+
+    DeepSpeed's `type:transformer|embedding` and the models of Qi et al. count them so. The last norm stands between
+    the layers and the head, and goes with the head.
+    """
+    return replace(workload, first_dealt=0, end_dealt=len(workload.layers))
+
+
+def partition_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tuple[int, ...]:
+    """Bounds, in the layers of `counting_ends`, of stages that count the embedding and the head as a layer each.
+
+    Raises:
+        ConfigError: if they are not all the layers, or a stage has none.
+    """
+    counted = workload.num_dealt_layers + 2
+    if sum(layers_per_stage) != counted or min(layers_per_stage) < 1:
+        raise ConfigError(
+            f"layers_per_stage_counting_embedding_and_head {layers_per_stage} adds up to {sum(layers_per_stage)}, "
+            f"not {counted}, or has a stage without: count num_layers, one for the embedding and one for the head"
+        )
+    bounds = [sum(layers_per_stage[:end]) for end in range(len(layers_per_stage) + 1)]
+    return (*bounds[:-1], len(workload.layers))
+
+
+def layers_counting_ends(num_layers: int, num_stages: int) -> list[int] | None:
+    """Layers of each stage, if only with both ends counted the layers divide among the stages; otherwise None.
+
+    Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were partitioned so.
+    """
+    if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
+        return [(num_layers + 2) // num_stages] * num_stages
+    return None
+
+
+COUNTED = "layers_per_stage_counting_embedding_and_head"
+
+
+class LooseEntry(Entry):
+    """An object of a line: tables have more fields than mean something here, and those are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StrategyEntry(LooseEntry):
+    """Fields of a trial's strategy beside those of `Strategy`, which checks its own."""
+
+    schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
+    num_micro_batches: Count | None = None
+    layers_per_stage_counting_embedding_and_head: list[int] | None = None
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value == inf else value)]
+"""A number above 0; None where it is infinite: nobody waited for its end."""
+
+
+class MeasuredEntry(LooseEntry):
+    """Measurements of a trial."""
+
+    iteration_time_s: Measured = None
+    longer_than_s: Measured = None
+    peak_memory_bytes: Measured = None
+    peak_memory_gb: Measured = None
+    out_of_memory: bool | None = None
+    rounds: Count = 1
+    round_times_s: list[Seconds | None] = Field(default_factory=list)
+
+
+class TrialEntry(LooseEntry):
+    """A line."""
+
+    source: str = ""
+    id: str = ""
+    group: Text | None = None
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    strategy: StrategyEntry
+    software: Literal[tuple(SOFTWARE)] | None = None  # type: ignore[valid-type]
+    precision: Literal["fp16", "bf16", "fp32"] | None = None
+    measured: MeasuredEntry
+
+
+def read_trials(path: str | Path) -> list[Trial]:
+    """Read the measured runs of a file; empty lines are skipped.
+
+    A trial of several rounds has a line after each, and the last one counts.
+
+    Raises:
+        ConfigError: if the file cannot be read, holds no trial, or a line is wrong; it names the line and the field.
+    """
+    reader = _Reader(str(path))
+    lines = enumerate(read_text(path).splitlines(), start=1)
+    trials = [reader.read(number, line) for number, line in lines if line.strip()]
+    if not trials:
+        raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
+    kept: dict[tuple[str, str, str] | int, Trial] = {}
+    for trial in trials:
+        kept[(trial.source, trial.group, trial.id) if trial.round_times_s else trial.line] = trial
+    return list(kept.values())
+
+
+class _Reader:
+    """Reads lines; equal models and clusters of a file become one object."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._workloads: dict[str, Workload] = {}
+        self._counting_ends: dict[str, Workload] = {}
+        self._clusters: dict[str, Cluster] = {}
+
+    def read(self, number: int, line: str) -> Trial:
+        """One line."""
+        where = f"{self._path}:{number}"
+        entry = read_entry(TrialEntry, parse_json(line, where, infinite=True), where)
+        try:
+            return self._trial(entry, where, number)
+        except UserError as error:
+            # Checks of the model, the cluster or the strategy do not know which line they check.
+            raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+    def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
+        cluster = self._cluster(entry.cluster, where)
+        key, workload = self._workload(entry.model, where)
+        schedule = PUBLISHED_SCHEDULES.get(entry.strategy.schedule) or PublishedSchedule(entry.strategy.schedule)
+        strategy, ends = _strategy(entry.strategy, workload, schedule, where)
+        if ends:
+            workload = self._counting_ends.setdefault(key, counting_ends(workload))
+        if strategy.world_size > cluster.num_devices:
+            raise ConfigError(
+                f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
+                f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
+                "cluster.num_devices: make them agree"
+            )
+        group = entry.group or f"{key} {cluster.name} {strategy.global_batch_size}"
+        measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
+        rounded = None if peak_gb is None else peak_gb * GIBIBYTE
+        known = {each.name for each in fields(Strategy)}
+        extras = {
+            "": entry.model_extra,
+            "model.": {name: value for name, value in entry.model.items() if name not in MODEL_FIELDS},
+            "strategy.": {name: each for name, each in (entry.strategy.model_extra or {}).items() if name not in known},
+            "measured.": measured.model_extra,
+        }
+        return Trial(
+            source=entry.source,
+            id=entry.id,
+            group=group,
+            workload=workload,
+            cluster=cluster,
+            strategy=strategy,
+            software=SOFTWARE[published_software(entry.source, entry.software or "")],
+            precision=entry.precision or published_precision(entry.source, group),
+            activation_limit=schedule.activation_limit,
+            iteration_time_s=measured.iteration_time_s,
+            longer_than_s=measured.longer_than_s,
+            peak_memory_bytes=rounded if measured.peak_memory_bytes is None else measured.peak_memory_bytes,
+            out_of_memory=measured.out_of_memory,
+            rounds=measured.rounds,
+            round_times_s=tuple(measured.round_times_s),
+            path=self._path,
+            line=number,
+            ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},
+        )
+
+    def _workload(self, model: dict[str, Any], where: str) -> tuple[str, Workload]:
+        values = {name: model[name] for name in MODEL_FIELDS if name in model}
+        key = json.dumps(values, sort_keys=True)
+        if key not in self._workloads:
+            self._workloads[key] = gpt_workload(_model(values, where))
+        return key, self._workloads[key]
+
+    def _cluster(self, cluster: dict[str, Any], where: str) -> Cluster:
+        key = json.dumps(cluster, sort_keys=True)
+        if key not in self._clusters:
+            # Published runs say it in a few numbers; runs of our own as a cluster file does, which can mix devices.
+            if is_flat(cluster):
+                flat = read_entry(TrialCluster, cluster, where, "cluster")
+                self._clusters[key] = read_flat(flat, where, "cluster")[0]
+            else:
+                self._clusters[key] = parse_cluster(cluster, f"{where}: cluster")[0]
+        return self._clusters[key]
+
+
+def _model(values: dict[str, Any], where: str) -> ModelConfig:
+    given = read_entry(GptEntry, values, where, "model").model_dump(exclude_none=True)
+    preset = given.get("model_preset")
+    known = find_preset(preset).settings if preset is not None else {}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if name not in given and name not in known:
+            raise ConfigError(f"{place(where, 'model', name)} is missing: give a whole number")
+    return ModelConfig(**{"vocab_size": VOCAB_SIZE, **known, **given})
+
+
+def _strategy(
+    entry: StrategyEntry, workload: Workload, schedule: PublishedSchedule, where: str
+) -> tuple[Strategy, bool]:
+    """The strategy, and whether its stage partition counts the embedding and the head."""
+    names = {each.name for each in fields(Strategy)}
+    given = {name: value for name, value in (entry.model_extra or {}).items() if name in names}
+    strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": schedule.schedule})
+    changes: dict[str, Any] = {}
+    if entry.num_micro_batches is not None:
+        sequences = entry.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
+        if strategy.global_batch_size not in (None, sequences):
+            problem = f"contradicts global_batch_size {strategy.global_batch_size}"
+            at = place(where, "strategy", "num_micro_batches")
+            raise fault(at, entry.num_micro_batches, problem, f"with it the batch is {sequences}; give one of the two")
+        changes["global_batch_size"] = sequences
+    ranks, layers = strategy.pipeline_parallel_size, workload.num_dealt_layers
+    if schedule.one_layer_model_chunks and given.get("num_model_chunks") is None and (layers + 2) % ranks == 0:
+        changes["num_model_chunks"] = (layers + 2) // ranks
+    num_stages = ranks * changes.get("num_model_chunks", strategy.num_model_chunks)
+    layers_per_stage = entry.layers_per_stage_counting_embedding_and_head
+    if layers_per_stage is not None and len(layers_per_stage) != num_stages:
+        at = place(where, "strategy", COUNTED)
+        raise fault(at, layers_per_stage, f"does not have {num_stages} stages", "give one number a stage")
+    if layers_per_stage is None and strategy.stage_partition == "uniform":
+        layers_per_stage = layers_counting_ends(layers, num_stages)
+    if layers_per_stage is not None:
+        changes["stage_partition"] = partition_counting_ends(workload, layers_per_stage)
+    strategy = Strategy.from_json({**strategy.to_json(), **changes})
+    if layers_per_stage is None:
+        workload.partition(strategy.stage_partition, num_stages)
+    return strategy, layers_per_stage is not None

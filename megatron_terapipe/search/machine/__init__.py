@@ -1,0 +1,3 @@
+"""Clusters, devices, trainers, and the launch of programs on hosts."""
+
+__all__ = ["cluster", "cluster_files"]

@@ -1,0 +1,186 @@
+"""A cluster as data, by its data sheets: nodes of devices, links and network cards; and the object of a file for it.
+
+`price.efficiency` has the share of these figures that is reached.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.devices import Device
+from megatron_terapipe.errors import ConfigError
+
+__all__ = ["Cluster", "HostMemory", "Link", "Node"]
+
+MOST_NODES, MOST_DEVICES = 100_000, 1024
+"""Nodes of one entry of a file, and devices of a node: more would be a slip of the hand."""
+
+MOST_DEVICES_OF_CLUSTER = 1_000_000
+"""Devices of all nodes: several times as many as the largest machines have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A way for bytes."""
+
+    bandwidth: float
+    """Bytes per second in one direction, by the data sheet."""
+    latency_s: float
+    """Time of an empty message, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of a node beside that of its devices, which share it."""
+
+    memory_bytes: float
+    """Bytes of the node."""
+    bandwidth: float
+    """Bytes per second from each device to it, and as many back at the same time, by the data sheet."""
+
+
+USUAL_HOST = HostMemory(memory_bytes=512e9, bandwidth=32e9)
+"""Half a terabyte over 16 lanes of PCIe 4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A machine with devices of one kind."""
+
+    name: str
+    """Its host name, or what the cluster file calls it."""
+    device: Device
+    num_devices: int
+    inside: Link
+    """From one device to another of the node; each device has one such link."""
+    network: Link
+    """One network card, to other nodes."""
+    num_network_cards: int = 1
+    """Cards, which all devices of the node share."""
+    host: HostMemory = USUAL_HOST
+
+
+def check_num_devices(num_devices: int, name: str) -> None:
+    """See that a cluster does not have too many devices.
+
+    Raises:
+        ConfigError: if it has.
+    """
+    if num_devices > MOST_DEVICES_OF_CLUSTER:
+        raise ConfigError(
+            f"cluster {name} has {num_devices:,} devices, more than {MOST_DEVICES_OF_CLUSTER:,}: give fewer nodes, or "
+            "fewer devices in each"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes in the order of the hostfile; ranks fill one node after the other.
+
+    Raises:
+        ConfigError: if there are too many devices.
+    """
+
+    nodes: tuple[Node, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the number of devices."""
+        check_num_devices(self.num_devices, self.name)
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(node.num_devices for node in self.nodes)
+
+    @cached_property
+    def node_of_device(self) -> tuple[int, ...]:
+        """Index of the node that each device is in."""
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
+
+    def at_most(self, num_devices: int) -> "Cluster":
+        """Return a part of the cluster: its fastest nodes, whole ones while there is room, in their order.
+
+        If not even one node has so few devices, the part is as many devices of the fastest node.
+
+        Args:
+            num_devices: devices of the part at most; from 1.
+        """
+        kept: dict[int, Node] = {}
+        left = num_devices
+        fastest_first = sorted(enumerate(self.nodes), key=lambda pair: -pair[1].device.half_flops)
+        for index, node in fastest_first:
+            if node.num_devices <= left:
+                kept[index] = node
+                left -= node.num_devices
+        if not kept:
+            index, node = fastest_first[0]
+            kept[index] = replace(node, num_devices=num_devices)
+        return Cluster(nodes=tuple(kept[index] for index in sorted(kept)), name=self.name)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are the same but for their names."""
+
+        def parts(node: Node) -> tuple[object, ...]:
+            return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
+
+        return len({parts(node) for node in self.nodes}) == 1
+
+
+def model_document(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model that are not as they would be anyway."""
+    document = {}
+    for each in fields(ModelConfig):
+        value = getattr(model, each.name)
+        if value is not None and each.name != "model_preset" and value != each.default:
+            document[each.name] = value
+    return document
+
+
+def cluster_document(nodes: Sequence[Node], name: str = "") -> dict[str, Any]:
+    """Return the object of a cluster file; equal nodes next to each other share an entry.
+
+    Args:
+        nodes: in the order of their ranks.
+        name: of the cluster; empty = none.
+    """
+    groups = [(parts, [node.name for node in group]) for parts, group in groupby(nodes, key=_parts)]
+    listed = [{"hosts": hosts, **_described(*parts)} for parts, hosts in groups]
+    return {"name": name, "nodes": listed} if name else {"nodes": listed}
+
+
+def _parts(node: Node) -> tuple[Device, int, Link, Link, int, HostMemory]:
+    return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
+
+
+def _described(
+    device: Device, num_devices: int, inside: Link, network: Link, cards: int, host: HostMemory
+) -> dict[str, Any]:
+    return {
+        "device": _device(device),
+        "devices": num_devices,
+        "inside": _link(inside),
+        "network": {**_link(network), "cards": cards},
+        "host": {"memory": f"{host.memory_bytes!r} B", "bandwidth": f"{host.bandwidth!r} B/s"},
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    # As text with plain units every number comes back to the last bit.
+    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency_s!r} s"}
+
+
+def _device(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory": f"{device.memory_bytes!r} B",
+        "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
+        "half_flops": f"{device.half_flops!r} FLOP/s",
+        "single_flops": f"{device.single_flops!r} FLOP/s",
+        "is_gpu": device.is_gpu,
+        **({"generation": device.generation} if device.generation else {}),
+    }

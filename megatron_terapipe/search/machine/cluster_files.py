@@ -1,0 +1,549 @@
+"""Clusters from files: JSON or YAML in our own form, the `cluster` object of published trials, or a hostfile.
+
+    file -> entries (pydantic) -> groups of equal nodes, completed from the library -> Cluster, notes
+
+Notes name what the library filled in, and figures that look like another unit: links sold by the sum of both
+directions, products with sparsity, cards in bits per second. Such figures are taken as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.parsing import check_host_name
+from megatron_terapipe.devices import GENERATION_NAMES, Device
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.cluster import (
+    MOST_DEVICES,
+    MOST_DEVICES_OF_CLUSTER,
+    MOST_NODES,
+    USUAL_HOST,
+    Cluster,
+    HostMemory,
+    Link,
+    Node,
+    check_num_devices,
+)
+from megatron_terapipe.search.machine.documents import EXAMPLES, parse_text, suggestion
+from megatron_terapipe.search.machine.entries import (
+    Bandwidth,
+    Entry,
+    Memory,
+    OrText,
+    Speed,
+    Text,
+    Time,
+    fault,
+    is_number,
+    place,
+    read_entry,
+    wanted,
+)
+from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
+from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, Machine
+
+__all__ = ["parse_cluster", "read_cluster", "read_cluster_with_notes"]
+
+CLOSE = 0.03
+"""Relative difference up to which a figure is taken for a rounded one."""
+
+LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
+"""Gbit/s of network cards that are sold."""
+
+
+def inside_doubt(device: Device, inside: Link) -> str | None:
+    """Return a note if a link inside a node is faster than those of the device's usual machine."""
+    if not _is_known(device):
+        return None
+    machine = library.usual_machine(device.name)
+    usual, given = machine.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
+    if given < usual * (2 - 2 * CLOSE):
+        return None
+    if _is_close(given, 2 * usual):
+        return (
+            f"inside {given:g} GB/s of {device.name} nodes is the sum of both directions, as links are sold: "
+            f"bandwidths count one direction, so write {usual:g} GB/s"
+        )
+    return (
+        f"inside {given:g} GB/s of {device.name} nodes is {given / usual:.2g} times that of a {machine.name}, which "
+        f"has {usual:g} GB/s in one direction: check it"
+    )
+
+
+def network_doubt(network: Link) -> str | None:
+    """Return a note if no network card has such a bandwidth, and bits may have been taken for bytes."""
+    given = network.bandwidth / GIGABIT
+    if given > LINE_RATES[-1] * (1 + CLOSE):
+        return (
+            f"network {given:g} Gbit/s ({given / 8:g} GB/s) is more than one card has: give the bandwidth of one card, "
+            "their number in cards, and mind that cards are sold in Gbit/s"
+        )
+    if not _is_line_rate(given) and _is_line_rate(8 * given):
+        return (
+            f"network {given:g} Gbit/s is the rate of no card, and {given:g} GB/s is that of a card of {8 * given:g} "
+            "Gbit/s: check the unit"
+        )
+    return None
+
+
+def sparsity_doubt(device: Device) -> str | None:
+    """Return a note if a device of the library has twice its FLOP/s of dense products."""
+    if not _is_known(device):
+        return None
+    dense = library.device(device.name).half_flops / 1e12
+    if not _is_close(device.half_flops / 1e12, 2 * dense):
+        return None
+    return (
+        f"half_flops {device.half_flops / 1e12:g} TFLOP/s of {device.name} counts sparsity: write {dense:g} TFLOP/s, "
+        "that of dense products"
+    )
+
+
+def _is_known(device: Device) -> bool:
+    try:
+        library.device(device.name)
+    except ConfigError:
+        return False
+    return not library.is_guess(device.name)
+
+
+def _is_close(given: float, figure: float) -> bool:
+    return abs(given / figure - 1) <= CLOSE
+
+
+def _is_line_rate(gigabits: float) -> bool:
+    return any(_is_close(gigabits, rate) for rate in LINE_RATES)
+
+
+NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
+DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+
+
+def _short_for(name: str) -> BeforeValidator:
+    """Text stands for an object with one field of that value."""
+    return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
+
+
+def _link(value: object) -> object:
+    """Text stands for a link of that bandwidth; a number alone has no unit."""
+    if is_number(value):
+        raise ValueError(f"is a number without a unit: write it as {EXAMPLES['bandwidth']}")
+    return {"bandwidth": value} if isinstance(value, str) else value
+
+
+class DeviceEntry(Entry):
+    """A device; with `like`, a name in the library, all else may be left out."""
+
+    like: Text | None = None
+    name: Text | None = None
+    memory: Memory | None = None
+    memory_bandwidth: Bandwidth | None = None
+    half_flops: Speed | None = None
+    single_flops: Speed | None = None
+    is_gpu: bool | None = None
+    generation: Literal[tuple(GENERATION_NAMES)] | None = None  # type: ignore[valid-type]
+
+    def read(self, where: str) -> tuple[Device, Machine]:
+        """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
+        known = None if self.like is None else library.device(self.like, where)
+        given = self.model_dump(exclude_none=True, exclude={"like"})
+        if known is None:
+            for field in ("memory", "memory_bandwidth", "half_flops", "single_flops"):
+                if field not in given:
+                    raise ConfigError(f"{where}.{field} is missing: give {wanted(DeviceEntry, field)}")
+        if "memory" in given:
+            given["memory_bytes"] = given.pop("memory")
+        device = Device(**{"name": "device", **given}) if known is None else replace(known, **given)
+        return device, library.usual_machine(known.name if known else device.name)
+
+
+class LinkEntry(Entry):
+    """A link; what is left out is as usual."""
+
+    bandwidth: Bandwidth | None = None
+    latency: Time | None = None
+
+    def read(self, usual: Link) -> Link:
+        """Return the link; `usual` is what it is where a field is left out."""
+        return Link(bandwidth=self.bandwidth or usual.bandwidth, latency_s=self.latency or usual.latency_s)
+
+
+class NetworkEntry(LinkEntry):
+    """One network card, and the number of cards: if not given, those of the named machine, otherwise one."""
+
+    cards: DeviceCount | None = None
+
+
+class HostEntry(Entry):
+    """Memory of a node beside its devices; what is left out is as usual."""
+
+    memory: Memory | None = None
+    bandwidth: Bandwidth | None = None
+
+    def read(self, usual: HostMemory) -> HostMemory:
+        """Return the memory; `usual` is what it is where a field is left out."""
+        return HostMemory(memory_bytes=self.memory or usual.memory_bytes, bandwidth=self.bandwidth or usual.bandwidth)
+
+
+DeviceOrName = Annotated[DeviceEntry, _short_for("like"), OrText("Name of a device of the library.")]
+
+
+class NodeParts(Entry):
+    """The given parts of a node."""
+
+    device: DeviceOrName | None = None
+    devices: DeviceCount | None = None
+    inside: Annotated[LinkEntry, BeforeValidator(_link), OrText("Its bandwidth.")] | None = None
+    network: Annotated[NetworkEntry, BeforeValidator(_link), OrText("Bandwidth of a card.")] | None = None
+    host: HostEntry | None = None
+
+
+class NodeEntry(NodeParts):
+    """A group of equal nodes: `count` of them, called `name` with a number, or the `hosts` of a list."""
+
+    machine: Text | None = None
+    hosts: list[Text] | None = Field(None, min_length=1)
+    count: NodeCount | None = None
+    name: Text | None = None
+
+
+class ClusterEntry(Entry):
+    """A cluster file; `device` and `machine` are those of nodes that name neither."""
+
+    name: Text | None = None
+    device: DeviceOrName | None = None
+    machine: Text | None = None
+    nodes: list[NodeEntry] = Field(min_length=1)
+    overrides: dict[str, NodeParts] = Field(default_factory=dict)
+
+
+PARTS = {"devices": "number of devices", "inside": "links inside", "network": "network"}
+"""Fields that the library may fill in, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroup:
+    """Nodes that differ by their names alone."""
+
+    device: Device
+    num_devices: int
+    inside: Link
+    network: Link
+    num_network_cards: int
+    host: HostMemory = USUAL_HOST
+    hosts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the file left to the library, a line each."""
+
+    def node(self, name: str, *, num_devices: int | None = None) -> Node:
+        """One of the nodes.
+
+        Args:
+            num_devices: devices of it, where it is not full.
+        """
+        return Node(
+            name=name,
+            device=self.device,
+            num_devices=num_devices or self.num_devices,
+            inside=self.inside,
+            network=self.network,
+            num_network_cards=self.num_network_cards,
+            host=self.host,
+        )
+
+    def doubted(self, doubt: str | None) -> "NodeGroup":
+        """Return the group with one more note, if there is one."""
+        return self if doubt is None else replace(self, notes=(*self.notes, doubt))
+
+    @classmethod
+    def of_machine(cls, machine: Machine, device: Device, notes: tuple[str, ...] = ()) -> "NodeGroup":
+        """Return a node of the library, perhaps with another device."""
+        doubt = sparsity_doubt(device)
+        notes += () if doubt is None else (doubt,)
+        if library.is_guess(device.name):
+            notes += (f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it",)
+        return cls(
+            device=device,
+            num_devices=machine.num_devices,
+            inside=machine.inside,
+            network=machine.network,
+            num_network_cards=machine.num_network_cards,
+            host=machine.host,
+            notes=notes,
+        )
+
+    @classmethod
+    def of_library(cls, name: str, where: str) -> "NodeGroup":
+        """Return a node by the name of a machine, or of a device in its usual machine.
+
+        Raises:
+            ConfigError: if the library knows neither.
+        """
+        if name.lower() in MACHINES:
+            machine = MACHINES[name.lower()]
+            if machine.device is not None:
+                return cls.of_machine(machine, library.device(machine.device))
+        device = library.device(name, where)
+        machine = library.usual_machine(name)
+        return cls.of_machine(machine, device, (assumed(["links"], device, machine),))
+
+
+def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
+    """Return the note that something was taken from the library."""
+    what = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
+    return f"{what} of {device.name} nodes not given: those of a {machine.name} are taken"
+
+
+def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
+    """Return the groups of nodes of a cluster file, `overrides` of single hosts applied.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    groups: list[NodeGroup] = []
+    num_nodes = 0
+    for index, entry in enumerate(cluster.nodes):
+        where = place(file, "nodes", index)
+        hosts = _hosts(entry, where, first=num_nodes + 1)
+        named = entry.machine is not None or (entry.device is None and cluster.machine is not None)
+        group = replace(_with_parts(_base(entry, where, cluster, file), entry, keeps_cards=named), hosts=hosts)
+        num_nodes += len(hosts)
+        if num_nodes > MOST_DEVICES_OF_CLUSTER:
+            raise ConfigError(f"{place(file, 'nodes')}: more than {MOST_DEVICES_OF_CLUSTER:,} nodes: give fewer")
+        groups += _with_overrides(group, cluster.overrides, file)
+    hosts = tuple(host for group in groups for host in group.hosts)
+    unknown = next((host for host in cluster.overrides if host not in hosts), None)
+    if unknown is not None:
+        raise ConfigError(f"{place(file, 'overrides', unknown)} is not a host: {suggestion(unknown, hosts)}")
+    return groups
+
+
+def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str) -> list[NodeGroup]:
+    """Take the hosts that `overrides` speaks of out of their group."""
+    if not any(host in overrides for host in group.hosts):
+        return [group]
+    parts = []
+    for host in group.hosts:
+        part, where = replace(group, hosts=(host,)), place(file, "overrides", host)
+        if host in overrides:
+            entry = overrides[host]
+            if entry.device is not None:
+                part = replace(part, device=entry.device.read(f"{where}.device")[0])
+            part = _with_parts(part, entry)
+        parts.append(part)
+    return parts
+
+
+def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False) -> NodeGroup:
+    """Return a group with what an entry says of its nodes.
+
+    Args:
+        keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
+            machine that the file names. Otherwise it has one card.
+    """
+    if entry.devices is not None:
+        group = replace(group, num_devices=entry.devices)
+    if entry.inside is not None:
+        group = replace(group, inside=entry.inside.read(group.inside))
+        group = group.doubted(inside_doubt(group.device, group.inside))
+    if entry.network is not None:
+        usual = group.num_network_cards if keeps_cards or entry.network.bandwidth is None else 1
+        network = entry.network.read(group.network)
+        notes = group.notes
+        if keeps_cards and usual > 1 and entry.network.bandwidth is not None and entry.network.cards is None:
+            notes += (f"the network is read as that of each of the {usual} cards of the machine: give cards if not",)
+        group = replace(group, network=network, num_network_cards=entry.network.cards or usual, notes=notes)
+        group = group.doubted(network_doubt(network))
+    return group if entry.host is None else replace(group, host=entry.host.read(group.host))
+
+
+def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
+    """Return the machine of an entry, or the usual machine of its device."""
+    of: NodeEntry | ClusterEntry = entry
+    at = f"{where}."
+    if entry.machine is None and entry.device is None:
+        of, at = cluster, place(file) + ": "
+    device, usual = of.device.read(f"{at}device") if of.device is not None else (None, None)
+    if of.machine is not None:
+        machine = library.machine(of.machine, f"{at}machine")
+        if device is None and machine.device is None:
+            raise fault(f"{at}machine", of.machine, "is a machine for any device", "say which in the field device")
+        return NodeGroup.of_machine(machine, device or library.device(str(machine.device)))
+    if device is None or usual is None:
+        raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
+    missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
+    return NodeGroup.of_machine(usual, device, (assumed(missing, device, usual),) if missing else ())
+
+
+def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
+    """Names of the nodes of an entry, which are numbered from `first` where it gives none."""
+    if entry.hosts is not None:
+        if entry.count not in (None, len(entry.hosts)):
+            problem = f"contradicts hosts, which names {len(entry.hosts)}"
+            raise fault(f"{where}.count", entry.count, problem, "drop one of them")
+        return tuple(check_host_name(host, f"{where}.hosts[{index}]") for index, host in enumerate(entry.hosts))
+    count = entry.count or 1
+    if entry.name is None:
+        return tuple(f"node-{index}" for index in range(first, first + count))
+    check_host_name(entry.name, f"{where}.name")
+    return (entry.name,) if count == 1 else tuple(f"{entry.name}-{index + 1}" for index in range(count))
+
+
+NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Bandwidth in the unit that the name of its field says."""
+
+
+class FlatCluster(Entry):
+    """The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
+
+    `intra_node_GBps` is from a device to another, in one direction; `inter_node_Gbps` of all network cards of a node.
+    """
+
+    device: DeviceOrName
+    devices_per_node: DeviceCount | None = None
+    num_nodes: NodeCount | None = None
+    num_devices: NodeCount | None = None
+    intra_node_GBps: NamedBandwidth | None = None  # noqa: N815
+    inter_node_Gbps: NamedBandwidth | None = None  # noqa: N815
+    network_cards: DeviceCount | None = None
+    name: Text | None = None
+
+
+class TrialCluster(FlatCluster):
+    """The cluster in a line of trials, which may have more fields than are read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def is_flat(document: object) -> bool:
+    """Whether an object describes a cluster by flat fields."""
+    return isinstance(document, Mapping) and "nodes" not in document and "device" in document
+
+
+def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster that flat fields describe, and a line for each link that the library had to say.
+
+    A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
+
+    Raises:
+        ConfigError: if fields contradict each other, or the device is not known.
+    """
+    device, machine = flat.device.read(place(file, path, "device"))
+    per_node = flat.devices_per_node or machine.num_devices
+    if flat.num_devices is None and flat.num_nodes is None:
+        raise ConfigError(f"{place(file, path, 'num_devices')} is missing: give a whole number")
+    most = None if flat.num_nodes is None else flat.num_nodes * per_node
+    num_devices = flat.num_devices or most or 0
+    if most is not None and num_devices > most:
+        where = place(file, path, "num_devices")
+        raise fault(where, num_devices, "is more than num_nodes x devices_per_node", "change one of them")
+    inside, network, cards = machine.inside, machine.network, machine.num_network_cards
+    missing = []
+    if flat.intra_node_GBps is not None:
+        inside = Link(bandwidth=flat.intra_node_GBps * GIGABYTE, latency_s=inside.latency_s)
+    elif min(per_node, num_devices) > 1:
+        missing.append("links inside")
+    if flat.inter_node_Gbps is not None:
+        total = flat.inter_node_Gbps * GIGABIT
+        cards = flat.network_cards or max(1, ceil(total / network.bandwidth - 1e-9))
+        network = Link(bandwidth=total / cards, latency_s=network.latency_s)
+    elif num_devices > per_node:
+        missing.append("network")
+    group = NodeGroup(
+        device=device,
+        num_devices=per_node,
+        inside=inside,
+        network=network,
+        num_network_cards=cards,
+        host=machine.host,
+        notes=(assumed(missing, device, machine),) if missing else (),
+    )
+    if flat.intra_node_GBps is not None:
+        group = group.doubted(inside_doubt(device, inside))
+    sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
+    nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
+    return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), group.notes
+
+
+def read_cluster(path: str, *, device: str | None = None) -> Cluster:
+    """Read a cluster; see `read_cluster_with_notes`.
+
+    Args:
+        device: device of every host of a hostfile; None for other files.
+    """
+    return read_cluster_with_notes(path, device=device)[0]
+
+
+def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cluster, tuple[str, ...]]:
+    """Read a cluster, and what was assumed of it.
+
+    Args:
+        path: JSON, YAML (by the ending `.yaml` or `.yml`) or a hostfile.
+        device: device, or machine, of the library that the hosts of a hostfile have.
+
+    Returns:
+        The cluster, and a line for each assumption.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a field is wrong; it names file, field, value and remedy.
+    """
+    if not Path(path).exists():
+        raise ConfigError(
+            f"{path} is no file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "
+            "examples/clusters/a100-64.json"
+        )
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(
+            f"{path} is empty: write nodes as docs/reference/search-inputs.md shows, or hostfile lines, HOST slots=N"
+        )
+    if is_hostfile(text, path):
+        return _of_hostfile(text, path, device)
+    if device is not None:
+        raise ConfigError(f"--device {device} is for hostfiles, and {path} names its devices: drop the flag")
+    return parse_cluster(parse_text(text, path), path)
+
+
+def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...]]:
+    """Read a cluster from the object of a file.
+
+    Args:
+        document: in our form (`nodes`) or in that of trials (`num_devices` or `num_nodes`, `device`, ...).
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    if is_flat(document):
+        return read_flat(read_entry(FlatCluster, document, where), where)
+    cluster = read_entry(ClusterEntry, document, where)
+    return _cluster(read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0])
+
+
+def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
+    if device is None:
+        raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
+    hosts = parse_hostfile(text, path)
+    group = NodeGroup.of_library(device, "--device")
+    nodes = tuple(group.node(host.name, num_devices=host.slots) for host in hosts if host.slots)
+    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
+
+
+def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
+    # Before any node is made.
+    check_num_devices(sum(len(group.hosts) * group.num_devices for group in groups), name)
+    nodes: list[Node] = []
+    for group in groups:
+        nodes += [group.node(host) for host in group.hosts]
+    seen: set[str] = set()
+    for node in nodes:
+        if node.name in seen:
+            raise ConfigError(f"cluster {name}: host {node.name} stands twice: give each node a name of its own")
+        seen.add(node.name)
+    notes = [note for each in groups for note in each.notes]
+    return Cluster(nodes=tuple(nodes), name=name), tuple(dict.fromkeys(notes))

@@ -1,0 +1,122 @@
+"""Hostfiles, read as DeepSpeed's launcher reads them (`_parse_hostfile` in deepspeed/launcher/runner.py, 0.19.8).
+
+A line is a host, blanks, `slots=` and a number without blanks between. What follows the number is ignored, such as
+`max_slots=16` of Open MPI. A line that begins with `#` is a comment; `#` elsewhere is none. A host may have no slots.
+DeepSpeed takes any word for a host, also one that ssh reads as an option; here it must be a host name.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from megatron_terapipe.config.parsing import check_host_name
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import MOST_DEVICES, Node
+from megatron_terapipe.search.machine.documents import short
+
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)(.*)")
+_YAML = re.compile(r"-\s|[\w-]+:(\s|$)")
+_NOT_HOSTFILES = (".json", ".yaml", ".yml")
+
+_MISTAKES = (
+    (re.compile(r"slots\s*=.*()"), "names no host"),
+    (re.compile(r"(\S+):\d+"), "has a colon, which DeepSpeed does not read"),
+    (re.compile(r"(\S+)"), "says no slots"),
+    (re.compile(r"(\S+)\s+slots\s*=\s*\d.*"), "has blanks beside =, which DeepSpeed does not read"),
+    (re.compile(r"(\S+)\s+slots\s*=.*"), "has slots that are not a whole number from 0"),
+    (re.compile(r"(\S+)\s.*\bslots=.*"), "has words between host and slots, which DeepSpeed does not read"),
+)
+"""Lines that people write, and what is wrong with them; the group is the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of a hostfile."""
+
+    name: str
+    """Name or address of the host."""
+    slots: int
+    """Its devices; 0 = none of them are used."""
+    ignored: str = ""
+    """What follows on the line."""
+
+
+def is_hostfile(text: str, path: str = "") -> bool:
+    """Whether a file is a hostfile, or was meant to be one, so that errors speak of hostfiles.
+
+    Args:
+        path: its path; `.json`, `.yaml` and `.yml` are endings of other files.
+    """
+    first = next((line for _, line in _lines(text)), "")
+    if _LINE.match(first):
+        return True
+    others = text.lstrip()[:1] in ("{", "[") or PurePath(path).suffix.lower() in _NOT_HOSTFILES
+    return bool(first) and not others and _YAML.match(first) is None
+
+
+def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile in its order.
+
+    Raises:
+        ConfigError: if DeepSpeed would refuse a line or the file, a host has no host name, or none has slots.
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in _lines(text):
+        match = _LINE.match(line)
+        if match is None:
+            raise ConfigError(f"{file}: line {number} of the hostfile, {short(line)}, {_mistake(line)}")
+        check_host_name(match[1], f"{file}: line {number} of the hostfile")
+        if match[1] in hosts:
+            raise ConfigError(f"{file}: line {number} of the hostfile names host {match[1]} again: keep one line")
+        hosts[match[1]] = Host(match[1], _slots(match[2], f"{file}: line {number} of the hostfile"), match[3].strip())
+    if not hosts:
+        raise ConfigError(f"{file} is a hostfile that names no host: write a line HOST slots=N for each")
+    if not any(host.slots for host in hosts.values()):
+        raise ConfigError(f"{file} is a hostfile without slots: write a line HOST slots=N for each host, N from 1")
+    return tuple(hosts.values())
+
+
+def hostfile_notes(hosts: Iterable[Host]) -> tuple[str, ...]:
+    """Return what a hostfile says without effect, a line each."""
+    hosts = tuple(hosts)
+    unused = [host.name for host in hosts if not host.slots]
+    notes = [f"hosts without slots are not used: {_some(unused)}"] if unused else []
+    ignored = list(dict.fromkeys(host.ignored for host in hosts if host.ignored and not host.ignored.startswith("#")))
+    if ignored:
+        notes.append(f"the hostfile says {_some(ignored)} behind the slots of a host, which DeepSpeed ignores")
+    return tuple(notes)
+
+
+def hostfile_text(nodes: Iterable[Node]) -> str:
+    """Return the hostfile of nodes, in their order."""
+    return "".join(f"{node.name} slots={node.num_devices}\n" for node in nodes)
+
+
+def _lines(text: str) -> Iterable[tuple[int, str]]:
+    """Yield the lines that say something, and their numbers from 1."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.strip()
+        if content and not content.startswith("#"):
+            yield number, content
+
+
+def _slots(digits: str, where: str) -> int:
+    # The length first: Python does not read numbers of thousands of digits.
+    slots = int(digits) if len(digits.lstrip("0")) < 9 else None
+    if slots is None or slots > MOST_DEVICES:
+        raise ConfigError(f"{where} has {short(digits)} slots, more than {MOST_DEVICES}: give the devices of the host")
+    return slots
+
+
+def _mistake(line: str) -> str:
+    """Return what is wrong with a line, and how it is written."""
+    for pattern, problem in _MISTAKES:
+        match = pattern.fullmatch(line)
+        if match is not None:
+            return f"{problem}: write '{match[1] or 'HOST'} slots=N', N being its devices"
+    return "is not 'HOST slots=N': write it so; a cluster file is JSON, or YAML with the ending .yaml"
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")

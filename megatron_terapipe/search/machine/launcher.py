@@ -1,0 +1,159 @@
+"""DeepSpeed's launcher on this host and on others: words that remote shells may read, free ports, start and end.
+
+    check_remote_words   words of a command that pdsh hands to the shells of other hosts unquoted
+    launcher, variables  the command and the environment of a launch
+    free_ports           for rendezvous
+    supervised           a launch that ends with this process, on all hosts (`supervisor.py`)
+
+DeepSpeed's pdsh launcher puts words with blanks between double quotes, and quotes nothing else (`PDSHRunner` in
+deepspeed/launcher/multinode_runner.py, 0.19.8): a path with `;` or `$(...)` would run a command on every host.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine import supervisor
+
+_WORD = re.compile(r"[\w@+=:,./ -]*")
+_FOLDER = re.compile(r"[\w@+=:,./-]*")
+"""Of the folder that is entered on every host, which DeepSpeed never quotes."""
+
+RULE = "which the shells of other hosts would read: use letters, digits and _@+=:,./- alone"
+
+SHELL_CHECK = f"""if [ "${{launch[0]}}" = deepspeed ]; then
+    # DeepSpeed hands these words to the shells of the other hosts without quotes, and enters this directory there.
+    for word in "${{PWD// /\\\\ }}" "$trainer" "$here" "$@"; do
+        case "$word" in *[![:alnum:]_@+=:,./\\ -]*)
+            printf 'error: %q has characters {RULE}\\n' "$word" >&2
+            exit 2 ;;
+        esac
+    done
+    # DeepSpeed sends these to the other hosts and prints them, and the trainer reads none: passwords may be among them.
+    unset ${{!MLFLOW@}}
+fi
+"""
+"""Lines of a script that see that the words of its array `launch`, and those behind it, may be sent."""
+
+
+def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None:
+    """See that the shells of other hosts leave the words of a launch as they are.
+
+    Args:
+        folder: where the launcher is started; None = not known yet.
+
+    Raises:
+        ConfigError: naming the first word that a shell would read otherwise.
+    """
+    wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
+    if wrong is None and folder is not None and not _FOLDER.fullmatch(str(folder)):
+        wrong = str(folder)
+    if wrong is not None:
+        raise ConfigError(f"{json.dumps(wrong)} has characters {RULE}")
+
+
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a launcher that may have started this process."""
+
+SENT = "MLFLOW"
+"""Begin of variables that DeepSpeed sends to other hosts and prints, passwords among them; the trainer reads none."""
+
+LISTENING_PORTS = range(20_000, 32_768)
+"""Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
+
+_STRIPES = 64
+"""Parts of these ports, of which a process takes those of one."""
+
+
+def launcher() -> str:
+    """Return the path of the command `deepspeed`.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    found = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
+    if not Path(found).exists():
+        raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")
+    return found
+
+
+def variables(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords.
+
+    Args:
+        on_cpu: whether DeepSpeed must be told to take the CPU.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
+    found = {name: value for name, value in found.items() if not name.startswith(SENT)}
+    return found | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})
+
+
+def free_port() -> int:
+    """Return a port that is free on this host, and that no connection will be given by chance.
+
+    Raises:
+        ConfigError: if none is free.
+    """
+    return free_ports(1)[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """Return as many such ports, each another one.
+
+    Raises:
+        ConfigError: if fewer are free.
+    """
+    # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
+    ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
+    in_any_order = random.SystemRandom().sample(ports, k=len(ports))
+    found = list(islice(filter(_is_free, in_any_order), number))
+    if len(found) < number:
+        raise ConfigError(
+            f"{len(found)} of {len(ports)} ports tried in {LISTENING_PORTS} are free, and {number} are needed: end "
+            "some of the servers on this host"
+        )
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
+    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts.
+
+    Yields:
+        A process that ends when the launch does, with its exit code.
+    """
+    command = [sys.executable, "-I", supervisor.__file__, ",".join(hosts), *words]
+    # A session of its own: Ctrl-C is for this process alone, which then ends the launch.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        if process.wait() == supervisor.NOT_ENDED:
+            print(
+                f"warning: processes of a run may be left here or on {', '.join(hosts) or 'no other host'}: end those "
+                f"with {supervisor.VARIABLE} among their variables",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,248 @@
+"""Devices and machines by the names that people give them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import USUAL_HOST, HostMemory, Link
+from megatron_terapipe.search.machine.documents import suggestion
+
+# Machines by name: how many devices of which kind, and the links inside and between them, one direction.
+#
+# Bandwidths are those of data sheets: an NVLink generation by its links per device, PCIe by lanes, network cards by
+# their line rate. Latencies are those that NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us
+# over PCIe, 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory
+# access is given 30 us, a round guess. The host's memory is that of the whole node in 10^9 bytes; each device reaches
+# it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. What of all this is reached is no matter of
+# machines; calibration says. Sources:
+#
+#     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory
+#     DGX     data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems
+#     HGX     as DGX A100 and H100, with the NVLink of A800 and H800
+#     GB200   a compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device
+#     GH200   four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch)
+#     MI      AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
+#             Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5
+#     PCIe    16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product
+#
+
+NVLINK_LATENCY_S = 3.4e-6
+PCIE_LATENCY_S = 5.7e-6
+NETWORK_LATENCY_S = 14e-6
+ETHERNET_LATENCY_S = 30e-6
+MEMORY_LATENCY_S = 20e-6
+"""Between processes of one CPU, over sockets."""
+
+GIGABYTE = 1e9
+GIGABIT = 1e9 / 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A kind of node."""
+
+    name: str
+    source: str
+    """Row of the list above."""
+    device: str | None
+    """Name of its device in the library; None = any."""
+    num_devices: int
+    inside: Link
+    network: Link
+    num_network_cards: int = 1
+    """Cards that all its devices share."""
+    host: HostMemory = USUAL_HOST
+
+
+def _machine(
+    name: str,
+    source: str,
+    device: str | None,
+    num_devices: int,
+    inside_gb_per_s: float,
+    cards: tuple[int, float],
+    *,
+    host: tuple[float, float],
+    inside_latency_s: float = NVLINK_LATENCY_S,
+    network_latency_s: float = NETWORK_LATENCY_S,
+) -> Machine:
+    num_cards, card_gbit_per_s = cards
+    return Machine(
+        name=name,
+        source=source,
+        device=device,
+        num_devices=num_devices,
+        inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=inside_latency_s),
+        network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=network_latency_s),
+        num_network_cards=num_cards,
+        host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
+    )
+
+
+def _pcie(
+    name: str, source: str, device: str | None, num_devices: int, inside: float, network: float, memory: float
+) -> Machine:
+    """A machine whose devices talk over PCIe, and which has one card without remote memory access."""
+    return _machine(
+        name,
+        source,
+        device,
+        num_devices,
+        inside,
+        (1, network),
+        host=(memory, inside),
+        inside_latency_s=PCIE_LATENCY_S,
+        network_latency_s=ETHERNET_LATENCY_S,
+    )
+
+
+def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Machine:
+    """An EC2 instance with NVLink, PCIe 3 to its host, and plain Ethernet."""
+    host = (memory, 16.0)
+    return _machine(
+        name, "EC2", device, num_devices, inside, (1, network), host=host, network_latency_s=ETHERNET_LATENCY_S
+    )
+
+
+_ENTRIES = (
+    _ethernet("p3.2xlarge", "V100-SXM2-16GB", 1, 150, 10, 65),
+    _ethernet("p3.8xlarge", "V100-SXM2-16GB", 4, 150, 10, 262),
+    _ethernet("p3.16xlarge", "V100-SXM2-16GB", 8, 150, 25, 524),
+    _ethernet("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, 100, 825),
+    _machine("p4d.24xlarge", "EC2", "A100-SXM4-40GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p4de.24xlarge", "EC2", "A100-SXM4-80GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p5.48xlarge", "EC2", "H100-SXM5-80GB", 8, 450, (32, 100), host=(2199, 64)),
+    _machine("p5en.48xlarge", "EC2", "H200-SXM5-141GB", 8, 450, (16, 200), host=(2199, 64)),
+    _machine("p6-b200.48xlarge", "EC2", "B200-SXM-180GB", 8, 900, (8, 400), host=(2199, 64)),
+    _pcie("g4dn.12xlarge", "EC2", "T4", 4, 16, 50, 206),
+    _pcie("g4dn.metal", "EC2", "T4", 8, 16, 100, 412),
+    _pcie("g5.12xlarge", "EC2", "A10G", 4, 32, 40, 206),
+    _pcie("g5.48xlarge", "EC2", "A10G", 8, 32, 100, 825),
+    _pcie("g6.48xlarge", "EC2", "L4", 8, 32, 100, 825),
+    _pcie("g6e.48xlarge", "EC2", "L40S", 8, 32, 400, 1649),
+    _machine("dgx-1-p100", "DGX", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
+    _machine("dgx-1-v100", "DGX", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
+    _machine("dgx-a100", "DGX", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
+    _machine("octo-a800", "HGX", "A800-SXM4-80GB", 8, 200, (8, 200), host=(2000, 32)),
+    _machine("octo-h800", "HGX", "H800-SXM5-80GB", 8, 200, (8, 400), host=(2000, 64)),
+    _machine("dgx-h100", "DGX", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-h200", "DGX", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-b200", "DGX", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
+    # A superchip's 18 links of 25 GB/s go to three others, six to each.
+    _machine("quad-gh200", "GH200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
+    _machine("quad-gb200", "GB200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
+    _machine("quad-mi250x", "MI", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),
+    _machine("octo-mi300x", "MI", "MI300X", 8, 448, (8, 400), host=(1986, 64)),
+    _pcie("pcie-3", "PCIe", None, 8, 16, 100, 512),
+    _pcie("pcie-4", "PCIe", None, 8, 32, 100, 512),
+    _pcie("pcie-5", "PCIe", None, 8, 64, 100, 1024),
+    # A guess: processes of one CPU talk over its memory, machines over 1 Gbit/s.
+    _machine("cpu", "a guess", "cpu-core", 2, 2, (1, 1), host=(16, 8),
+             inside_latency_s=MEMORY_LATENCY_S, network_latency_s=ETHERNET_LATENCY_S),
+)  # fmt: skip
+
+MACHINES: Mapping[str, Machine] = MappingProxyType({each.name: each for each in _ENTRIES})
+"""Every machine by its name."""
+
+
+def device(name: str, where: str = "device") -> Device:
+    """Return a device by its name, or another name of it.
+
+    Upper and lower case, blanks, `-`, `_` and a leading NVIDIA, AMD or Tesla make no difference.
+
+    Args:
+        name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    return library_device(name, where).device
+
+
+def library_device(name: str, where: str = "device") -> LibraryDevice:
+    """Return a device with its source and its usual machine; see `device`.
+
+    Args:
+        name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
+    """
+    key = _key(name)
+    for entry in DEVICES.values():
+        if key in map(_key, (entry.device.name, *entry.aliases)):
+            return entry
+    every = [spelling for entry in DEVICES.values() for spelling in (entry.device.name, *entry.aliases)]
+    remedy = suggestion(name, every)
+    if not remedy.startswith("did you mean"):
+        remedy = f"choose among {', '.join(DEVICES)}"
+    raise ConfigError(f"{where} {name!r} is not in the device library: {remedy}, or describe it by its fields")
+
+
+def names_one_device(name: str, other: str) -> bool:
+    """Whether two names are of one device; those that the library does not know are compared as they are spelled.
+
+    Args:
+        name: such as `A100-80GB`.
+        other: such as `NVIDIA A100-SXM4-80GB`.
+    """
+
+    def found(spelled: str) -> str:
+        try:
+            return library_device(spelled).device.name
+        except ConfigError:
+            return _key(spelled)
+
+    return found(name) == found(other)
+
+
+def machine(name: str, where: str = "machine") -> Machine:
+    """Return a machine by its name.
+
+    Args:
+        name: such as `dgx-a100`.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    by_key = {_key(each): each for each in MACHINES}
+    if _key(name) in by_key:
+        return MACHINES[by_key[_key(name)]]
+    raise ConfigError(f"{where} {name!r} is not in the library of machines: {suggestion(name, MACHINES)}")
+
+
+def usual_machine(name: str) -> Machine:
+    """The machine whose links a device is given where nobody says any.
+
+    Args:
+        name: of the device; one that the library does not know gets PCIe 4.
+    """
+    try:
+        return MACHINES[library_device(name).machine]
+    except ConfigError:
+        return MACHINES["pcie-4"]
+
+
+def needs_fp16(name: str) -> bool:
+    """Whether a device's tensor cores know fp16 and no bf16: those before Ampere."""
+    try:
+        return library_device(name).source in ("P100", "V100", "T4", "RTX 20")
+    except ConfigError:
+        return False
+
+
+def smallest_device_with(memory_bytes: float) -> Device | None:
+    """Return the accelerator of the library with the least memory that is enough; None if none has as much."""
+    large = (each.device for each in DEVICES.values() if each.device.is_gpu)
+    enough = (each for each in large if each.memory_bytes >= memory_bytes)
+    return min(enough, key=lambda each: each.memory_bytes, default=None)
+
+
+def is_guess(name: str) -> bool:
+    """Whether the figures of a device are nobody's data sheet."""
+    return name in DEVICES and DEVICES[name].source == GUESS
+
+
+def _key(name: str) -> str:
+    plain = re.sub(r"[\s_-]+", "", name).lower()
+    return re.sub(r"^(nvidia|amdinstinct|amd)?(tesla|geforce)?", "", plain)

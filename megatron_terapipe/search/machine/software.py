@@ -1,0 +1,282 @@
+"""The form of a description of a trainer: facts that affect time or memory, and do not depend on the hardware.
+
+terapipe.py     this trainer
+trainers.py     others, all of them by name, and descriptions in files of users
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ScalarOrArray: TypeAlias = "NDArray[np.float64] | float"
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
+"""Bytes of a number that layers compute with, by precision."""
+
+AttentionKernel = Literal[
+    "scores", "flash-attention-1", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"
+]
+"""What computes attention. `scores` writes the matrix of scores to memory; the others keep none of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """Memory traffic and kernels of element-wise work, for each number that the operator puts out.
+
+    A number has the bytes of the precision that layers compute in; `bytes` has those that do not depend on it: masks,
+    and numbers in fp32.
+    """
+
+    forward: float = 0.0
+    """Numbers that the forward reads and writes."""
+    backward: float = 0.0
+    """Numbers that the backward reads and writes."""
+    forward_bytes: float = 0.0
+    """Other bytes of the forward."""
+    backward_bytes: float = 0.0
+    """Other bytes of the backward."""
+    forward_kernels: float = 1.0
+    """Kernels that the forward launches."""
+    backward_kernels: float = 1.0
+    """Kernels that the backward launches."""
+
+    def bytes_forward(self, element_bytes: int) -> float:
+        """Bytes that the forward moves for each number of its output.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+        """
+        return element_bytes * self.forward + self.forward_bytes
+
+    def bytes_backward(self, element_bytes: int) -> float:
+        """Bytes that the backward moves for each number of the output.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+        """
+        return element_bytes * self.backward + self.backward_bytes
+
+
+NOTHING = Operator(forward_kernels=0.0, backward_kernels=0.0)
+"""An operator that a kernel beside it does on the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """Element-wise work of a model, by operator; the number that one is counted for is in brackets."""
+
+    layernorm: Operator
+    """[hidden state]."""
+    rmsnorm: Operator
+    """[hidden state]."""
+    residual: Operator
+    """Dropout if there is one, and the sum with the residual [hidden state]."""
+    activation: Operator
+    """Activation function of an MLP without a gate [number that it puts out]."""
+    gated_activation: Operator
+    """The same with a gate [number that it puts out]."""
+    bias: Operator
+    """Bias of a product, and its gradient [output of the product]."""
+    rotary: Operator
+    """Rotation of queries and keys [channel of a query or key]."""
+    head_norm: Operator
+    """Norm of queries and keys [channel of a query or key]."""
+    heads: Operator
+    """Copies of queries, keys and values to where attention reads them, and of its output [channel of a query, key,
+    value or output]."""
+    loss: Operator
+    """Cross-entropy, all of it behind the product [logit]."""
+    embedding: Operator
+    """Rows looked up, and the gradient of the table [hidden state]."""
+    exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
+    """Messages of a head exchange packed, and taken apart [channel of a query, key, value or output]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Products:
+    """Matrix products beside what they compute."""
+
+    forward_kernels: float = 1.0
+    """Kernels of one product: itself, casts and copies around it."""
+    backward_kernels: float = 2.0
+    """Kernels of its two gradients together."""
+    accumulation_bytes: float = 8.0
+    """Bytes that each backward moves for a weight to add its gradient to the sum."""
+    accumulates_in_place: bool = False
+    """Whether the product of the gradient itself adds to the sum, and these bytes move under it; a look-up then adds to
+    the rows that were used alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCore:
+    """How attention is computed, between the products before and behind it."""
+
+    kernel: AttentionKernel = "flash-attention-2"
+    """Which kernel, on devices whose generation `on` does not name."""
+    on: tuple[tuple[str, AttentionKernel], ...] = ()
+    """(generation of devices, kernel) where it is another one."""
+    skips_masked: bool = True
+    """Whether it leaves out what a causal mask hides."""
+    forward_kernels: float = 1.0
+    backward_kernels: float = 1.0
+    keeps_keys: bool = False
+    """Whether keys and values of whole sequences are kept, whatever is recomputed, because token slices that come later
+    attend to them."""
+    score_bytes: float = 13.0
+    """Bytes that one score moves in the forward where scores are written out. 13: the product writes it (2), a fused
+    softmax reads and writes it (4), dropout reads and writes it with a mask (5), the product with the values reads it
+    (2)."""
+    score_bytes_backward: float | None = None
+    """The same of the backward; None = 1.5 times the forward's."""
+    keeps_dropped: bool = False
+    """Whether scores that are written out are kept a second time, with the mask of dropout."""
+    prefix: Operator = NOTHING
+    """Gradients of keys and values before the token slice that its backward adds to those of later ones, which are kept
+    in fp32 [channel of a key or value]; its kernels are those for each token slice before."""
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether the matrix of scores is written to memory."""
+        return self.kernel == "scores"
+
+    def prefix_bytes(self, element_bytes: int, kept_bytes: int) -> float:
+        """Return the bytes that a channel of an earlier key or value moves, as `prefix` says.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+            kept_bytes: bytes of a number that is kept between two backwards.
+        """
+        in_fp32 = self.prefix.backward_bytes
+        return self.prefix.bytes_backward(element_bytes) - in_fp32 + in_fp32 * kept_bytes / ELEMENT_BYTES["fp32"]
+
+    def kernel_on(self, generation: str) -> AttentionKernel:
+        """Return the kernel on devices of a generation, as `devices.GENERATION_NAMES` calls them."""
+        return dict(self.on).get(generation, self.kernel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """Messages between ranks, and what runs under them."""
+
+    overlaps_transfers: bool = False
+    """Whether messages between stages travel under ops; else both ends wait for each."""
+    shares_transfers: bool = False
+    """Whether each tensor-parallel rank sends its part of an activation, and the other end gathers."""
+    overlaps_gradient_reduction: bool = False
+    """Whether data-parallel reductions travel under the last backward, layer by layer."""
+    overlaps_weight_gather: bool = False
+    """Whether stepped weights are gathered under the next forward."""
+    tensor_parallel_overlap: float = 0.0
+    """Share of the collectives between tensor-parallel ranks that products hide."""
+    head_exchange_overlap: float = 0.0
+    """Share of the head exchanges between sequence-parallel ranks that products hide."""
+    sums_at_once: bool = False
+    """Whether attention and MLP side by side are summed in one reduction (`Layer.sums_at_once`)."""
+    reduction_bytes: int | None = None
+    """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
+    (`cost.step_costs`)."""
+    shards_weights: bool = False
+    """Whether data-parallel ranks keep a part of each weight alone, gather it for the forward and again for the
+    backward of each micro-batch, and reduce gradients in each (ZeRO 3, arXiv 1910.02054 section 5.3; FSDP, arXiv
+    2304.11277 section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterBytes:
+    """Bytes of one parameter on a rank, and which of them data-parallel ranks divide among themselves."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    """Copies in fp32, and moments."""
+    step: float = 0.0
+    """More while the optimizer steps; by then no activations are held."""
+    divided: tuple[str, ...] = ()
+    """Names of the fields above that data-parallel ranks divide."""
+
+    def on_rank(self, name: str, data_parallel_size: ScalarOrArray) -> ScalarOrArray:
+        """Return the bytes of a field on one rank, a number or an array as the data-parallel size [...] is."""
+        each: float = getattr(self, name)
+        return each / data_parallel_size if name in self.divided else each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Bytes of weights, gradients and optimizer state, for a precision and a ZeRO stage."""
+
+    precision: str
+    """`fp16`, `bf16` or `fp32`."""
+    zero_stage: int
+    """0 or 1."""
+    parameter: ParameterBytes
+    """Bytes of each parameter."""
+    bucket_element_bytes: int = 0
+    """Bytes of an element of the buckets that reduce gradients and gather weights; 0 = none."""
+    whole_step_bytes: float = 0.0
+    """Bytes that the step reads or writes for each parameter of the rank, also for those that other data-parallel ranks
+    step: the norm of gradients, and zeroing them."""
+
+
+OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (
+    ("sequence_parallel_size", (1,)),
+    ("recompute", ("none", "selective", "full")),
+    ("offload", (False,)),
+    ("key_value_gradients", ("fp32",)),
+)
+"""What is left to trainers other than this one of dimensions that came with long sequences; one of `Software.runs`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """Facts about the trainer that runs a strategy."""
+
+    name: str
+    """As `software` in trials names it."""
+    title: str
+    """What it is, in a few words."""
+    operators: Operators
+    products: Products
+    attention: AttentionCore
+    communication: Communication
+    states: tuple[StateBytes, ...]
+    """Bytes of parameters, for each precision and ZeRO stage."""
+    bucket_elements: int
+    """Elements of ZeRO's buckets, one to reduce and one to gather; a model with fewer parameters on a rank has smaller
+    ones."""
+    runs: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
+    """(dimension of a strategy, values that it can run) for each dimension of which it does not run all."""
+    step_bytes: float = 18.0
+    """Bytes of weights, gradients and optimizer state that the step of a parameter reads or writes."""
+    selective_recomputes: Literal["attention", "norms"] = "attention"
+    """What recompute "selective" runs again: the `attention` core (Korthikanti et al., arXiv 2205.05198 section 5), or
+    `norms` and activation functions (docs/adr/0014)."""
+    residual_dropout: bool = False
+    """Whether masks of dropout are kept with each residual."""
+    logits_at_once: int | None = None
+    """Logits of a rank that may be alive, others being computed again, and the gradient of the head's weight at once
+    (docs/adr/0024); None = the loss keeps all of them in fp32."""
+    loss_in_place: bool = False
+    """Whether the loss reads logits as they are and writes their gradient over them; else it keeps them in fp32."""
+    launch_factor: float = 1.0
+    """Host time of a kernel launch, in that of a Megatron layer of 2021 written in Python."""
+    allocator_factor: float = 1.06
+    """Memory taken for a byte of activations, with what the allocator cannot use."""
+
+    def can_run(self, dimension: str, value: object) -> bool:
+        """Whether it can run a value of a dimension."""
+        values = dict(self.runs).get(dimension)
+        return values is None or value in values
+
+    def state(self, precision: str, zero_stage: int) -> StateBytes:
+        """Return the bytes of weights, gradients and optimizer state.
+
+        Args:
+            precision: `fp16`, `bf16` or `fp32`.
+            zero_stage: 0 or 1.
+        """
+        return next(each for each in self.states if (each.precision, each.zero_stage) == (precision, zero_stage))

@@ -1,0 +1,118 @@
+"""This trainer, as it is on main: without options that change kernels, on a GPU with triton.
+
+Kernels and bytes are counted by `benchmarks.operator_counts`, and again by `tests/search/software/test_terapipe.py`:
+what autograd's operators and compiled functions (docs/adr/0023) read and write, in the middle of a sequence, with four
+query heads to a key head. `--compile-pointwise never` launches more.
+"""
+
+from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.search.machine.software import (
+    AttentionCore,
+    Communication,
+    Operator,
+    Operators,
+    ParameterBytes,
+    Products,
+    Software,
+    StateBytes,
+)
+
+OPERATORS = Operators(
+    # One kernel of torch's. Its backward is one operator of two kernels: the weight's gradient reads both inputs again.
+    layernorm=Operator(forward=2, backward=5),
+    # Compiled: a loop over rows, and in the backward one over columns for the weight's gradient.
+    rmsnorm=Operator(forward=2, backward=5, backward_kernels=2),
+    # Without dropout, a plain sum; where the residual branches off, autograd adds two gradients. With dropout the same
+    # kernel draws the mask on the way, and the backward has one kernel and 2 numbers more.
+    residual=Operator(forward=3, backward=3),
+    activation=Operator(forward=2, backward=3),
+    # Compiled: gate and up are read once, their gradients written side by side.
+    gated_activation=Operator(forward=3, backward=5),
+    # Added by the product itself; the gradient is a sum over its rows.
+    bias=Operator(backward=1, forward_kernels=0),
+    # Compiled: the kernel that turns queries writes them where the copy for attention would be, and that which turns
+    # gradients back puts them together as the copy would. So a rotation costs the keys' kernel alone.
+    rotary=Operator(forward=0.4, backward=0, forward_bytes=0.2, backward_bytes=0.1, backward_kernels=0),
+    # Its input is copied out of the product; of queries instead of the copy for attention.
+    head_norm=Operator(
+        forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=1.5, backward_kernels=2
+    ),
+    # Queries out of the product, keys and values into their buffers. Back: gradients put together (1 kernel), and those
+    # of keys and values with what later token slices found for them (2).
+    heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=3, backward_kernels=3),
+    # Put together in the order of the message, and out of what has come: two copies. Queries, keys and values are taken
+    # out one by one, the output at once.
+    exchange=Operator(forward=4, backward=4, forward_kernels=3, backward_kernels=3),
+    # Log-softmax reads half precision and writes fp32 (2 + 4). Back: softmax of the logits (2 + 4), scaled in place
+    # (8), cast (4 + 2); the other kernels touch a number of each token.
+    loss=Operator(forward=1, backward=2, forward_bytes=4, backward_bytes=16, forward_kernels=10, backward_kernels=9),
+    # Rows of the gradient are cast (2 + 4), and added to rows in fp32 (4 + 8).
+    embedding=Operator(forward=2, backward=1, backward_bytes=16, backward_kernels=2),
+)
+
+TERAPIPE = Software(
+    name="terapipe",
+    title="this trainer",
+    operators=OPERATORS,
+    # The gradient of a weight is added to its sum in fp32, read and written, by the product.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8, accumulates_in_place=True),
+    # Torch's own flash attention, in one call, is FlashAttention-2 on Hopper and Blackwell, too: the third is for those
+    # who have installed it (`attention/flash_kernels.py`). Before Ampere there is the memory-efficient kernel alone.
+    attention=AttentionCore(
+        kernel="flash-attention-2",
+        on=(("volta", "memory-efficient"), ("turing", "memory-efficient")),
+        forward_kernels=1,
+        backward_kernels=1,
+        keeps_keys=True,
+        # Sums in fp32, read and written, and the gradients that this token slice found; keys and values apart.
+        prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=2),
+    ),
+    communication=Communication(overlaps_transfers=True, overlaps_gradient_reduction=True, sums_at_once=True),
+    selective_recomputes="norms",
+    logits_at_once=LOGITS_AT_ONCE,
+    bucket_elements=BUCKET_ELEMENTS,
+    states=(
+        # The step takes the norm of gradients (4), and scales them (8).
+        StateBytes(
+            precision="fp32",
+            zero_stage=0,
+            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8),
+            whole_step_bytes=12,
+        ),
+        # DeepSpeedZeroOptimizer keeps copies and moments, and gradients of its own part.
+        StateBytes(
+            precision="fp32",
+            zero_stage=1,
+            parameter=ParameterBytes(weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step")),
+            bucket_element_bytes=4,
+        ),
+        # FP16_Optimizer: gradients in fp32, and again as one tensor.
+        StateBytes(
+            precision="fp16", zero_stage=0, parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=8)
+        ),
+        StateBytes(
+            precision="fp16",
+            zero_stage=1,
+            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
+            bucket_element_bytes=2,
+        ),
+        # BF16_Optimizer divides its state at stage 0, too; there gradients add up in bf16. But each rank takes the norm
+        # of all gradients, which are cast for it (2 + 4 + 4), and zeroes them twice (4).
+        StateBytes(
+            precision="bf16",
+            zero_stage=0,
+            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
+            whole_step_bytes=14,
+        ),
+        # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025). The norm reads
+        # them (4), and they are zeroed twice (8).
+        StateBytes(
+            precision="bf16",
+            zero_stage=1,
+            parameter=ParameterBytes(weights=2, gradients=4, optimizer=12, divided=("optimizer",)),
+            bucket_element_bytes=4,
+            whole_step_bytes=12,
+        ),
+    ),
+)

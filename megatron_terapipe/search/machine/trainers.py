@@ -1,0 +1,427 @@
+"""Descriptions of other trainers, all descriptions by name, and descriptions that users write.
+
+megatron_lm
+    Megatron-LM as it was when most published tables were measured (2021 to 2023).
+
+    Sources: Narayanan et al., arXiv 2104.04473 sections 4.1 (scatter and gather of messages) and 4.2 (fused kernels);
+    Korthikanti et al., arXiv 2205.05198 section 4 (what a layer keeps).
+
+deepspeed
+    DeepSpeed's pipeline engine with the layers of Megatron-LM: Megatron-DeepSpeed, as most published runs used it.
+
+    Sources: `runtime/pipe/engine.py`, `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and
+    `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Gradients travel as its optimizers send them: sums of bf16 in
+    fp32, and
+    all-reduced even at ZeRO stage 1 (`cost.step_costs.step_traffic`). GPT-NeoX's rotation is written in Python.
+
+deepspeed_eager
+    DeepSpeed's pipeline engine with layers written in plain PyTorch, tensor-parallel ones of Megatron-DeepSpeed.
+
+    OPT and GPT-Neo are written so in Sailor (github.com/eth-easl/sailor,
+    third_party/Megatron-DeepSpeed/megatron/model/
+    gpt_neo_model.py), with products of scores, a softmax in fp32, LayerNorm, GELU and dropout as PyTorch has them.
+    Bytes of
+    eager operators were counted as PyTorch 2.13 dispatches them.
+
+    Scores and the optimizer's step take longer than counted bytes, so theirs are those that explain what the authors
+    measured of one layer on one GPU (sailor/Planner/sailor_planner/profiles/GPT-Neo-2.7/GH-96/profile.json): 16
+    sequences
+    on one rank take 36.5 ms forward and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
+
+fsdp
+    PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager.
+
+    Each rank keeps a part of every weight. A layer's weights are gathered before its forward and again before its
+    backward,
+    one layer ahead of the ops, and its gradients are reduced in fp32 while the layer before it computes. Trials write
+    it as
+    ZeRO 1 without a pipeline.
+
+    Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4. Bytes and kernels of eager operators were counted as
+    PyTorch
+    2.13 dispatches them in bf16.
+
+llm_foundry
+    MosaicML's llm-foundry of 2023: FSDP with Triton's attention and fused losses.
+
+    Sources: its throughput tables (github.com/mosaicml/llm-foundry, scripts/train/benchmarking). Most rows say
+    `FULL_SHARD`
+    and `DEFAULT` (gradients are reduced in fp32). `attn_impl` in `submit_benchmarks.py` is Triton's, a form of the
+    first
+    FlashAttention.
+
+alst
+    DeepSpeed's ALST: ZeRO 3 with sequence-parallel ranks, layers of Hugging Face's transformers and Liger's kernels.
+
+    It has no pipeline, and the search does not rank its strategies: `search/rivals` prices it beside a ranking.
+
+    Sources: Bekman et al., arXiv 2506.13996; ArcticTraining, `projects/sequence-parallelism` (its recipes name
+    FlashAttention-2, Liger and a reduction in bf16) and `monkey_patches.py`; DeepSpeed 0.19.8,
+    `runtime/sequence_parallel/
+    ulysses_sp.py`. Liger's kernels (arXiv 2410.10989) fuse a norm, a gated activation, a rotation, and the head with
+    its
+    loss.
+
+megatron_core
+    Megatron-core as NVIDIA runs it since 2024: Transformer Engine's layers, fused kernels, messages under ops.
+
+    Sources: Megatron-core's user guide (overlap of gradient reduction, parameter gathering and messages between
+    stages) and
+    Transformer Engine's (LayerNormLinear, fused attention by cuDNN), release 2.x; the performance guide of NeMo for
+    tensor-parallel communication overlap.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.documents import read_document, short, suggestion
+from megatron_terapipe.search.machine.entries import fault, place
+from megatron_terapipe.search.machine.software import (
+    NOTHING,
+    OURS_ALONE,
+    AttentionCore,
+    Communication,
+    Operator,
+    Operators,
+    ParameterBytes,
+    Products,
+    Software,
+    StateBytes,
+)
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+
+OPERATORS = Operators(
+    # Backwards have a kernel more than forwards: sums for the weights of norms, and for biases.
+    layernorm=Operator(forward=2, backward=3, backward_kernels=2),
+    rmsnorm=Operator(forward=2, backward=3, backward_kernels=2),
+    # Bias, dropout and sum are one kernel; it writes a mask of one byte.
+    residual=Operator(forward=3, backward=4.5, forward_bytes=1, backward_bytes=1.5, backward_kernels=2),
+    activation=Operator(forward=2, backward=3, backward_kernels=2),
+    gated_activation=Operator(forward=3, backward=4.5, backward_kernels=2),
+    bias=NOTHING,
+    rotary=NOTHING,
+    head_norm=Operator(forward=2, backward=3),
+    heads=Operator(forward=2, backward=3, forward_kernels=0, backward_kernels=0),
+    # Cast to fp32 (2 + 4), maximum (4), subtraction (8), exponential sum (4). Back: softmax read, scaled (8), cast (6).
+    loss=Operator(forward_bytes=22, backward_bytes=14, forward_kernels=12, backward_kernels=12),
+    embedding=Operator(forward=4, backward=4, forward_kernels=6, backward_kernels=6),
+)
+
+FP32 = ParameterBytes(weights=4, gradients=4, optimizer=8)
+FP32_SHARED = ParameterBytes(weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"))
+HALF = ParameterBytes(weights=2, gradients=4, optimizer=12)
+"""Gradients add up in fp32."""
+
+MEGATRON_LM = Software(
+    name="megatron-lm",
+    title="Megatron-LM of 2021 to 2023",
+    operators=OPERATORS,
+    products=Products(forward_kernels=3, backward_kernels=6, accumulation_bytes=8),
+    attention=AttentionCore(
+        kernel="scores", skips_masked=False, forward_kernels=8, backward_kernels=16, keeps_dropped=True
+    ),
+    communication=Communication(shares_transfers=True, reduction_bytes=2),
+    runs=(
+        *OURS_ALONE,
+        ("schedule", ("gpipe", "1f1b", "interleaved")),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform",)),
+    ),
+    residual_dropout=True,
+    bucket_elements=500_000_000,
+    states=(
+        StateBytes(precision="fp32", zero_stage=0, parameter=FP32),
+        StateBytes(precision="fp32", zero_stage=1, parameter=FP32_SHARED, bucket_element_bytes=4),
+        StateBytes(precision="fp16", zero_stage=0, parameter=HALF),
+        StateBytes(
+            precision="fp16",
+            zero_stage=1,
+            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
+            bucket_element_bytes=2,
+        ),
+        StateBytes(precision="bf16", zero_stage=0, parameter=HALF),
+        # A gradient of a micro-batch, and sums in fp32.
+        StateBytes(
+            precision="bf16",
+            zero_stage=1,
+            parameter=ParameterBytes(weights=2, gradients=6, optimizer=12, divided=("optimizer",)),
+            bucket_element_bytes=2,
+        ),
+    ),
+)
+
+
+DEEPSPEED = replace(
+    MEGATRON_LM,
+    name="deepspeed",
+    title="DeepSpeed's pipeline engine with Megatron's layers",
+    operators=replace(
+        MEGATRON_LM.operators,
+        # Halves are swapped and put together, for queries and for keys.
+        rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
+    ),
+    communication=replace(MEGATRON_LM.communication, reduction_bytes=None),
+    runs=(
+        *OURS_ALONE,
+        ("schedule", ("1f1b",)),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform", "parameters")),
+    ),
+)
+
+
+DEEPSPEED_EAGER = replace(
+    DEEPSPEED,
+    name="deepspeed-eager",
+    title="DeepSpeed's pipeline engine with layers in plain PyTorch",
+    operators=replace(
+        DEEPSPEED.operators,
+        layernorm=Operator(forward=2, backward=5, backward_kernels=2),
+        # Dropout with a mask of one byte, and the sum; back the same, and the sum of both branches' gradients.
+        residual=Operator(
+            forward=5, backward=5, forward_bytes=1, backward_bytes=1, forward_kernels=2, backward_kernels=2
+        ),
+        # The bias of the product before is added on its own.
+        activation=Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2),
+        gated_activation=Operator(forward=7, backward=10, forward_kernels=3, backward_kernels=4),
+    ),
+    attention=replace(
+        DEEPSPEED.attention,
+        # Counted are 29 and 49: written by the product (2), masked (5), cast to fp32 (6), softmax (8), cast back (6),
+        # read by the product with the values (2); back each of them, the softmax from two tensors.
+        score_bytes=42,
+        score_bytes_backward=129,
+        forward_kernels=10,
+        backward_kernels=18,
+    ),
+    # A fused step reads and writes 18.
+    step_bytes=74,
+)
+
+
+_ALL = ("weights", "gradients", "optimizer", "step")
+
+_RMSNORM = Operator(forward=4, backward=8, forward_bytes=28, backward_bytes=76, forward_kernels=8, backward_kernels=16)
+
+FSDP = Software(
+    name="fsdp",
+    title="PyTorch FSDP, eager",
+    operators=Operators(
+        # The gradients of weight and bias read input and gradient once more.
+        layernorm=Operator(forward=2, backward=5, backward_kernels=2),
+        # Written in Python with casts to fp32: each step is a kernel.
+        rmsnorm=_RMSNORM,
+        # Forward the sum; back the sum of the gradients of both branches.
+        residual=Operator(forward=3, backward=3),
+        activation=Operator(forward=2, backward=3),
+        gated_activation=Operator(forward=5, backward=9, forward_kernels=2, backward_kernels=3),
+        # Added by the product; its gradient sums the gradient of the output.
+        bias=Operator(backward=1, forward_kernels=0),
+        # Halves are swapped and put together, for queries and for keys.
+        rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
+        head_norm=_RMSNORM,
+        # Gradients of queries, keys and values are put together for the product before.
+        heads=Operator(backward=1.5, forward_kernels=0),
+        # Cast to fp32 (2 + 4), log-softmax (8). Back: zeros (4), log-softmax (12), cast (4 + 2).
+        loss=Operator(
+            forward=1, backward=1, forward_bytes=12, backward_bytes=20, forward_kernels=3, backward_kernels=4
+        ),
+        embedding=Operator(forward=2, backward=2, backward_kernels=10),
+    ),
+    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
+    attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
+    communication=Communication(
+        overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4, shards_weights=True
+    ),
+    runs=(
+        ("pipeline_parallel_size", (1,)),
+        ("tensor_parallel_size", (1,)),
+        ("num_token_slices", (1,)),
+        ("schedule", ("1f1b",)),
+        ("stage_partition", ("uniform",)),
+        ("zero_stage", (1,)),
+        ("sequence_parallel_size", (1,)),
+        ("recompute", ("none", "full")),
+        ("offload", (False,)),
+    ),
+    # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
+    bucket_elements=200_000_000,
+    states=tuple(
+        StateBytes(
+            precision=precision,
+            zero_stage=1,
+            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8, divided=_ALL),
+            bucket_element_bytes=4 if precision == "fp32" else 2,
+        )
+        for precision in ("fp32", "fp16", "bf16")
+    ),
+)
+
+
+LLM_FOUNDRY = replace(
+    FSDP,
+    name="llm-foundry",
+    title="MosaicML's llm-foundry of 2023",
+    operators=replace(
+        FSDP.operators,
+        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
+        # the logits to fp32 and compute the loss again.
+        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
+    ),
+    attention=replace(FSDP.attention, kernel="flash-attention-1"),
+    loss_in_place=True,
+)
+
+
+ALST = replace(
+    FSDP,
+    name="alst",
+    title="ZeRO 3 with Ulysses, DeepSpeed's ALST",
+    operators=replace(
+        FSDP.operators,
+        rmsnorm=Operator(forward=2, backward=4, backward_kernels=2),
+        gated_activation=Operator(forward=3, backward=5),
+        # Queries and keys are turned in place.
+        rotary=Operator(forward=2, backward=2),
+        # Queries, keys, values and outputs travel one by one; each is copied before its exchange and behind it.
+        exchange=Operator(forward=4, backward=4, forward_kernels=4, backward_kernels=4),
+        # The forward writes gradients over the logits, some tokens at a time.
+        loss=Operator(forward=3, backward=0, forward_kernels=2, backward_kernels=0),
+    ),
+    # A gradient in bf16 is copied into a bucket, and its part out of it.
+    products=replace(FSDP.products, accumulation_bytes=8),
+    communication=replace(FSDP.communication, reduction_bytes=2),
+    loss_in_place=True,
+    # Segments of its allocator can grow (PYTORCH_CUDA_ALLOC_CONF), so little is lost between them.
+    allocator_factor=1.03,
+)
+
+
+_DIVIDED = ("optimizer",)
+"""The distributed optimizer divides copies and moments, not the gradients that products add to."""
+
+_SINGLE = ParameterBytes(weights=4, gradients=4, optimizer=8)
+_HALF = ParameterBytes(weights=2, gradients=4, optimizer=12)
+
+MEGATRON_CORE = Software(
+    name="megatron-core",
+    title="Megatron-core with Transformer Engine",
+    operators=Operators(
+        layernorm=Operator(forward=2, backward=3),
+        rmsnorm=Operator(forward=2, backward=3),
+        # Bias, dropout and sum are one kernel; without dropout it writes no mask.
+        residual=Operator(forward=3, backward=3),
+        activation=Operator(forward=2, backward=3),
+        gated_activation=Operator(forward=3, backward=5),
+        # Added where the product or the activation reads it; its gradient sums the gradient of the output.
+        bias=Operator(backward=1, forward_kernels=0),
+        rotary=Operator(forward=2, backward=2),
+        head_norm=Operator(forward=2, backward=3),
+        heads=NOTHING,
+        # Maximum, sum of exponentials and probability in one pass each over fp32 copies, as the shared loss does it.
+        loss=Operator(forward_bytes=22, backward_bytes=14, forward_kernels=8, backward_kernels=4),
+        embedding=Operator(forward=2, backward=2, forward_kernels=4, backward_kernels=4),
+    ),
+    # Products add weight gradients to sums in fp32 themselves.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8, accumulates_in_place=True),
+    attention=AttentionCore(
+        kernel="flash-attention-2",
+        on=(("hopper", "cudnn"), ("blackwell", "cudnn")),
+        forward_kernels=2,
+        backward_kernels=4,
+    ),
+    communication=Communication(
+        overlaps_transfers=True,
+        shares_transfers=True,
+        overlaps_gradient_reduction=True,
+        overlaps_weight_gather=True,
+        # What products hide of collectives, less what that slows them down: chosen beside runs that NVIDIA published,
+        # which lie between 0 and 0.5.
+        tensor_parallel_overlap=0.1,
+        reduction_bytes=2,
+    ),
+    runs=(
+        *OURS_ALONE,
+        ("schedule", ("gpipe", "1f1b", "interleaved")),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform",)),
+    ),
+    bucket_elements=40_000_000,
+    states=tuple(
+        StateBytes(
+            precision=precision,
+            zero_stage=zero_stage,
+            parameter=replace(parameter, divided=_DIVIDED if zero_stage else ()),
+        )
+        for precision, parameter in (("fp32", _SINGLE), ("fp16", _HALF), ("bf16", _HALF))
+        for zero_stage in (0, 1)
+    ),
+)
+
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType(
+    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, DEEPSPEED_EAGER, MEGATRON_CORE, FSDP, LLM_FOUNDRY)}
+)
+"""By name."""
+
+LIKE = "like"
+"""Field of a file: the name of the description that it changes."""
+
+
+def find_software(name: str) -> Software:
+    """Return a description by its name, or from a JSON or YAML file.
+
+    A file names the description that it is `like`, and what differs: `{"like": "megatron-core", "name": "ours",
+    "communication": {"tensor_parallel_overlap": 0.8}}`. Lists are replaced whole.
+
+    Raises:
+        ConfigError: if there is no such description, or the file has a field that is not known or not right.
+    """
+    if name in SOFTWARE:
+        return SOFTWARE[name]
+    if not Path(name).suffix:
+        raise ConfigError(f"--software {name} is neither a file nor a known trainer: {suggestion(name, SOFTWARE)}")
+    document = read_document(name)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name} is not an object: write one with the fields {LIKE} and what differs")
+    like = document.pop(LIKE, None)
+    if not isinstance(like, str) or like not in SOFTWARE:
+        raise fault(place(name, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
+    changed = _changed({**asdict(SOFTWARE[like]), "name": Path(name).stem}, document, name)
+    try:
+        software = TypeAdapter(Software).validate_python(changed)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = place(name, *(step for step in first["loc"]))
+        raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): mend it") from None
+    hidden = software.communication.tensor_parallel_overlap
+    if hidden > 1:
+        raise fault(
+            place(name, "communication", "tensor_parallel_overlap"), hidden, "is not a share up to 1", "give one"
+        )
+    return software
+
+
+def _changed(known: Any, given: Any, file: str, *way: str) -> Any:
+    """Return known fields with those that are given, objects within objects likewise."""
+    if isinstance(known, dict):
+        if not isinstance(given, dict):
+            raise fault(place(file, *way), given, "is not an object", f"give fields of it: {', '.join(known)}")
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(f"{place(file, *way, str(unknown))} is not known: {suggestion(str(unknown), known)}")
+        return {
+            name: _changed(value, given[name], file, *way, name) if name in given else value
+            for name, value in known.items()
+        }
+    if isinstance(given, int | float) and not (math.isfinite(given) and given >= 0):
+        raise fault(place(file, *way), given, "is not a number from 0", "give one")
+    return given

@@ -1,1 +1,0 @@
-"""Seconds of the ops of one layer: by a roofline, or by a measured profile."""

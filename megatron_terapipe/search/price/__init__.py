@@ -1,0 +1,3 @@
+"""Time and memory of a strategy."""
+
+__all__ = ["cost_model", "prediction", "workload", "workload_files"]

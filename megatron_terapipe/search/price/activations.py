@@ -1,0 +1,442 @@
+"""Activations: bytes of a token in a layer from forward to backward, and the peak of a pipeline rank over its schedule.
+
+The same accounting as `deepspeed_ext.plan.memory`, for the order of a rank instead of its times (between two ops of a
+rank nothing is allocated or freed), and with the working memory of a running op.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.costs import SCORES_AT_ONCE, longest_in_window
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, result
+from deepspeed_ext.plan.programs.host_copies import HostCopy
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
+from deepspeed_ext.plan.simulate.arrays import KINDS, OpColumns
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.price.layer_times import key_heads
+from megatron_terapipe.search.price.workload import Attention, Layer
+
+ScalarOrArray = NDArray[np.float64] | float
+
+LOSS_BYTES = 4
+"""Bytes that the loss keeps of each logit: it computes in fp32 (Korthikanti section 4.3: 4sbv)."""
+
+
+class TokenMemory(NamedTuple):
+    """Bytes of one token of one sequence in one layer."""
+
+    activations: ScalarOrArray
+    """Kept from forward to backward; in a layer whose keys and values are kept for whole sequences, without those."""
+    key_values: ScalarOrArray
+    """Keys and values, kept for whole sequences while one of their token slices is live."""
+    key_value_gradients: ScalarOrArray
+    """Sums of their gradients, for all token slices but the last of a sequence."""
+    logits: ScalarOrArray
+    """What head and loss keep, held to a limit where software has one (`logit_limits`)."""
+    working: ScalarOrArray
+    """What the backward of the layer holds more while it runs: what it computes again, and gradients."""
+    freed_by_input_gradient: ScalarOrArray
+    """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
+    of products, and the gradients of their outputs (docs/adr/0017). Below zero where that is more."""
+    scores: ScalarOrArray = 0.0
+    """What the backward holds more of attention that is written out, `SCORE_LIMIT` at most."""
+    window_gradients: ScalarOrArray = 0.0
+    """Of a sequence, not of a token: sums of the gradients of keys and values in the reach of a sliding window, where a
+    sequence has several token slices. Its keys and values are among `activations`: each token slice's are freed by its
+    own backward (docs/adr/0035)."""
+    recomputed: ScalarOrArray = 0.0
+    """What the backward computes again of all layers of the stage at once, and holds while it runs."""
+
+    def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
+        """Return the bytes of a layer whose stage is computed again; here nothing was.
+
+        Args:
+            still_kept: of `activations`, what is kept all the same; an array as they are [...].
+        """
+        waiting = self.activations - self.freed_by_input_gradient
+        return self._replace(
+            activations=still_kept,
+            recomputed=self.activations - still_kept,
+            freed_by_input_gradient=still_kept - waiting,
+        )
+
+
+SCORE_BYTES = 16
+"""Bytes of a score in the backward of attention that is written out: scores, weights and the gradients of both, in
+fp32."""
+
+SCORE_LIMIT = SCORE_BYTES * SCORES_AT_ONCE
+"""Bytes that these take at most, tile by tile."""
+
+
+def token_memory(
+    layer: Layer,
+    software: Software,
+    *,
+    element_bytes: int,
+    tensor_parallel_size: ScalarOrArray,
+    recompute: str,
+    sequence_parallel: bool,
+    sequence_parallel_size: ScalarOrArray = 1.0,
+    key_value_gradients: str = "fp32",
+    activation_is_read_off_output: bool = False,
+) -> TokenMemory:
+    """Bytes that a layer keeps of a token, an array as `tensor_parallel_size` [...] is.
+
+    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
+
+    Args:
+        element_bytes: bytes of an activation.
+        tensor_parallel_size: ranks that share the layer.
+        recompute: `none`, `selective`, `full` or `stage`.
+        sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
+        sequence_parallel_size: ranks that share the tokens of a token slice.
+        key_value_gradients: type in which gradients of keys and values are kept.
+        activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
+    """
+    size = np.asarray(tensor_parallel_size, dtype=float)
+    if layer.kind in ("block", "other") and not layer.is_divided:
+        size = np.ones_like(size)
+    whole = 1 / size if sequence_parallel else np.ones_like(size)
+    nothing = np.zeros_like(size)
+    if layer.kind == "embedding":
+        masks = layer.hidden_size * whole if software.residual_dropout else nothing
+        memory = TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
+        return memory.at_once() if recompute == "stage" else memory
+    kept = _Kept(
+        layer,
+        software,
+        element_bytes,
+        ELEMENT_BYTES[key_value_gradients],
+        size,
+        whole,
+        sequence_parallel_size,
+        activation_is_read_off_output,
+    )
+    if layer.kind == "norm":
+        memory = TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
+        return memory.at_once() if recompute == "stage" else memory
+    if layer.kind == "head":
+        logits = sum(product.outputs for product in layer.products) / size
+        inputs = element_bytes * layer.hidden_size * whole
+        limited = software.logits_at_once is not None
+        kept_bytes, working_bytes = LOSS_BYTES, LOSS_BYTES + element_bytes
+        if limited:
+            kept_bytes, working_bytes = element_bytes, _loss_working_bytes(element_bytes)
+        elif software.loss_in_place:
+            kept_bytes, working_bytes = element_bytes, 0
+        freed = inputs if limited else -element_bytes * logits
+        memory = TokenMemory(inputs, nothing, nothing, kept_bytes * logits, working_bytes * logits, freed)
+        return memory.at_once() if recompute == "stage" else memory
+    if recompute == "stage":
+        return kept.block("none").at_once(kept.keys_of_window())
+    return kept.block(recompute)
+
+
+class LogitLimits(NamedTuple):
+    """Bytes that logits take at most on a rank: kept, and in the working of the head."""
+
+    kept: float
+    working: float
+
+
+def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
+    """Limits of a trainer on logits, in bytes; infinite if it has none.
+
+    Args:
+        element_bytes: bytes of an activation.
+    """
+    if software.logits_at_once is None:
+        return LogitLimits(inf, inf)
+    return LogitLimits(
+        float(software.logits_at_once * element_bytes),
+        float(software.logits_at_once * _loss_working_bytes(element_bytes)),
+    )
+
+
+def _loss_working_bytes(element_bytes: int) -> int:
+    """Bytes of a logit, beside itself, while its gradient is computed: a probability in fp32; a copy in fp32 too."""
+    return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
+
+
+class _Kept:
+    """The parts of a block, in bytes of one token."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        software: Software,
+        element_bytes: int,
+        gradient_bytes: int,
+        size: ScalarOrArray,
+        whole: ScalarOrArray,
+        sharing: ScalarOrArray,
+        reads_output: bool,
+    ) -> None:
+        self.layer, self.software = layer, software
+        self.element_bytes, self.gradient_bytes = element_bytes, gradient_bytes
+        self.size, self.whole, self.sharing = size, whole, sharing
+        self.reads_output = reads_output
+
+    def keys_and_values(self, attention: Attention) -> ScalarOrArray:
+        """Keys and values."""
+        heads = key_heads(attention, self.size * self.sharing)
+        return 2 * self.element_bytes * heads * attention.head_size / self.size
+
+    def keys_of_window(self) -> ScalarOrArray:
+        """Keys and values that each token slice keeps of itself, in a layer with a sliding window."""
+        attention = self.layer.attention
+        if attention is None or attention.sliding_window is None or not self.software.attention.keeps_keys:
+            return 0.0 * self.size
+        return self.keys_and_values(attention)
+
+    def norm(self, count: int) -> ScalarOrArray:
+        """Inputs of norms."""
+        return count * self.element_bytes * self.layer.hidden_size * self.whole
+
+    def block(self, recompute: str) -> TokenMemory:
+        """A transformer layer."""
+        layer, size, whole, element = self.layer, self.size, self.whole, self.element_bytes
+        hidden = element * layer.hidden_size * whole
+        attention = layer.attention
+        mlp_width = element * layer.activation_width / size
+        query = exchanged = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
+        window = None
+        if attention is not None:
+            query = element * attention.query_heads * attention.head_size / size
+            # A head exchange leaves the output of attention in parts of tokens, beside that in parts of heads.
+            exchanged = query * np.greater(self.sharing, 1)
+            key_value = self.keys_and_values(attention)
+            log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
+            normed_heads = element * attention.normed_channels / size
+            positions = attention.most_positions(layer.tokens)
+            # Probabilities before and after dropout, and its mask: 5as of equation 1.
+            copies = 2 * element + 1 if self.software.attention.keeps_dropped else element
+            scores = copies * attention.query_heads * positions / size
+            window = attention.sliding_window
+            if attention.written_out:
+                in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
+                tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
+        has_attention, has_mlp = attention is not None, layer.activation_width > 0
+        num_parts = has_attention + has_mlp
+        masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
+        # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
+        norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
+        widths = (1 + layer.gated) * mlp_width
+        activated = 0.0 * size if self.reads_output else mlp_width
+        flash = not self.software.attention.writes_scores
+        owned = self.software.attention.keeps_keys and has_attention
+        core = log_sums if flash else scores
+        everything = (
+            norms
+            + inputs
+            + normed_heads
+            + 2 * query
+            + exchanged
+            + core
+            + widths
+            + activated
+            + masks
+            + (0.0 if owned else key_value)
+        )
+        gradients = 2 * hidden + np.maximum(2 * mlp_width, query + key_value) + (0.0 if flash else 0.8 * scores)
+        kept, again = everything, 0.0 * size
+        if recompute == "full":
+            kept = hidden + 0.0 * size
+            again = everything - kept
+        elif recompute == "selective" and self.software.selective_recomputes == "attention":
+            kept, again = everything - core, core
+        elif recompute == "selective":
+            again = inputs + activated
+            kept = everything - again
+        if owned and window is not None:
+            # Each token slice keeps its own; while it runs, those in reach are put together.
+            return TokenMemory(
+                activations=kept + key_value,
+                key_values=0.0 * size,
+                key_value_gradients=0.0 * size,
+                logits=0.0 * size,
+                working=again + gradients + key_value,
+                freed_by_input_gradient=kept + key_value - self.operands(),
+                scores=tile_scores,
+                window_gradients=(window - 1) * key_value * (self.gradient_bytes / element),
+            )
+        return TokenMemory(
+            activations=kept,
+            key_values=key_value if owned else 0.0 * size,
+            key_value_gradients=key_value * (self.gradient_bytes / element) if owned else 0.0 * size,
+            logits=0.0 * size,
+            working=again + gradients,
+            freed_by_input_gradient=kept - self.operands(),
+            scores=tile_scores if owned else 0.0 * size,
+        )
+
+    def operands(self) -> ScalarOrArray:
+        """Inputs of products and gradients of their outputs."""
+        total = 0.0 * self.size
+        for product in self.layer.products:
+            inputs = product.inputs / self.size if product.parallel == "row" else product.inputs * self.whole
+            outputs = product.outputs / self.size if product.parallel == "column" else product.outputs * self.whole
+            total = total + self.element_bytes * (inputs + outputs)
+        return total
+
+
+Numbers = NDArray[np.float64]
+
+
+class StageBytes(NamedTuple):
+    """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline."""
+
+    activations: Numbers
+    """Kept from forward to backward."""
+    key_values: Numbers
+    """Keys and values of all its layers."""
+    key_value_gradients: Numbers
+    """Their gradients."""
+    logits: Numbers
+    """Kept by head and loss."""
+    working: Numbers
+    """Held in addition by a backward while it runs."""
+    freed: Numbers
+    """Part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more."""
+    scores: Numbers | float = 0.0
+    """Held in addition to `working` by attention that is written out, `SCORE_LIMIT` at most."""
+    window_gradients: Numbers | float = 0.0
+    """Of a whole micro-batch, not of a token: gradients of keys and values in the reach of sliding windows, where
+    sequences have several token slices."""
+    head_working: Numbers | float = 0.0
+    """`working` of the head, which is separate because it has a limit."""
+    limits: LogitLimits = LogitLimits(inf, inf)
+    """Of logits and of `head_working` on a rank, in bytes."""
+    recomputed: Numbers | float = 0.0
+    """Held by a backward while it runs, of all layers of its stage."""
+    is_recomputed: bool = False
+    """Whether stages are computed again: logits are there in the backward alone."""
+
+
+class Held(NamedTuple):
+    """Bytes at the moment of the peak; numbers, or arrays that broadcast against each other."""
+
+    activations: ScalarOrArray
+    key_values: ScalarOrArray
+    logits: ScalarOrArray
+    working: ScalarOrArray
+
+
+MOST_OPS_AT_ONCE = 200_000
+"""Ops of several ranks that are looked at together."""
+
+_LIVE_CHANGE = np.array([LIVE_CHANGE[kind] for kind in KINDS])
+_TURNS = np.array([result(Op(kind, 0, 0, 0)).kind is OpKind.INPUT_GRADIENT for kind in KINDS])
+"""Which kinds of ops give the gradient of their input."""
+
+
+def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
+    """Return the ops of a rank as arrays."""
+    return OpColumns.of(list(SCHEDULES[schedule](shape, rank)))
+
+
+def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
+    """Return the ops of all ranks as arrays of [ranks, ops], some ranks at a time, so that none is very large.
+
+    Args:
+        schedule: its name in `SCHEDULES`; every rank has as many ops.
+    """
+    orders = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
+    together = max(MOST_OPS_AT_ONCE // max(len(orders[0].kind), 1), 1)
+    names = [field.name for field in fields(OpColumns)]
+    return [
+        OpColumns(*(np.stack([getattr(order, name) for order in orders[first : first + together]]) for name in names))
+        for first in range(0, len(orders), together)
+    ]
+
+
+def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
+    """Smallest number of micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
+
+    More of them only repeat the steady state; `gpipe` and `breadth-first`, which hold them all, have none.
+    """
+    if schedule in KEEPING_ALL:
+        return num_micro_batches
+    least = -(-num_ranks // num_token_slices)
+    if schedule != "interleaved":
+        return min(num_micro_batches, 2 * least + 2)
+    # Its groups of micro-batches are all of one length here, that of its longest group.
+    groups = max(num_micro_batches // least, 1)
+    longest = -(-num_micro_batches // groups)
+    enough = 4 * longest
+    return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
+
+
+def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[HostCopy] = ()) -> Held:
+    """The most that ranks hold, by what it is: [...].
+
+    Args:
+        order: their ops, arrays of [..., ops].
+        lengths: tokens of each token slice.
+        of_stage: bytes of a token on each stage, micro-batch size included.
+        copies: what the device lets go of for some time, where the order is that of one rank.
+    """
+    tokens = np.asarray(lengths, dtype=float)
+    own = tokens[order.token_slice]
+    change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]
+    is_forward, is_last = change > 0, change < 0
+    activations = own * of_stage.activations[order.stage]
+    freed = own * of_stage.freed[order.stage]
+    # What comes as an op starts, and what is gone when it has ended. The last op of a backward in two parts frees what
+    # the first has left.
+    comes = np.where(is_forward, activations, 0.0)
+    goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
+    held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
+    logits = own * of_stage.logits[order.stage]
+    held_logits = np.where(is_turn, logits, 0.0)
+    if not of_stage.is_recomputed:
+        held_logits = _during(np.where(is_forward, logits, 0.0), held_logits)
+    held_logits = np.minimum(held_logits, of_stage.limits.kept)
+    first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
+    sequence = tokens.sum() * of_stage.key_values[order.stage]
+    of_token = of_stage.key_value_gradients[order.stage]
+    in_reach = ((len(tokens) > 1) * of_stage.window_gradients * np.ones_like(of_stage.key_values))[order.stage]
+    comes, goes = np.where(is_forward & first, sequence, 0.0), np.where(is_turn & first, sequence, 0.0)
+    if any(copy.content is Content.KEYS_AND_VALUES for copy in copies):
+        # Those of each token slice are apart, so that each can go by itself.
+        of_own = own * of_stage.key_values[order.stage]
+        comes, goes = np.where(is_forward, of_own, 0.0), np.where(is_turn, of_own, 0.0)
+    comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token + in_reach, 0.0)
+    # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
+    goes = goes + np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, in_reach, 0.0)
+    held_key_values = _during(comes, goes) - _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
+    of_head, of_scores, recomputed = (
+        np.broadcast_to(each, of_stage.working.shape)[order.stage]
+        for each in (of_stage.head_working, of_stage.scores, of_stage.recomputed)
+    )
+    of_blocks = own * of_stage.working[order.stage] + np.minimum(own * of_scores, SCORE_LIMIT)
+    working = np.maximum(of_blocks, np.minimum(own * of_head, of_stage.limits.working))
+    working = np.where(is_turn, working + own * recomputed, 0.0)
+    at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
+    parts = held_activations, held_key_values, held_logits, working
+    return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))
+
+
+def _on_host(copies: Sequence[HostCopy], content: Content, num_ops: int) -> Numbers:
+    """[ops] bytes that are on the host alone while each op runs."""
+    changes = np.zeros(num_ops + 1)
+    for copy in copies:
+        if copy.content is content:
+            changes[copy.drop] += copy.size
+            changes[copy.fetch] -= copy.size
+    return np.cumsum(changes[:-1])
+
+
+def _during(comes: Numbers, goes: Numbers) -> Numbers:
+    """[..., ops] amounts held while each op runs."""
+    held = np.cumsum(comes, axis=-1)
+    held[..., 1:] -= np.cumsum(goes, axis=-1)[..., :-1]
+    return held

@@ -1,0 +1,482 @@
+"""The exact price of one strategy: its time, simulated in the schedule's order, and its memory.
+
+Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimulator -> step -> time_prediction
+-> MemoryModel.predict: states + peak of activations
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.schedules import OPTIMISED
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.closed_form import StepCosts, step_costs
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import OpTimes
+from megatron_terapipe.search.price.links import (
+    ClusterTable,
+    LayerLinks,
+    Messages,
+    RankGroups,
+    sending_s,
+    transfer_bandwidth,
+)
+from megatron_terapipe.search.price.memory import MemoryModel, MemoryOverheads, default_overheads, host_copy_settings
+from megatron_terapipe.search.price.prediction import Prediction, RankMemory
+from megatron_terapipe.search.price.profile_efficiency import ProfileFactors, ScaledTimes
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.simulated_time import (
+    ScheduleSimulator,
+    TimePrediction,
+    closed_form_of,
+    time_prediction,
+)
+from megatron_terapipe.search.price.stages import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    LayerCounter,
+    LayerCounts,
+    LayerPrices,
+    OpSizes,
+    PlacedStrategy,
+    StageOps,
+    on_slowest_device,
+    pipeline_shape,
+    stage_ops,
+)
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.strategy import Strategy
+
+__all__ = ["SPLIT_SCHEDULES", "CostModel", "Pricing", "TimePrediction"]
+
+Floats = NDArray[np.float64]
+
+SPLIT_SCHEDULES = ("zero-bubble", "optimised")
+"""Schedules that compute the gradients of input and weights apart."""
+
+
+class CostModel:
+    """Prices strategies of one model on one cluster. It keeps what strategies have in common."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        software: Software = TERAPIPE,
+        efficiency: HardwareEfficiency | None = None,
+        op_times: OpTimes | None = None,
+        precision: str = "bf16",
+        simulator: ScheduleSimulator | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            efficiency: what is reached of data sheets; None = the defaults.
+            op_times: times of layers; None = the roofline.
+            precision: `bf16`, `fp16` or `fp32`.
+            simulator: keeps the orders of schedules that other models have met; None = a new one.
+        """
+        self.workload = workload
+        self.cluster = cluster
+        self.software = software
+        self.efficiency = efficiency or HardwareEfficiency()
+        self.op_times = op_times or Roofline(self.efficiency, software, precision)
+        self.precision = precision
+        self.element_bytes = ELEMENT_BYTES[precision]
+        self.counter = LayerCounter(workload)
+        """Counts the layers of stages."""
+        self.prices = LayerPrices(
+            self.counter.kinds,
+            self.op_times,
+            self.efficiency,
+            self.element_bytes,
+            software.communication,
+        )
+        """Prices the kinds of layers."""
+        self._known_ops: dict[tuple[object, ...], Floats] = {}
+        self._table = ClusterTable.of(cluster)
+        self._known_groups: dict[ParallelLayout, RankGroups] = {}
+        self._simulator = simulator or ScheduleSimulator()
+
+    def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
+        """Return the cost model of the same model and cluster with other constants; orders of schedules are shared.
+
+        Args:
+            op_times: other times of layers; None = those of now, a roofline with the other constants.
+        """
+        if op_times is None:
+            same = self.op_times
+            op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
+        return CostModel(
+            self.workload,
+            self.cluster,
+            software=self.software,
+            efficiency=efficiency,
+            op_times=op_times,
+            precision=self.precision,
+            simulator=self._simulator,
+        )
+
+    def with_factors(self, factors: ProfileFactors) -> "CostModel":
+        """Return the cost model of training, where this one prices ops, links and the rest as a profile measured them.
+
+        Args:
+            factors: seconds in training per second of the profile.
+        """
+        return self.with_efficiency(factors.efficiency(self.efficiency), ScaledTimes(self.op_times, factors.ops))
+
+    def predict_time(
+        self,
+        strategy: Strategy,
+        *,
+        activation_limit: float | None = None,
+        memory_limit: float | None = None,
+        model_chunk_placement: Placement = Placement.LOOPED,
+    ) -> TimePrediction:
+        """Price one strategy on its real schedule.
+
+        Args:
+            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
+                order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
+                form. None = the schedule's own order, simulated.
+            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = what
+                1f1b keeps.
+            model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
+                those of a V differ only where ranks do.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+            PlanError: if its schedule does not take its shape.
+        """
+        placed = self.placed(strategy)
+        shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
+        step = self.step(placed.counts, placed.groups, strategy.zero_stage)
+
+        def of_replicas(groups: RankGroups) -> TimePrediction:
+            """Time with the devices and links of one kind of replica."""
+            same = replace(placed, groups=groups)
+            stages = self.stage_ops(same)
+            costs = self._costs(same, stages)
+            if activation_limit is None or strategy.schedule != "zero-bubble":
+                cut = strategy.cut(self.workload.seq_length)
+                simulated = self._simulator.simulate(
+                    strategy.schedule,
+                    shape,
+                    costs,
+                    token_slices=cut,
+                    memory_limit=memory_limit,
+                    host_copies=self.host_copy_settings(placed) if strategy.offload else None,
+                )
+            else:
+                simulated = closed_form_of(shape, costs, activation_limit)
+            return time_prediction(
+                shape,
+                stages,
+                costs,
+                simulated,
+                step,
+                layers=placed.counts.first_stage.sum(axis=1),
+                software=self.software,
+                efficiency=self.efficiency,
+            )
+
+        # A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
+        return max(map(of_replicas, placed.groups.by_replica), key=lambda time: time.iteration_time_s)
+
+    def pipeline_costs(self, strategy: Strategy) -> OpCosts:
+        """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""
+        placed = self.placed(strategy)
+        return self._costs(placed, self.stage_ops(placed))
+
+    def host_copy_settings(self, placed: PlacedStrategy) -> HostCopySettings:
+        """Return what of a strategy may wait on hosts, and how fast it is copied, for timelines in seconds."""
+        return host_copy_settings(
+            placed,
+            self.workload,
+            self.counter.kinds,
+            self.cluster,
+            element_bytes=self.element_bytes,
+            efficiency=self.efficiency,
+        )
+
+    def host_copies(self, strategy: Strategy, num_micro_batches: int) -> HostCopyPlan:
+        """Return the host copies of all ranks, planned as the trainer plans them: on the timeline without copies."""
+        placed = self.placed(strategy)
+        shape = replace(pipeline_shape(strategy), num_micro_batches=num_micro_batches)
+        costs, settings = self.pipeline_costs(strategy), self.host_copy_settings(placed)
+        return self._simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
+
+    def placed(self, strategy: Strategy) -> PlacedStrategy:
+        """Look up what a strategy's layout makes of the cluster and the model.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+        """
+        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+        lengths = strategy.cut(self.workload.seq_length).lengths
+        return PlacedStrategy(
+            strategy=strategy,
+            groups=self.groups(strategy),
+            counts=self.counter.count(
+                self.workload.partition(strategy.stage_partition, num_stages),
+                strategy.pipeline_parallel_size,
+                strategy.tensor_parallel_size,
+                vocabulary_stages=strategy.vocabulary_stages,
+            ),
+            shares=np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length,
+        )
+
+    def groups(self, strategy: Strategy) -> RankGroups:
+        """Links of the groups of a strategy."""
+        return self.groups_of(strategy.layout, strategy.placement)
+
+    def groups_of(self, layout: ParallelLayout, placement: tuple[int, ...] | None = None) -> RankGroups:
+        """Links of the groups of a layout; those of ranks in the order of the hostfile are kept.
+
+        Args:
+            placement: device of the cluster for each rank; None = in the order of the hostfile.
+        """
+        if placement is not None:
+            return RankGroups(self._table, layout, placement)
+        if layout not in self._known_groups:
+            self._known_groups[layout] = RankGroups(self._table, layout)
+        return self._known_groups[layout]
+
+    def stage_ops(self, placed: PlacedStrategy) -> Floats:
+        """Return the seconds of the ops of one micro-batch, without messages: [6 parts of `StageOps`, stages, S]."""
+        shares = placed.shares
+        sizes = placed.sizes(shares[:-1], shares[1:])
+        return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
+
+    def priced_stages(
+        self,
+        placed: PlacedStrategy,
+        sizes: OpSizes,
+        *,
+        stages: Sequence[int] | None = None,
+        whole: int | None = None,
+        key: tuple[object, ...] | None = None,
+    ) -> Floats:
+        """Return the seconds of the ops of stages for T token slices: [6 parts of `StageOps`, stages, T].
+
+        Args:
+            sizes: arrays of [T].
+            stages: the stages to price; None = all.
+            whole: the token slice that is the whole sequence; None = all T together are.
+            key: what the sizes are, to keep the times of layers; None = they are not kept.
+        """
+        counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
+        ranks = np.arange(len(counts)) if stages is None else np.array(stages)
+        ranks = ranks % placed.strategy.pipeline_parallel_size
+        out = np.empty((len(StageOps._fields), len(counts), len(np.atleast_1d(sizes.start))))
+        for kind in placed.groups.kinds:
+            rows = np.flatnonzero(np.isin(ranks, kind.ranks))
+            per_device = [stage_ops(counts[rows], self._ops(device, kind.links, sizes, key)) for device in kind.devices]
+            forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
+            whole_s = [each.sum(axis=-1) if whole is None else each[:, whole] for each in forward_backward]
+            out[:, rows] = on_slowest_device(per_device, [each[:, None] for each in whole_s])
+        return out
+
+    def _ops(self, device: Device, links: LayerLinks, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
+        if key is None:
+            return self.prices.ops(device, links, sizes)
+        known = self._known_ops.get((device, links, *key))
+        if known is None:
+            known = self._known_ops[device, links, *key] = self.prices.ops(device, links, sizes)
+        return known
+
+    def messages(self, placed: PlacedStrategy) -> Messages:
+        """Return what one rank sends to the next in one micro-batch, by boundary between stages."""
+        strategy, links = placed.strategy, placed.groups.pipe
+        last = [self.workload.layers[index] for index in placed.counts.last_layers]
+        outputs = np.array([layer.output_elements for layer in last], dtype=float)[:, None] * np.diff(placed.shares)
+        outputs *= strategy.micro_batch_size / strategy.sequence_parallel_size
+        extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
+        index = np.arange(len(last)) % strategy.pipeline_parallel_size
+        if strategy.sequence_parallel:
+            # Between layers each tensor-parallel rank has its part of the tokens alone, and sends no more.
+            outputs /= strategy.tensor_parallel_size
+        return Messages(
+            self.element_bytes * (outputs + extra),
+            links.bandwidth[index],
+            links.latency_s[index],
+            links.crosses_nodes[index],
+        )
+
+    def _sending_s(self, placed: PlacedStrategy) -> Floats:
+        """[boundaries, S] seconds of one message."""
+        strategy = placed.strategy
+        num_bytes, bandwidth, latency_s, crosses_nodes = self.messages(placed)
+        ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
+        return sending_s(
+            Messages(num_bytes, bandwidth[:, None], latency_s[:, None], crosses_nodes[:, None]),
+            placed.groups.tensor.all_ranks.at(ranks[:, None]),
+            self.efficiency,
+            in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
+        )
+
+    def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
+        split = placed.strategy.schedule in SPLIT_SCHEDULES
+        kinds = [FORWARD, INPUT_GRADIENT if split else BACKWARD, WEIGHT_GRADIENT]
+        forward, backward, weight = stages[kinds] + self.efficiency.op_s
+        transfer: float | TransferCosts = 0.0
+        if placed.strategy.pipeline_parallel_size > 1:
+            if self.software.communication.overlaps_transfers:
+                transfer = self._transfers(placed)
+            else:
+                sending = self._sending_s(placed)
+                # Both ends wait for a message: the sender's next op does not start before it has left.
+                forward[:-1] += sending
+                backward[1:] += sending
+        return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
+
+    def _transfers(self, placed: PlacedStrategy) -> TransferCosts:
+        num_bytes, bandwidth, latency, crosses = self.messages(placed)
+        reached = transfer_bandwidth(bandwidth, crosses, self.efficiency)
+        # Messages of other sizes (uneven models) are written as other bandwidths: the plan has one size for all.
+        sizes = np.maximum(num_bytes[0], 1.0)
+        scale = num_bytes.sum(axis=1) / sizes.sum()
+        return TransferCosts(
+            latency=tuple((latency + self.efficiency.transfer_s).tolist()),
+            bandwidth=tuple((reached / np.maximum(scale, 1e-12)).tolist()),
+            message_bytes=tuple(sizes.tolist()),
+        )
+
+    def step(self, counts: LayerCounts, groups: RankGroups, zero_stage: int) -> StepCosts:
+        """Return the end of the iteration, arrays of [P] seconds.
+
+        Args:
+            zero_stage: 0 or 1.
+        """
+        return step_costs(
+            counts.parameters,
+            counts.shared_parameters,
+            groups.data.all_ranks,
+            groups.ends.at(0),
+            np.array([min(map(reachable_bandwidth, devices)) for devices in groups.devices]),
+            zero_stage=zero_stage,
+            precision=self.precision,
+            software=self.software,
+            efficiency=self.efficiency,
+        )
+
+
+def _table(times: Floats) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, times.tolist()))
+
+
+GIB = 2**30
+
+
+class Pricing:
+    """Prices strategies of one model on one cluster, time and memory."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        software: Software = TERAPIPE,
+        efficiency: HardwareEfficiency | None = None,
+        memory_overheads: MemoryOverheads | None = None,
+        op_times: OpTimes | None = None,
+        precision: str = "bf16",
+        measured_cluster: Cluster | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            efficiency: what is reached of data sheets; None = the defaults.
+            memory_overheads: what no count of tensors says; None = the defaults of its devices.
+            op_times: times of layers; None = the roofline.
+            precision: `bf16`, `fp16` or `fp32`.
+            measured_cluster: the same nodes with links as they were measured; None = as data sheets say.
+        """
+        self.workload = workload
+        self.cluster = cluster
+        self.cost_model = CostModel(
+            workload,
+            measured_cluster or cluster,
+            software=software,
+            efficiency=efficiency,
+            op_times=op_times,
+            precision=precision,
+        )
+        self.memory_model = MemoryModel(
+            workload=workload,
+            cluster=cluster,
+            software=software,
+            precision=precision,
+            overheads=memory_overheads or default_overheads(cluster, software),
+        )
+
+    def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
+        """Price one strategy.
+
+        Args:
+            memory: memory of each pipeline rank, if it is known already.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+            PlanError: if its schedule does not take its shape.
+        """
+        time = self.cost_model.predict_time(strategy)
+        return Prediction(
+            iteration_time_s=time.iteration_time_s,
+            bubble_ratio=time.bubble_ratio,
+            breakdown=time.breakdown,
+            memory=memory or self.memory(strategy),
+            notes=time.notes,
+        )
+
+    def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
+        """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+        """
+        return self.memory_model.predict(strategy, copies=self.host_copies(strategy))
+
+    def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
+        """Return what waits on hosts until every rank has reached its peak; None where nothing does.
+
+        What an `optimised` order lets wait is not known before it is found: its memory counts as if nothing did, which
+        is more than it needs.
+        """
+        if not strategy.offload or strategy.schedule == OPTIMISED:
+            return None
+        return self.cost_model.host_copies(strategy, self.memory_model.micro_batches_of_peak(strategy))
+
+    def why_it_does_not_fit(
+        self, strategy: Strategy, memory: tuple[RankMemory, ...], headroom: float = 0.0
+    ) -> str | None:
+        """Return which pipeline rank needs more memory than its smallest device has; None if none does.
+
+        Args:
+            memory: memory of each pipeline rank.
+            headroom: share of each device that must stay free.
+        """
+        usable_share = self.memory_model.overheads.usable_share * (1 - headroom)
+        kept_free = f", {100 * headroom:.3g} % kept free" if headroom else ""
+        for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
+            smallest = min(devices, key=lambda device: device.memory_bytes)
+            usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
+            if needed > usable:
+                return (
+                    f"out of memory: pipeline rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} GiB "
+                    f"({smallest.name}{kept_free})"
+                )
+        return None

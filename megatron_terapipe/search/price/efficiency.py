@@ -1,0 +1,325 @@
+"""Share of the data sheet that is reached, the same for every strategy: the constants that calibration may move.
+
+A constant is a field declared by `constant` or `factors`, with its default and the width of its prior.
+`HardwareEfficiency` holds those of time, `memory.MemoryOverheads` those of memory. `GENERATIONS` has the reach of
+kernels on each generation of devices, relative to an A100.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.price.layer_times import ScalarOrArray
+
+Constants = TypeVar("Constants", bound=Any)
+"""A dataclass whose fields are constants."""
+
+
+def constant(default: float, prior_width: float | None = None, *, most: float = inf) -> Any:
+    """Declare a constant as a field of a dataclass.
+
+    Args:
+        prior_width: standard deviation of its logarithm before any trial was seen; None = it is never fitted.
+        most: greatest value that a fit may give it; 1 for shares.
+    """
+    return field(default=default, metadata={"prior_width": prior_width, "most": most})
+
+
+def factors(number: int, prior_width: float) -> Any:
+    """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ...
+
+    Args:
+        prior_width: standard deviation of the logarithm of each before any trial was seen.
+    """
+    return field(default=(1.0,) * number, metadata={"prior_width": prior_width, "most": inf})
+
+
+def _names(name: str, value: float | tuple[float, ...]) -> Iterable[str]:
+    return [f"{name}[{index}]" for index in range(len(value))] if isinstance(value, tuple) else [name]
+
+
+def _value(constants: Any, name: str) -> float:
+    field_name, bracket, index = name.partition("[")
+    value = getattr(constants, field_name)
+    return float(value[int(index[:-1])] if bracket else value)
+
+
+def _with_values(constants: Constants, values: Mapping[str, float]) -> Constants:
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        field_name, bracket, index = name.partition("[")
+        if not bracket:
+            changes[field_name] = value
+            continue
+        row = changes.setdefault(field_name, list(getattr(constants, field_name)))
+        row[int(index[:-1])] = value
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    found: Constants = replace(constants, **frozen)
+    return found
+
+
+@dataclass(frozen=True)
+class Prior(Generic[Constants]):
+    """Prior distribution of constants, before any trial. Make it with `of`."""
+
+    start: Constants
+    """The most probable constants."""
+    names: tuple[str, ...]
+    """The p constants that are fitted."""
+    widths: NDArray[np.float64]
+    """[p] standard deviations of their logarithms."""
+    most: NDArray[np.float64]
+    """[p] greatest logarithms of constant / start."""
+
+    @classmethod
+    def of(cls, start: Constants) -> "Prior[Constants]":
+        """Return the prior around constants, as their fields declare it."""
+        names, widths, most = [], [], []
+        for each in fields(start):
+            width = each.metadata.get("prior_width")
+            if width is None:
+                continue
+            for name in _names(each.name, getattr(start, each.name)):
+                names.append(name)
+                widths.append(width)
+                most.append(np.log(each.metadata["most"]) - np.log(_value(start, name)))
+        return cls(start, tuple(names), np.array(widths), np.array(most))
+
+    def at(self, logs: NDArray[np.float64]) -> Constants:
+        """Return the constants for [p] logarithms of constant / start."""
+        values = zip(self.names, logs, strict=True)
+        return _with_values(self.start, {name: _value(self.start, name) * float(np.exp(log)) for name, log in values})
+
+    def only(self, which: NDArray[np.bool_]) -> "Prior[Constants]":
+        """Return the prior of some of the constants; the others stay as they are.
+
+        Args:
+            which: [p] whether a constant is fitted.
+        """
+        names = tuple(name for name, chosen in zip(self.names, which, strict=True) if chosen)
+        return replace(self, names=names, widths=self.widths[which], most=self.most[which])
+
+
+def is_factor(name: str) -> bool:
+    """Whether a constant is one of a row of factors."""
+    return name.endswith("]")
+
+
+def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
+    """Return constants of which some have other logarithms.
+
+    Args:
+        logarithm: by how much the logarithm of each grows.
+    """
+    return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
+
+
+RANKS = (2, 4, 8)
+"""Ranks of a group, at which factors are."""
+
+BYTES = tuple(2**exponent for exponent in range(20, 28))
+"""Bytes of a message, at which factors are: from 1 MiB, below which latencies decide, to 128 MiB."""
+
+NUM_REDUCTION_FACTORS = len(RANKS) * len(BYTES)
+"""Number of factors."""
+
+
+def reduction_factor(factors: tuple[float, ...], num_bytes: ScalarOrArray, num_ranks: ScalarOrArray) -> ScalarOrArray:
+    """Return the factor of the seconds of a reduction; arguments broadcast.
+
+    Args:
+        factors: [ranks x bytes] at `RANKS` and `BYTES`, the bytes running fastest.
+        num_bytes: bytes of the message.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return 1.0
+    logs = np.log(factors).reshape(len(RANKS), len(BYTES))
+    row, above_row = _place(num_ranks, RANKS)
+    column, above_column = _place(num_bytes, BYTES)
+    lower = (1 - above_column) * logs[row, column] + above_column * logs[row, column + 1]
+    upper = (1 - above_column) * logs[row + 1, column] + above_column * logs[row + 1, column + 1]
+    return np.asarray(np.exp((1 - above_row) * lower + above_row * upper))
+
+
+def _place(value: ScalarOrArray, knots: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The knot below a value, and how far the value is on the way to the next; knots double from one to the next."""
+    way = np.clip(np.log2(np.maximum(value, 1e-9) / knots[0]), 0, len(knots) - 1)
+    below = np.minimum(way.astype(np.int64), len(knots) - 2)
+    return below, np.asarray(way - below)
+
+
+def carried_by_network(num_ranks: ScalarOrArray, num_nodes: ScalarOrArray) -> ScalarOrArray:
+    """Part of the bytes that the network cards of a node carry in one of the two rounds of an all-reduce over nodes.
+
+    Between two nodes each sums inside and exchanges its sum with the other, so that the cards carry the bytes once in
+    both rounds; among more, a tree carries as much as a ring. Arguments broadcast.
+    """
+    return np.where(np.equal(num_nodes, 2), 0.5, (num_ranks - 1) / num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareEfficiency:
+    """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
+
+    Times are products of these with what `Device` and `Link` say. What differs between generations of devices is known
+    beside them, relative to A100s (`kernel_efficiency`, `attention_kernels`). The defaults are of A100s with Megatron,
+    rounded:
+
+    - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
+      `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
+      `memory_efficiency` (0.7 to 1.0), `launch_s`, `launch_jitter`, `launch_exposed`, `optimizer_passes` and
+      `iteration_s` (vTrain's runs on one node).
+    - `gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6. Products of 1e10 FLOPs and more agree
+      within 15 % with the cuBLAS times that aiconfigurator-core has of an A100; with less than 512 inputs cuBLAS is
+      slower than this, by up to a half.
+    - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
+    - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
+    - `fused_attention`: as the kernels alone.
+    - the rest are guesses with wide priors.
+
+    The second number of a field is how far off the default may be, `Prior` says how; those without one are not fitted.
+    """
+
+    gemm_efficiency: float = constant(0.87, 0.15, most=1.0)
+    """Share of the peak that large matrix products reach on an A100."""
+    gemm_depth: float = 60.0
+    """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
+    gemm_area: float = constant(1.0e6, 0.7)
+    """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
+    attention_efficiency: float = constant(0.35, 0.4, most=1.0)
+    """Share of the peak that batched products of scores and values reach."""
+    fused_attention: float = constant(1.0, 0.2)
+    """Speed of fused kernels of attention in training, in that of the kernel alone."""
+    misaligned_efficiency: float = constant(0.1, 0.5, most=1.0)
+    """By how much attention is slower whose head size no tensor core can read (not a multiple of 8 numbers of 2 bytes;
+    NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1)."""
+    memory_efficiency: float = constant(0.85, 0.25, most=1.0)
+    """Share of the memory bandwidth that element-wise work reaches on an A100."""
+    launch_s: float = constant(30e-6, 0.7)
+    """Host time of one launch, its share of Python and of autograd included."""
+    launch_jitter: float = constant(0.1, 0.7)
+    """By how much a host is later, as a share of its launches, for each doubling of the tensor-parallel ranks that wait
+    for each other."""
+    launch_exposed: float = constant(0.1, 1.0, most=1.0)
+    """Share of the shorter of launching and computing that the longer does not hide; 1 where the host waits for each
+    kernel (CUDA_LAUNCH_BLOCKING)."""
+    overlap_exposed: float = constant(0.1, 1.0, most=1.0)
+    """Share of reductions and gathers under ops that shows all the same: they take multiprocessors and memory bandwidth
+    from the ops."""
+    whole_loss_factor: float = constant(1.0, 0.7)
+    """Memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that share it."""
+    inside_efficiency: float = constant(0.77, 0.2, most=1.0)
+    """Share of a link inside a node that collectives reach."""
+    network_efficiency: float = constant(0.65, 0.6, most=1.0)
+    """Share of a network card that collectives reach."""
+    transfer_inside_efficiency: float = constant(0.18, 0.5, most=1.0)
+    """Share of a link inside a node that it reaches: it takes few of its lanes at once."""
+    transfer_network_efficiency: float = constant(0.8, 0.3, most=1.0)
+    """Share of a network card that one message between stages reaches."""
+    host_efficiency: float = 0.8
+    """Share of the link between a device and its host's page-locked memory that copies reach."""
+    collective_s: float = constant(20e-6, 0.7)
+    """Start of a collective, beside the latency of its links."""
+    transfer_s: float = 30e-6
+    """Start of a message between stages, beside the latency of its link."""
+    optimizer_passes: float = constant(1.8, 0.3)
+    """How often the optimizer step reads or writes the bytes that it keeps of a parameter."""
+    op_s: float = 0.0
+    """What a pipeline's executor needs between two ops of a rank."""
+    iteration_s: float = constant(0.003, 1.0)
+    """What an iteration takes however small it is."""
+    reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)
+    """Seconds of reductions inside a node, in those of the formula; by ranks and bytes (`reduction_factors`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelEfficiency:
+    """What kernels alone reach on a generation of devices."""
+
+    products: float
+    """Share of the peak of large matrix products, in half precision."""
+    depth: float = 180.0
+    """Inputs of a product at which half its time is prologue and epilogue of the tiles."""
+    area: float
+    """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
+    memory: float
+    """Share of the memory bandwidth."""
+    processors: int
+    """Multiprocessors, which compute a tile each."""
+    is_measured: bool = False
+    """Whether products are from a table of many sizes."""
+
+
+REFERENCE = "ampere"
+"""Generation of A100s."""
+
+# fmt: off
+GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
+    "pascal":    KernelEfficiency(products=0.45, area=1.7e5, memory=0.70, processors=56),
+    "volta":     KernelEfficiency(products=0.78, area=2.4e5, memory=0.83, processors=80),
+    "turing":    KernelEfficiency(products=0.37, area=1.2e5, memory=0.69, processors=40),
+    "ampere":    KernelEfficiency(products=0.84, area=3.2e5, memory=0.79, processors=108, is_measured=True),
+    "ada":       KernelEfficiency(products=0.59, area=3.2e5, memory=0.83, processors=142, is_measured=True),
+    "hopper":    KernelEfficiency(products=0.71, area=2.0e5, memory=0.85, processors=132, is_measured=True),
+    "blackwell": KernelEfficiency(products=0.66, depth=130.0, area=5.0e5, memory=0.80, processors=148,
+                                  is_measured=True),
+    "cdna2":     KernelEfficiency(products=0.70, area=3.2e5, memory=0.80, processors=110),
+    "cdna3":     KernelEfficiency(products=0.54, area=9.0e5, memory=0.79, processors=304),
+})
+# fmt: on
+"""Every generation of GPUs in `devices.GENERATION_NAMES`. Others, and CPUs, are priced by the constants as they
+are."""
+
+GAMING_PRODUCTS = 0.85
+"""Share of large products on boards for games of the generations whose entries are of boards that are held to little
+power (T4, L40S): their data sheet has the slower rate of sums in fp32, and they have the power for it. A guess."""
+
+GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelativeEfficiency:
+    """What kernels reach on a device, in what they reach on an A100."""
+
+    products: float = 1.0
+    """Share of the peak of large products."""
+    depth: float = 1.0
+    """Inputs of a product at which half its time is prologue and epilogue."""
+    area: float = 1.0
+    """Rows x outputs of a product at which half its time is unfilled."""
+    memory: float = 1.0
+    """Share of the memory bandwidth."""
+
+
+AS_AN_A100 = RelativeEfficiency()
+
+
+def relative_efficiency(device: Device) -> RelativeEfficiency:
+    """What kernels reach on a device, in what they reach on an A100; 1 where its generation is not known."""
+    one, reference = GENERATIONS.get(device.generation), GENERATIONS[REFERENCE]
+    if one is None:
+        return AS_AN_A100
+    products = GAMING_PRODUCTS if device.name in GAMING_BOARDS else one.products
+    return RelativeEfficiency(
+        products=products / reference.products,
+        depth=one.depth / reference.depth,
+        area=one.area / reference.area,
+        memory=one.memory / reference.memory,
+    )
+
+
+def is_guessed(device: Device) -> bool:
+    """Whether what kernels reach on a device is from no table of its generation, so that priors should be wider."""
+    one = GENERATIONS.get(device.generation)
+    return device.is_gpu and (one is None or not one.is_measured or device.name in GAMING_BOARDS)
+
+
+def reachable_bandwidth(device: Device) -> float:
+    """Bytes per second of a device's memory, such that `memory_efficiency` of it is reached as on an A100."""
+    return device.memory_bandwidth * relative_efficiency(device).memory

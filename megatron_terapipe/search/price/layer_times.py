@@ -1,0 +1,95 @@
+"""The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.price.workload import Attention, Layer
+
+Numbers = NDArray[np.float64]
+ScalarOrArray = Numbers | float
+"""A number, or an array of them; arguments of one call broadcast against each other."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank."""
+
+    forward: ScalarOrArray
+    """F."""
+    input_gradient: ScalarOrArray
+    """BI; with recomputation it includes the forward that runs again."""
+    weight_gradient: ScalarOrArray
+    """BW."""
+    launch_forward: ScalarOrArray = 0.0
+    """Time that the host needs to launch F; it is hidden where the device needs longer. 0 where the times are measured
+    ones, which have it in them."""
+    launch_input_gradient: ScalarOrArray = 0.0
+    """The same for BI."""
+    launch_weight_gradient: ScalarOrArray = 0.0
+    """The same for BW."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerQuery:
+    """One layer, and what the times of its ops depend on. The arrays broadcast against each other."""
+
+    layer: Layer
+    """The layer."""
+    device: Device
+    """The device that computes."""
+    _: KW_ONLY
+    tensor_parallel_size: ScalarOrArray
+    """Ranks that share the layer."""
+    micro_batch_size: ScalarOrArray
+    """Sequences."""
+    start: ScalarOrArray
+    """First token of the token slice."""
+    end: ScalarOrArray
+    """Token behind its last one."""
+    sequence_parallel_size: ScalarOrArray = 1.0
+    """Ranks that share the tokens of its matrices, and the heads of its attention."""
+    recompute: str = "none"
+    """`none`, `selective`, `full` or `stage`."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
+    key_value_gradients: str = "fp32"
+    """Type in which gradients of keys and values are kept between two token slices."""
+
+    @property
+    def sequences(self) -> ScalarOrArray:
+        """Sequences [...] that are as much work as one rank's part of the micro-batch.
+
+        A matrix has as many rows, whether sequence-parallel ranks share the tokens or the sequences; and attention
+        computes as much for a part of the heads of all sequences as for all heads of a part of the sequences.
+        """
+        return self.micro_batch_size / self.sequence_parallel_size
+
+    @property
+    def rows(self) -> ScalarOrArray:
+        """Rows [...] of the layer's matrices: tokens of the token slice on one rank, those of all sequences."""
+        return self.sequences * (self.end - self.start)
+
+
+def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
+    """Heads of key and value [...] that ranks hold together: more than there are, where more ranks share the heads.
+
+    Args:
+        ranks: [...] ranks that share its heads, tensor-parallel times sequence-parallel.
+    """
+    return np.maximum(attention.key_value_heads, ranks)
+
+
+class OpTimes(Protocol):
+    """Times of the ops of a layer, wherever they come from."""
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Whether the reductions between tensor-parallel ranks are in the times."""
+        ...
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Return the seconds of the ops of one layer; arrays have the shape that those of the query broadcast to."""
+        ...

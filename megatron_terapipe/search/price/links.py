@@ -1,0 +1,539 @@
+"""Links between devices: the links that the groups of a layout cross, and the seconds of collectives and messages.
+
+Ranks run over tensor fastest, then sequence, data and pipe, and fill nodes in the order of the hostfile, or stand
+where a placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
+
+On a mixed cluster the replicas of a pipeline may stand on unlike nodes. Within an iteration none waits for another:
+`by_replica` looks at those of one kind at a time.
+
+A ring of n ranks sends (n - 1)/n of the bytes over each of its links, twice for an all-reduce, in as many steps
+(Thakur, Rabenseifner, Gropp 2005, section 4.5; NCCL's own accounting of bus bandwidth). A ring over several nodes is
+as fast as its slowest link. Its steps inside nodes wait for a latency of the inside link, those between nodes for one
+of the network; NCCL climbs a tree between many nodes, so that their latencies grow with the logarithm (NVIDIA,
+Massively Scale Your Deep Learning Training with NCCL 2.4).
+
+All-reduces between two nodes do not ring: each node sums inside and exchanges its sum with the other, so that a
+network card carries the bytes once, not 2 (n - 1)/n times (NCCL's trees; github.com/NVIDIA/nccl-tests/issues/196).
+Among more nodes a tree carries as much as a ring.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.devices import Device
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, carried_by_network, reduction_factor
+from megatron_terapipe.search.price.layer_times import ScalarOrArray
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterTable:
+    """The nodes of a cluster, column by column; N nodes in the order of the hostfile."""
+
+    node_of_device: Whole
+    """[devices] index of the node that each device is in."""
+    devices: tuple[Device, ...]
+    """The different devices."""
+    device_of_node: Whole
+    """[N] number among them of what each node holds."""
+    inside_bandwidth: Floats
+    """[N] bytes per second from one device to another of the node."""
+    inside_latency_s: Floats
+    """[N]."""
+    network_bandwidth: Floats
+    """[N] bytes per second of one network card."""
+    network_latency_s: Floats
+    """[N]."""
+    num_network_cards: Whole
+    """[N]."""
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "ClusterTable":
+        """Return the table of a cluster."""
+        nodes = cluster.nodes
+        numbers: dict[Device, int] = {}
+        device_of_node = [numbers.setdefault(node.device, len(numbers)) for node in nodes]
+
+        def column(value: str, link: str) -> Floats:
+            return np.array([getattr(getattr(node, link), value) for node in nodes], dtype=np.float64)
+
+        return cls(
+            node_of_device=np.repeat(np.arange(len(nodes)), [node.num_devices for node in nodes]),
+            devices=tuple(numbers),
+            device_of_node=np.array(device_of_node, dtype=np.int64),
+            inside_bandwidth=column("bandwidth", "inside"),
+            inside_latency_s=column("latency_s", "inside"),
+            network_bandwidth=column("bandwidth", "network"),
+            network_latency_s=column("latency_s", "network"),
+            num_network_cards=np.array([node.num_network_cards for node in nodes], dtype=np.int64),
+        )
+
+    @cached_property
+    def kind_of_node(self) -> Whole:
+        """[N] number of each node's kind: nodes of a kind hold the same device, and have the same links and cards."""
+        links = self.inside_bandwidth, self.inside_latency_s, self.network_bandwidth, self.network_latency_s
+        rows = np.stack([self.device_of_node, *links, self.num_network_cards], axis=1)
+        return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1], dtype=np.int64).reshape(-1)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return len(self.node_of_device)
+
+
+class GroupTopology(NamedTuple):
+    """Number of ranks and nodes of a group, and the links between them; numbers or arrays."""
+
+    size: ScalarOrArray
+    """Ranks of the group."""
+    num_nodes: ScalarOrArray
+    """Nodes that they are on."""
+    inside_bandwidth: ScalarOrArray
+    """Bytes per second of the slowest link inside those nodes."""
+    inside_latency_s: ScalarOrArray
+    """Seconds of latency of those links."""
+    network_bandwidth: ScalarOrArray
+    """Bytes per second that the group gets of the network cards of a node, others sharing them."""
+    network_latency_s: ScalarOrArray
+    """Seconds of latency of the network."""
+
+    def at(self, index: Any) -> "GroupTopology":
+        """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
+        return GroupTopology(*(part if np.ndim(part) == 0 else np.asarray(part)[index] for part in self))
+
+
+ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
+"""A rank that has no others in its group: it sends nothing."""
+
+
+class LayerLinks(NamedTuple):
+    """Links between the ranks that share a layer."""
+
+    tensor: GroupTopology
+    """Those between tensor-parallel ranks."""
+    sequence: GroupTopology = ALONE
+    """Those between sequence-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLinks:
+    """Links of the groups of one axis, per pipeline rank; the slowest group's."""
+
+    size: int
+    """Ranks of a group."""
+    num_nodes: Floats
+    """[P] nodes that it is on."""
+    inside_bandwidth: Floats
+    """[P] bytes per second inside the nodes."""
+    inside_latency_s: Floats
+    """[P]."""
+    network_bandwidth: Floats
+    """[P] bytes per second that a group gets of a node's network cards."""
+    network_latency_s: Floats
+    """[P]."""
+
+    def at(self, rank: int) -> GroupTopology:
+        """Return the links of the groups of one pipeline rank, as numbers."""
+        return GroupTopology(self.size, *(float(column[rank]) for column in self._columns))
+
+    @property
+    def all_ranks(self) -> GroupTopology:
+        """Links of the groups of all pipeline ranks, as arrays of [P]."""
+        return GroupTopology(float(self.size), *self._columns)
+
+    @property
+    def _columns(self) -> tuple[Floats, ...]:
+        links = self.inside_bandwidth, self.inside_latency_s, self.network_bandwidth, self.network_latency_s
+        return (self.num_nodes, *links)
+
+
+class RankKind(NamedTuple):
+    """Pipeline ranks that compute alike."""
+
+    ranks: Whole
+    """[n] which they are."""
+    devices: tuple[Device, ...]
+    """Their different devices."""
+    links: LayerLinks
+    """Links between the ranks that share their layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryLinks:
+    """Links between a pipeline rank and the next, the slowest of the pairs that talk."""
+
+    bandwidth: Floats
+    """[P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first."""
+    latency_s: Floats
+    """[P]."""
+    crosses_nodes: NDArray[np.bool_]
+    """[P] whether it is the network."""
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of a layout on a cluster.
+
+    Raises:
+        ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
+    """
+
+    cluster: ClusterTable
+    """Where."""
+    layout: ParallelLayout
+    """Sizes of the axes."""
+    placement: Sequence[int] | None = None
+    """Device of the cluster for each rank; None = in the order of the hostfile."""
+    replicas: tuple[int, ...] | None = None
+    """Data-parallel ranks whose devices, tensor-parallel groups and boundaries count; None = all. The others use links
+    at the same time all the same."""
+
+    def __post_init__(self) -> None:
+        """Check the placement."""
+        world, devices = self.layout.world_size, self.cluster.num_devices
+        if world > devices:
+            raise ConfigError(
+                f"strategy: data x sequence x tensor x pipeline parallel size is {world}, and the cluster has "
+                f"{devices} devices: make one of them smaller"
+            )
+        if self.placement is not None:
+            places = set(self.placement)
+            if len(self.placement) != world or len(places) != world or not places <= set(range(devices)):
+                raise ConfigError(
+                    f"strategy: placement does not name {world} different devices of 0..{devices - 1}: "
+                    "give one for each rank, or null"
+                )
+
+    @cached_property
+    def nodes(self) -> Whole:
+        """[P, D, R, T] node of each rank, R those that share the tokens of a token slice."""
+        of_device = self.cluster.node_of_device
+        placed = of_device[: self.layout.world_size] if self.placement is None else of_device[list(self.placement)]
+        layout = self.layout
+        of_replica = layout.sequence_parallel_size, layout.tensor_parallel_size
+        return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, *of_replica)
+
+    @cached_property
+    def by_replica(self) -> "tuple[RankGroups, ...]":
+        """These groups once for each kind of replica; replicas of a kind stand on like nodes, stage by stage.
+
+        Links of a kind are its slowest. Where all replicas are alike, that is these groups themselves.
+        """
+        kinds = self.cluster.kind_of_node
+        if kinds.max() == 0:
+            return (self,)
+        of_replica = np.swapaxes(kinds[self.nodes], 0, 1).reshape(self.layout.data_parallel_size, -1)
+        found, kind_of_replica = np.unique(of_replica, axis=0, return_inverse=True)
+        if len(found) == 1:
+            return (self,)
+        members = (np.flatnonzero(kind_of_replica.reshape(-1) == kind) for kind in range(len(found)))
+        return tuple(replace(self, replicas=tuple(each.tolist())) for each in members)
+
+    @property
+    def _counting(self) -> Any:
+        """Index of the replicas that count, on the axis D."""
+        return slice(None) if self.replicas is None else list(self.replicas)
+
+    @cached_property
+    def devices(self) -> tuple[tuple[Device, ...], ...]:
+        """The different devices of each pipeline rank; all of them wait for the slowest."""
+        stages = self.layout.pipeline_parallel_size
+        kinds = self.cluster.devices
+        if len(kinds) == 1:
+            return (kinds,) * stages
+        here = self.nodes[:, self._counting].reshape(stages, -1)
+        present = np.zeros((stages, len(kinds)), dtype=bool)
+        present[np.arange(stages)[:, None], self.cluster.device_of_node[here]] = True
+        return tuple(tuple(kinds[kind] for kind in np.flatnonzero(row)) for row in present)
+
+    @cached_property
+    def kinds(self) -> tuple[RankKind, ...]:
+        """Pipeline ranks by what they compute with; those of a kind share the times of their layers."""
+        found: dict[tuple[tuple[Device, ...], LayerLinks], list[int]] = {}
+        for rank, devices in enumerate(self.devices):
+            found.setdefault((devices, self.layer_links(rank)), []).append(rank)
+        return tuple(RankKind(np.array(ranks), *key) for key, ranks in found.items())
+
+    @cached_property
+    def tensor(self) -> GroupLinks:
+        """Tensor-parallel groups."""
+        size = self.layout.tensor_parallel_size
+        return self._links(self.nodes.reshape(-1, size), counted=self._counted(self.layout.sequence_parallel_size))
+
+    @cached_property
+    def sequence(self) -> GroupLinks:
+        """Groups of sequence-parallel ranks."""
+        groups = np.swapaxes(self.nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
+        return self._links(groups, counted=self._counted(self.layout.tensor_parallel_size))
+
+    def layer_links(self, rank: int) -> LayerLinks:
+        """Links between the ranks that share the layers of a pipeline rank."""
+        alone = self.layout.sequence_parallel_size == 1
+        return LayerLinks(self.tensor.at(rank), ALONE if alone else self.sequence.at(rank))
+
+    @cached_property
+    def data(self) -> GroupLinks:
+        """Groups of ranks with the same weights, over which gradients are reduced: data- and sequence-parallel ones."""
+        return self._links(np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
+
+    def _counted(self, groups_of_replica: int) -> NDArray[np.bool_] | None:
+        """[groups] which groups are of the replicas that count, of so many in each stage of a replica; None = all."""
+        if self.replicas is None:
+            return None
+        sizes = self.layout.pipeline_parallel_size, self.layout.data_parallel_size, groups_of_replica
+        counted = np.zeros(sizes, dtype=bool)
+        counted[:, self.replicas] = True
+        return counted
+
+    @cached_property
+    def ends(self) -> GroupLinks:
+        """The first and the last pipeline rank, where they share a weight; one entry."""
+        pairs = np.stack([self.nodes[0].reshape(-1), self.nodes[-1].reshape(-1)], axis=1)
+        return self._links(pairs, num_stages=1)
+
+    @cached_property
+    def pipe(self) -> BoundaryLinks:
+        """Neighbouring pipeline ranks."""
+        stages = self.layout.pipeline_parallel_size
+        here = self.nodes.reshape(stages, -1)
+        there = np.roll(here, -1, axis=0)
+        apart = here != there
+        nodes = self.cluster
+        inside, latency_s = nodes.inside_bandwidth, nodes.inside_latency_s
+        bandwidth = np.where(apart, np.inf, np.minimum(inside[here], inside[there]))
+        latency = np.where(
+            apart,
+            np.maximum(nodes.network_latency_s[here], nodes.network_latency_s[there]),
+            np.maximum(latency_s[here], latency_s[there]),
+        )
+        for stage, across in enumerate(apart):
+            # Pairs that leave, or come to, the same node at once share its cards; no pair fills more than one.
+            for ends in (here[stage][across], there[stage][across]):
+                places = ends - ends.min(initial=nodes.num_devices)
+                pairs = np.bincount(places)[places]
+                share = nodes.network_bandwidth[ends] * np.minimum(nodes.num_network_cards[ends] / pairs, 1.0)
+                bandwidth[stage, across] = np.minimum(bandwidth[stage, across], share)
+        if self.replicas is not None:
+            bandwidth, latency, apart = (
+                each.reshape(self.nodes.shape)[:, self._counting].reshape(stages, -1)
+                for each in (bandwidth, latency, apart)
+            )
+        return BoundaryLinks(bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1))
+
+    def _links(
+        self, groups: Whole, num_stages: int | None = None, counted: NDArray[np.bool_] | None = None
+    ) -> GroupLinks:
+        """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another.
+
+        All of them use the links; only those `counted` are asked about, as many of each pipeline rank.
+        """
+        num_stages = num_stages or self.layout.pipeline_parallel_size
+        parts = _parts_on_nodes(groups)
+        nodes, cluster = parts.nodes, self.cluster
+        leaves = np.repeat(parts.num_nodes > 1, parts.num_nodes)
+        # Groups that leave a node at once share its cards in equal parts, and no rank drives more than one card.
+        cards = cluster.num_network_cards
+        sharing = np.bincount(nodes[leaves], minlength=len(cards))
+        share = cluster.network_bandwidth[nodes] * np.minimum((cards / np.maximum(sharing, 1))[nodes], parts.num_ranks)
+        num_nodes, starts = parts.num_nodes, parts.starts
+        if counted is not None:
+            of_counted = np.repeat(counted.reshape(-1), num_nodes)
+            nodes, share = nodes[of_counted], share[of_counted]
+            num_nodes = num_nodes[counted.reshape(-1)]
+            starts = np.cumsum(num_nodes) - num_nodes
+        first_of_stage = starts[:: len(num_nodes) // num_stages]
+
+        def of_stages(combine: np.ufunc, values: Floats) -> Floats:
+            """Combine values of [parts] stage by stage: [stages]."""
+            return np.asarray(combine.reduceat(values, first_of_stage), dtype=np.float64)
+
+        return GroupLinks(
+            groups.shape[1],
+            num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
+            of_stages(np.minimum, cluster.inside_bandwidth[nodes]),
+            of_stages(np.maximum, cluster.inside_latency_s[nodes]),
+            of_stages(np.minimum, share),
+            of_stages(np.maximum, cluster.network_latency_s[nodes]),
+        )
+
+
+class _PartsOnNodes(NamedTuple):
+    """The parts of groups that stand on one node each, group by group. There are no more of them than ranks."""
+
+    nodes: Whole
+    """[parts] node of each."""
+    num_ranks: Whole
+    """[parts] ranks of the group on this node."""
+    starts: Whole
+    """[groups] index of the first part of each group."""
+    num_nodes: Whole
+    """[groups] nodes of each group."""
+
+
+def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:
+    """Return the parts of groups, given as [groups, members] nodes."""
+    num_groups, size = groups.shape
+    ordered = np.sort(groups, axis=1)
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = np.flatnonzero(begins)
+    num_nodes = begins.sum(axis=1)
+    return _PartsOnNodes(
+        nodes=ordered.ravel()[first],
+        num_ranks=np.diff(first, append=num_groups * size),
+        starts=np.cumsum(num_nodes) - num_nodes,
+        num_nodes=num_nodes,
+    )
+
+
+Flags = NDArray[np.bool_]
+
+
+def _round_s(
+    num_bytes: ScalarOrArray,
+    topology: GroupTopology,
+    efficiency: HardwareEfficiency,
+    network_share: ScalarOrArray | None = None,
+) -> ScalarOrArray:
+    """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank.
+
+    Args:
+        num_bytes: bytes of the whole sum.
+        network_share: part of the bytes that a node's network cards carry; None = as in a ring.
+    """
+    size = np.maximum(topology.size, 1)
+    ring_share = (size - 1) / size
+    inside = num_bytes * ring_share / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    carried = num_bytes * (ring_share if network_share is None else network_share)
+    network = carried / (topology.network_bandwidth * efficiency.network_efficiency)
+    crosses = np.greater(topology.num_nodes, 1)
+    in_a_node = size / topology.num_nodes
+    steps_s = topology.inside_latency_s * (in_a_node - 1) + np.where(
+        crosses, topology.network_latency_s * np.log2(np.maximum(topology.num_nodes, 1)), 0.0
+    )
+    # Where each node holds one rank, nothing travels inside nodes.
+    moving = np.maximum(np.where(in_a_node > 1, inside, 0.0), np.where(crosses, network, 0.0))
+    learned = np.where(crosses, 1.0, reduction_factor(efficiency.reductions, num_bytes, size))
+    return np.where(np.greater(size, 1), (moving + steps_s) * learned, 0.0)
+
+
+def reduce_scatter_s(
+    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency
+) -> ScalarOrArray:
+    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the whole sum.
+    """
+    return np.where(
+        np.greater(topology.size, 1), _round_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
+    )
+
+
+def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Seconds until each rank has all `num_bytes`, of which each had a part; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the whole.
+    """
+    return reduce_scatter_s(num_bytes, topology, efficiency)
+
+
+def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the sum.
+    """
+    size = np.maximum(topology.size, 1)
+    round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes))
+    return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
+
+
+def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Seconds until each rank has a part of the numbers of every other; arguments broadcast.
+
+    Of the n parts of its bytes a rank keeps one, sends those for its own node over the link inside, and the others over
+    the network cards, which carry those of all its ranks. All messages are posted at once, so their latencies do not
+    add up.
+
+    Args:
+        num_bytes: bytes of one rank, its own part among them.
+    """
+    size = np.maximum(topology.size, 1)
+    in_a_node = size / topology.num_nodes
+    part = num_bytes / size
+    inside = (in_a_node - 1) * part / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    leaving = in_a_node * (size - in_a_node) * part
+    network = leaving / (topology.network_bandwidth * efficiency.network_efficiency)
+    inside_s = np.where(in_a_node > 1, inside + topology.inside_latency_s, 0.0)
+    network_s = np.where(np.greater(topology.num_nodes, 1), network + topology.network_latency_s, 0.0)
+    return np.where(np.greater(size, 1), np.maximum(inside_s, network_s) + efficiency.collective_s, 0.0)
+
+
+def transfer_bandwidth(
+    bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
+) -> ScalarOrArray:
+    """Bytes per second that a message between stages reaches; arguments broadcast.
+
+    Args:
+        bandwidth: bytes per second of the link.
+        crosses_nodes: whether the message goes to another node.
+    """
+    return bandwidth * np.where(
+        crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
+    )
+
+
+def transfer_s(
+    num_bytes: ScalarOrArray,
+    bandwidth: ScalarOrArray,
+    latency_s: ScalarOrArray,
+    crosses_nodes: ScalarOrArray | Flags,
+    efficiency: HardwareEfficiency,
+) -> ScalarOrArray:
+    """Seconds of one message between stages; arguments broadcast.
+
+    Args:
+        num_bytes: its bytes.
+        bandwidth: bytes per second of its link, by the data sheet.
+        latency_s: seconds of latency of its link.
+        crosses_nodes: whether the link is a network, not one inside a node.
+    """
+    return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s
+
+
+class Messages(NamedTuple):
+    """Messages between neighbouring stages, of B boundaries and S token slices; other arrays that broadcast will do."""
+
+    num_bytes: Floats
+    """[B, S] of the activation of one token slice."""
+    bandwidth: Floats
+    """[B] bytes per second of the link, by the data sheet."""
+    latency_s: Floats
+    """[B]."""
+    crosses_nodes: NDArray[np.bool_]
+    """[B] whether it is the network."""
+
+
+def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
+    """Return the seconds of messages, until all tensor-parallel ranks of the next stage have them; arguments broadcast.
+
+    Args:
+        in_parts: whether each tensor-parallel rank sends its part, which the receivers gather.
+    """
+    num_bytes, bandwidth, latency_s, crosses_nodes = sent
+    if not in_parts:
+        return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, efficiency), dtype=float)
+    part = transfer_s(num_bytes / topology.size, bandwidth, latency_s, crosses_nodes, efficiency)
+    return np.asarray(part + all_gather_s(num_bytes, topology, efficiency), dtype=float)

@@ -1,0 +1,418 @@
+"""Op times from forwards that were measured at one micro-batch size: what of them the host took, and what the device.
+
+A small forward takes as long as its host needs to launch it, however fast the device is, and does not take longer
+with twice the sequences. Scaled in proportion to the micro-batch it would. One measurement alone does not say which
+it is; three things together do:
+
+  * layers of the same structure are launched by the same calls, so that the fastest of them, on whatever device, is an
+    upper limit of the launch time of all;
+  * where a layer takes clearly longer than that limit, its device is what takes the time;
+  * what a roofline misses there (unfused element-wise work, kernels below their best) it misses on every device.
+
+So the roofline gives the shape of the device's time over micro-batch size, tensor-parallel size and backward; the
+measurement gives its scale where the device was the limit, and the launches where the host was.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_terapipe.devices import Device
+from megatron_terapipe.errors import ConfigError, DataError
+from megatron_terapipe.search.machine.cluster import Cluster, Link
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
+from megatron_terapipe.search.price.links import GroupTopology, all_reduce_s
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.stages import reductions
+from megatron_terapipe.search.price.workload import Layer, Workload
+
+MOVING_BACKWARD = 1.4
+"""Memory traffic of the backward of element-wise work in that of its forward.
+
+Counted for scores that are written out in half precision with mask, softmax and dropout apart: the forward moves 17
+bytes of each (product 2, mask 4, softmax 4, dropout 5, product 2), the backward 24 (products 2 and 2, dropout 5,
+softmax 6, mask 5, products 4).
+"""
+
+
+class DeviceTimes(NamedTuple):
+    """Seconds that the device needs, without launches and reductions."""
+
+    products: ScalarOrArray
+    """Of the matrix products of the forward."""
+    moving: ScalarOrArray
+    """Of everything else in the forward, which moves memory; without a loss behind it."""
+    input_gradient: ScalarOrArray
+    """BI of the products."""
+    weight_gradient: ScalarOrArray
+    """BW of the products."""
+    loss_forward: ScalarOrArray = 0.0
+    """Of the loss, where the layer is the head."""
+    loss_gradient: ScalarOrArray = 0.0
+    """Its gradient."""
+
+
+class Scale(NamedTuple):
+    """Device time in that of the roofline."""
+
+    products: float = 1.0
+    """Of matrix products."""
+    moving: float = 1.0
+    """Of everything else."""
+
+    def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
+        """Return this scale if it keeps the limit; else one that reaches it.
+
+        Args:
+            products_s: seconds of the products.
+            moving_s: seconds of the memory traffic.
+        """
+        if self.products * products_s + self.moving * moving_s <= limit_s:
+            return self
+        return Scale.reaching(products_s, moving_s, limit_s)
+
+    @staticmethod
+    def reaching(products_s: float, moving_s: float, whole_s: float) -> "Scale":
+        """Return the scale with which both take `whole_s`.
+
+        Products are what a roofline knows best: what it misses is other work, so long as there is any.
+
+        Args:
+            products_s: seconds of the products.
+            moving_s: seconds of the memory traffic.
+            whole_s: seconds of both together.
+        """
+        if moving_s > 0 and whole_s >= products_s:
+            return Scale(1.0, (whole_s - products_s) / moving_s)
+        share = whole_s / (products_s + moving_s) if products_s + moving_s > 0 else 1.0
+        return Scale(share, share)
+
+
+def is_divided(layer: Layer) -> bool:
+    """Whether tensor-parallel ranks divide a layer: any of its matrices."""
+    return any(product.parallel != "none" for product in layer.products)
+
+
+def device_times(
+    roofline: Roofline,
+    layer: Layer,
+    device: Device,
+    tensor_parallel_size: ScalarOrArray,
+    micro_batch_size: ScalarOrArray,
+    start: ScalarOrArray,
+    end: ScalarOrArray,
+) -> DeviceTimes:
+    """Return the times of one layer; arguments broadcast.
+
+    What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
+    as a whole by every tensor-parallel rank.
+
+    Args:
+        tensor_parallel_size: ranks that share the layer.
+        start: first token of the token slice.
+        end: token behind its last one.
+    """
+    sharing = tensor_parallel_size
+    if layer.products and not is_divided(layer):
+        sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
+
+    def computed(what: Layer) -> LayerTimes:
+        return roofline(
+            LayerQuery(
+                what, device, tensor_parallel_size=sharing, micro_batch_size=micro_batch_size, start=start, end=end
+            )
+        )
+
+    body = replace(layer, kind="other") if layer.kind == "head" else layer
+    alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
+    whole, products = computed(body), computed(alone)
+    if not np.any(whole.forward):
+        # No product, norm or activation: a copy, of which only the measurement knows the time.
+        one = np.asarray(micro_batch_size * (end - start) / layer.tokens)
+        return DeviceTimes(np.zeros_like(one), one, 0.0, 0.0)
+    moving = whole.forward - products.forward
+    times = DeviceTimes(products.forward, moving, products.input_gradient, products.weight_gradient)
+    if layer.kind != "head":
+        return times
+    with_loss = computed(layer)
+    return times._replace(
+        loss_forward=with_loss.forward - whole.forward,
+        loss_gradient=with_loss.input_gradient
+        + with_loss.weight_gradient
+        - whole.input_gradient
+        - whole.weight_gradient,
+    )
+
+
+CLEARLY = 1.2
+"""How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their
+difference says nothing."""
+
+BACKWARD_LAUNCHES = 1.0
+"""Host time of a backward in that of its forward: autograd launches about twice the kernels, from C++ and not from
+Python. An assumption; nothing was fitted."""
+
+HIDING = 4
+"""Power of the norm that joins launching and computing: the longer hides the shorter, less so where both are alike."""
+
+Structure = tuple[object, ...]
+Limits = Mapping[Structure, Mapping[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredDevice:
+    """A device on which all layers were measured."""
+
+    device: Device
+    """Its data sheet."""
+    roofline: Roofline
+    """Its roofline."""
+    inside: Link
+    """Link between the tensor-parallel ranks of the measurement, who were on one node."""
+    forward_s: Mapping[str, Mapping[int, float]]
+    """Seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Measurements of a layer on a device, by tensor-parallel size."""
+
+    scale: Mapping[int, Scale]
+    """Device time in that of the roofline."""
+    launch_s: Mapping[int, float]
+    """Host time of the forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLayers:
+    """Times of the layers of one model on devices that it was measured on; an `OpTimes`.
+
+    Raises:
+        DataError: if a layer was not measured.
+    """
+
+    workload: Workload
+    """The model; its layers have different names."""
+    devices: Mapping[str, MeasuredDevice]
+    """By name of the device."""
+    element_bytes: int = 2
+    """Of an activation."""
+    _known: dict[tuple[str, str], _Known] = field(init=False, default_factory=dict, repr=False)
+    _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Take the measurements apart."""
+        for name, measured in self.devices.items():
+            for layer in self.workload.layers:
+                if not measured.forward_s.get(layer.name):
+                    raise DataError(
+                        f"profile of {name}: layer {layer.name!r} has no time: measure it, or name another profile"
+                    )
+        limits = self._launch_limits()
+        for layer in self.workload.layers:
+            scale = {size: self._scale(layer, limits, size) for size in _sizes(self.devices, layer)}
+            for name, measured in self.devices.items():
+                self._known[name, layer.name] = self._take_apart(measured, layer, scale)
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Reductions are in the times, as they were in the measurement: over the links inside a node."""
+        return True
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same.
+
+        Raises:
+            DataError: if it was not measured on this device, or not with this tensor-parallel size.
+        """
+        layer, device = query.layer, query.device
+        measured = self.devices.get(device.name)
+        if measured is None:
+            raise DataError(f"no profile of {device.name}: the profiles are of {', '.join(self.devices)}")
+        known = self._known[device.name, layer.name]
+        sizes = np.asarray(query.tensor_parallel_size, dtype=float)
+        missing = sorted(set(np.unique(sizes).tolist()) - set(known.scale))
+        if missing:
+            raise DataError(
+                f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
+                f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
+            )
+        times = self._device_times(measured, layer, sizes, query.sequences, query.start, query.end)
+        of_products = _at({size: scale.products for size, scale in known.scale.items()}, sizes)
+        of_moving = _at({size: scale.moving for size, scale in known.scale.items()}, sizes)
+        launch = _at(known.launch_s, sizes)
+        reduced = self._one_reduction_s(measured, layer, sizes, query.rows)
+        entering, leaving = reductions(layer)
+        # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
+        computed = of_products * times.products + of_moving * times.moving
+        forward = hidden(computed + times.loss_forward + leaving * reduced, launch)
+        inputs = of_products * times.input_gradient + MOVING_BACKWARD * of_moving * times.moving
+        others = inputs + times.loss_gradient + entering * reduced
+        weights = of_products * times.weight_gradient
+        whole = hidden(others + weights, BACKWARD_LAUNCHES * launch)
+        of_weights = weights / np.maximum(others + weights, 1e-12)
+        again = forward if query.recompute == "full" else 0.0
+        return LayerTimes(forward, whole * (1 - of_weights) + again, whole * of_weights)
+
+    def _launch_limits(self) -> Limits:
+        """By structure the seconds that launching takes at most, by tensor-parallel size.
+
+        More tensor-parallel ranks launch the same kernels, and reductions besides.
+        """
+        fastest: dict[Structure, dict[int, float]] = {}
+        for measured in self.devices.values():
+            for layer in self.workload.layers:
+                of_structure = fastest.setdefault(_structure(layer), {})
+                for size, seconds in measured.forward_s[layer.name].items():
+                    of_structure[size] = min(seconds, of_structure.get(size, seconds))
+        return {
+            structure: {size: min(each for other, each in by_size.items() if other >= size) for size in by_size}
+            for structure, by_size in fastest.items()
+        }
+
+    def _scale(self, layer: Layer, limits: Limits, size: int) -> Scale:
+        """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was.
+
+        What tensor-parallel ranks divide is scaled as it is undivided: with several ranks, late hosts and reductions
+        are in what was measured. What they do not divide is scaled by its own measurement with as many ranks.
+        """
+        if is_divided(layer):
+            size = 1
+        found = []
+        for measured in self.devices.values():
+            seconds = measured.forward_s[layer.name].get(size, 0.0)
+            limit = limits[_structure(layer)].get(size, np.inf)
+            if seconds > CLEARLY * limit:
+                found.append(Scale.reaching(*self._one_sequence_s(measured, layer, size), without(seconds, limit)))
+        return max(found, key=lambda scale: (scale.moving, scale.products), default=Scale())
+
+    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: Mapping[int, Scale]) -> _Known:
+        scales, launches = {}, {}
+        for size, seconds in measured.forward_s[layer.name].items():
+            products, moving = self._one_sequence_s(measured, layer, size)
+            one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
+            reduced = float(one) * reductions(layer)[1]
+            # Nothing that was computed took longer than all of it.
+            scales[size] = scale[size].within(products, moving, max(seconds - reduced, 0.0))
+            computed = scales[size].products * products + scales[size].moving * moving
+            launches[size] = without(seconds, computed + reduced)
+        return _Known(scales, launches)
+
+    def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> tuple[float, float]:
+        """Roofline's seconds of products, and of the rest, of the forward that was measured."""
+        times = self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens))
+        return float(times.products), float(times.moving)
+
+    def _one_reduction_s(
+        self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: ScalarOrArray
+    ) -> ScalarOrArray:
+        """Seconds of one reduction between tensor-parallel ranks of one node."""
+        topology = GroupTopology(sizes, 1.0, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
+        return all_reduce_s(self.element_bytes * rows * layer.hidden_size, topology, measured.roofline.efficiency)
+
+    def _device_times(
+        self,
+        measured: MeasuredDevice,
+        layer: Layer,
+        sizes: Numbers,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+    ) -> DeviceTimes:
+        """Device times of a layer; those of equal layers are computed once."""
+        grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in (sizes, micro_batch_size, start, end))
+        key = (measured.device.name, _shapes(layer), *grids)
+        times = self._computed.get(key)
+        if times is None:
+            times = device_times(measured.roofline, layer, measured.device, sizes, micro_batch_size, start, end)
+            self._computed[key] = times
+        return times
+
+
+def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray) -> ScalarOrArray:
+    """Seconds of work of a device that a host launches ahead of it: about the longer of the two; arguments broadcast.
+
+    Args:
+        device_s: seconds of the device.
+        launch_s: seconds of the host.
+    """
+    longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
+    return longer * (1 + (shorter / np.maximum(longer, 1e-12)) ** HIDING) ** (1 / HIDING)
+
+
+def without(whole_s: float, part_s: float) -> float:
+    """Seconds of the other part of what takes `whole_s`, one part being known: the inverse of `hidden`.
+
+    Args:
+        whole_s: seconds of both parts.
+        part_s: seconds of the known part.
+    """
+    share = min(part_s / whole_s, 1.0)
+    return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
+
+
+def _sizes(devices: Mapping[str, MeasuredDevice], layer: Layer) -> set[int]:
+    """Tensor-parallel sizes with which a layer was measured on any device."""
+    return {size for measured in devices.values() for size in measured.forward_s[layer.name]}
+
+
+def _structure(layer: Layer) -> Structure:
+    """Key of the calls that launch a layer; sizes do not matter."""
+    return layer.kind, len(layer.products), layer.attention is not None, layer.num_norms, layer.activation_width > 0
+
+
+def _shapes(layer: Layer) -> tuple[object, ...]:
+    """Key of the sizes that a layer's device time depends on."""
+    sizes = layer.tokens, layer.hidden_size, layer.parameters, layer.num_norms, layer.activation_width, layer.gated
+    return layer.kind, layer.products, layer.attention, *sizes
+
+
+def _at(by_size: Mapping[int, float], sizes: Numbers) -> ScalarOrArray:
+    if sizes.ndim == 0:
+        return by_size[int(sizes)]
+    known = sorted(by_size)
+    return np.array([by_size[size] for size in known])[np.searchsorted(known, sizes)]
+
+
+def given_layers(
+    workload: Workload, cluster: Cluster, *, efficiency: HardwareEfficiency, software: Software, precision: str
+) -> MeasuredLayers | None:
+    """Return the op times of a model whose file gives the seconds of its layers (`forward_s`); None if it gives none.
+
+    The seconds are those of the cluster's device: a file has one number for each tensor-parallel size.
+
+    Args:
+        efficiency: constants of the roofline beside which measurements are laid.
+        precision: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        ConfigError: if some layers have seconds and others none, or the cluster has several kinds of devices.
+    """
+    without = [layer.name for layer in workload.layers if layer.forward_s is None]
+    if len(without) == len(workload.layers):
+        return None
+    if without:
+        raise ConfigError(
+            f"{workload.name}: layer {without[0]!r} has no forward_s, and others have: give it for all layers or none"
+        )
+    nodes = {node.device.name: node for node in cluster.nodes}
+    if len(nodes) > 1:
+        raise ConfigError(
+            f"{workload.name}: forward_s is of one kind of device, and the cluster has {', '.join(nodes)}: "
+            "rank on one kind, or drop forward_s"
+        )
+    by_name: dict[str, Mapping[int, float]] = {}
+    for layer in workload.layers:
+        assert layer.forward_s is not None
+        if by_name.setdefault(layer.name, layer.forward_s) != layer.forward_s:
+            raise ConfigError(
+                f"{workload.name}: two layers {layer.name!r} have different forward_s: give layers different names"
+            )
+    ((name, node),) = nodes.items()
+    roofline = Roofline(efficiency, software, precision)
+    measured = MeasuredDevice(device=node.device, roofline=roofline, inside=node.inside, forward_s=by_name)
+    return MeasuredLayers(workload=workload, devices={name: measured}, element_bytes=ELEMENT_BYTES[precision])

@@ -1,0 +1,479 @@
+"""Memory of a strategy: peak bytes of each pipeline rank, the copies on hosts, and overheads.
+
+    states (bytes a parameter) + peak of activations -> Counted --overheads--> RankMemory
+
+Bytes of weights, gradients and optimizer state of one parameter, as a trainer keeps them.
+
+| trainer, precision, ZeRO stage | weights | gradients | optimizer | more during its step |
+|---|---|---|---|---|
+| fp32, 0 | 4 | 4 | 8: two moments | |
+| fp32, 1 (DeepSpeedZeroOptimizer) | 4 | 4 | 12 / dp: copy and moments | 4 / dp: gradients of the own part |
+| fp16, 1 (DeepSpeedZeroOptimizer) | 2 | 2 | 12 / dp | 4 / dp: the same, in fp32 |
+| fp16, 0, ours (FP16_Optimizer) | 2 | 2 | 12 | 8: gradients in fp32, and again as one tensor |
+| fp16 or bf16, 0, Megatron-LM (gradients added up in fp32) | 2 | 4 | 12 | |
+| bf16, 1, DeepSpeed (BF16_Optimizer) | 2 | 6: of a micro-batch, and sums in fp32 | 12 / dp | |
+| bf16, 1, ours (the same, but products add to the sums: docs/adr/0025) | 2 | 4 | 12 / dp | |
+| bf16, 0, ours (BF16_Optimizer, sums in bf16; shards all the same) | 2 | 2 | 12 / dp | 4 / dp |
+
+Sources: `zero/stage_1_and_2.py`, `fp16/fused_optimizer.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8's `runtime`;
+Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 bytes a parameter).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopy, HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.simulate.arrays import OpColumns
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.activations import (
+    Held,
+    ScalarOrArray,
+    StageBytes,
+    TokenMemory,
+    logit_limits,
+    orders_of_ranks,
+    peak_held,
+    rank_order,
+    steady_micro_batches,
+    token_memory,
+)
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
+from megatron_terapipe.search.price.layer_times import key_heads
+from megatron_terapipe.search.price.prediction import RankMemory
+from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy
+from megatron_terapipe.search.price.workload import Layer, Workload
+from megatron_terapipe.strategy import Strategy
+
+
+class RankBytes(NamedTuple):
+    """Bytes of one parameter on a rank; arguments that were arrays make arrays."""
+
+    weights: ScalarOrArray
+    """What products read."""
+    gradients: ScalarOrArray
+    """Sums over micro-batches."""
+    optimizer: ScalarOrArray
+    """Copies in fp32, and moments."""
+    step: ScalarOrArray
+    """More while the optimizer steps; by then no activations are held."""
+
+
+def state_bytes(software: Software, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> RankBytes:
+    """Bytes of one parameter, an array as `data_parallel_size` [...] is.
+
+    Args:
+        precision: `fp16`, `bf16` or `fp32`.
+        zero_stage: 0 or 1.
+    """
+    each = software.state(precision, zero_stage).parameter
+    return RankBytes(*(each.on_rank(name, data_parallel_size) for name in RankBytes._fields))
+
+
+def bucket_bytes(software: Software, precision: str, parameters: ScalarOrArray, zero_stage: int) -> ScalarOrArray:
+    """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
+
+    Args:
+        precision: `fp32`, `fp16` or `bf16`.
+        parameters: parameters of a rank, a number or an array of any shape [...].
+    """
+    element = software.state(precision, zero_stage).bucket_element_bytes
+    return 2 * element * np.minimum(parameters, software.bucket_elements)
+
+
+Floats = NDArray[np.float64]
+
+SUMS_BYTES = 4 + 4 + 8
+"""Of a token between two stages of the vocabulary: two sums in fp32, and the label."""
+
+SHARE_OF_HOST = 0.8
+"""Of the memory of a host, for copies; the rest is for data, checkpoints on their way, and the system."""
+
+
+def stage_input_elements(workload: Workload, counts: LayerCounts) -> Floats:
+    """Return the numbers of one token in the input of each stage, before ranks share it: [stages].
+
+    Args:
+        counts: layers of each stage; the first one reads tokens, which are few bytes.
+    """
+    before = [workload.layers[index].output_elements for index in counts.last_layers]
+    return np.array([0.0, *before]) / workload.seq_length
+
+
+def host_copy_settings(
+    placed: PlacedStrategy,
+    workload: Workload,
+    kinds: Sequence[Layer],
+    cluster: Cluster,
+    *,
+    element_bytes: int,
+    efficiency: HardwareEfficiency,
+) -> HostCopySettings:
+    """Return what may wait on the hosts, for timelines in seconds.
+
+    Args:
+        element_bytes: bytes of an activation.
+    """
+    strategy, counts, seq_length = placed.strategy, placed.counts, workload.seq_length
+    of_kinds = np.array([_key_value_elements(layer, placed) * layer.tokens / seq_length for layer in kinds])
+    sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
+    inputs = element_bytes * stage_input_elements(workload, counts) * strategy.micro_batch_size / strategy.granularity
+    if strategy.vocabulary_stages:
+        inputs[len(inputs) - strategy.pipeline_parallel_size + 1 :] += sequences * SUMS_BYTES
+    nodes = cluster.nodes
+    bandwidth = efficiency.host_efficiency * min(node.host.bandwidth for node in nodes)
+    return HostCopySettings(
+        lengths=strategy.cut(seq_length).lengths,
+        input_bytes=tuple(inputs.tolist()),
+        key_value_bytes=tuple((element_bytes * sequences * (counts.per_stage @ of_kinds)).tolist()),
+        to_host=bandwidth,
+        from_host=bandwidth,
+        host_bytes=SHARE_OF_HOST * min(node.host.memory_bytes / node.num_devices for node in nodes),
+        windows=tuple(_widest_window(kinds, row) for row in counts.per_stage),
+    )
+
+
+def host_bytes(copies: tuple[HostCopy, ...]) -> float:
+    """Return the most bytes that the copies of a rank take of its host at a time."""
+    changes = sorted(change for copy in copies for change in ((copy.offload, copy.size), (copy.reader, -copy.size)))
+    return float(max(np.cumsum([size for _, size in changes]), default=0.0))
+
+
+def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:
+    """Numbers of the keys and values of a token, on a rank whose part counts as all tokens of a part of sequences."""
+    if layer.attention is None:
+        return 0.0
+    layout = placed.strategy.layout
+    heads = key_heads(layer.attention, layout.tensor_parallel_size * layout.sequence_parallel_size)
+    return float(2 * heads * layer.attention.head_size / layout.tensor_parallel_size)
+
+
+def _widest_window(kinds: Sequence[Layer], counts: Floats) -> int | None:
+    """The widest sliding window of a stage with [K] layers; None where one attends to all tokens before it."""
+    here = [layer.attention for layer, count in zip(kinds, counts, strict=True) if count]
+    windows = [attention.sliding_window for attention in here if attention is not None]
+    return None if None in windows else max((window for window in windows if window is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOverheads:
+    """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table."""
+
+    framework_bytes: float = constant(3.0e9, 0.7)
+    """On each device: context, kernels, workspaces of libraries."""
+    communicator_bytes: float = constant(0.5e9, 0.7)
+    """Buffers of one communicator that a rank is in, whatever it sends."""
+    state_factor: float = constant(1.02, 0.03)
+    """Memory taken for a byte of weights, gradients and optimizer state."""
+    activation_factor: float = constant(1.06, 0.08)
+    """Memory taken for a byte of what comes and goes, with what the allocator cannot use."""
+    working_factor: float = constant(1.0, 0.5)
+    """Bytes that an op holds while it runs, in those that its formula counts."""
+    usable_share: float = 1.0
+    """Part of a device's memory that predictions may fill; above it, a strategy is said not to fit."""
+
+
+ON_CPU = MemoryOverheads(
+    framework_bytes=0.5e9, communicator_bytes=20e6, state_factor=1.0, activation_factor=1.03, working_factor=1.0
+)
+"""Overheads of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
+
+
+def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
+    """Constants before anything was measured.
+
+    Args:
+        software: the trainer, which says what its allocator cannot use of a GPU.
+    """
+    if not any(node.device.is_gpu for node in cluster.nodes):
+        return ON_CPU
+    return MemoryOverheads(activation_factor=software.allocator_factor)
+
+
+class Counted(NamedTuple):
+    """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other."""
+
+    weights: ScalarOrArray
+    """What products read."""
+    gradients: ScalarOrArray
+    """Sums over micro-batches."""
+    optimizer: ScalarOrArray
+    """Copies in fp32, and moments."""
+    step: ScalarOrArray
+    """More while the optimizer steps, when no activation is left."""
+    activations: ScalarOrArray = 0.0
+    """Kept from forward to backward, at the peak."""
+    key_values: ScalarOrArray = 0.0
+    """Of live token slices, with gradients."""
+    logits: ScalarOrArray = 0.0
+    """Logits, and what the loss keeps."""
+    working: ScalarOrArray = 0.0
+    """What the op of the peak holds while it runs."""
+    buffers: ScalarOrArray = 0.0
+    """Messages between stages, and ZeRO's buckets."""
+    communicators: ScalarOrArray = 0.0
+    """How many the rank is in."""
+
+    def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
+        """Add the bytes that are allocated and freed within an iteration; arguments broadcast.
+
+        Args:
+            held: bytes at the moment of the peak.
+            messages: bytes of messages between stages.
+        """
+        return self._replace(**held._asdict(), buffers=self.buffers + messages)
+
+
+def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
+    """Peak bytes of a rank; arguments broadcast."""
+    states = counted.weights + counted.gradients + counted.optimizer
+    fixed = overheads.framework_bytes + counted.communicators * overheads.communicator_bytes
+    return (
+        overheads.state_factor * states
+        + np.maximum(counted.step, _moving(counted, overheads))
+        + counted.buffers
+        + fixed
+    )
+
+
+def assemble(counted: Counted, overheads: MemoryOverheads) -> RankMemory:
+    """Peak memory of a rank, by kind; the kinds add up to `total_bytes`."""
+    # The optimizer steps when the last activation is gone: the peak is of the one or of the other.
+    steps = float(counted.step) > float(_moving(counted, overheads))
+    factor = 0.0 if steps else overheads.activation_factor
+    working = float(counted.step) if steps else factor * overheads.working_factor * float(counted.working)
+    return RankMemory(
+        weights=overheads.state_factor * float(counted.weights),
+        gradients=overheads.state_factor * float(counted.gradients),
+        optimizer=overheads.state_factor * float(counted.optimizer),
+        activations=factor * float(counted.activations),
+        key_values=factor * float(counted.key_values),
+        logits=factor * float(counted.logits),
+        buffers=working + float(counted.buffers),
+        framework=overheads.framework_bytes + float(counted.communicators) * overheads.communicator_bytes,
+    )
+
+
+def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
+    """Bytes that are allocated and freed within an iteration."""
+    kept = counted.activations + counted.key_values + counted.logits
+    return overheads.activation_factor * (kept + overheads.working_factor * counted.working)
+
+
+WORKING, SCORES = TokenMemory._fields.index("working"), TokenMemory._fields.index("scores")
+
+TRANSFERS = 3
+"""Messages of one token slice that a stage holds beside its activations: one on its way in, one on its way out, and
+the gradient that it works on."""
+
+
+@dataclass(kw_only=True)
+class MemoryModel:
+    """Memory of strategies of one workload on one cluster."""
+
+    workload: Workload
+    """The model."""
+    cluster: Cluster
+    """What it runs on."""
+    software: Software = TERAPIPE
+    """What trains it."""
+    precision: str = "bf16"
+    """`fp16`, `bf16` or `fp32`."""
+    overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
+    """What no count of tensors says; left out, the defaults of the cluster's devices."""
+    counter: LayerCounter = field(init=False, repr=False)
+    _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
+    _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults."""
+        if self.overheads is None:
+            self.overheads = default_overheads(self.cluster, self.software)
+        self.counter = LayerCounter(self.workload)
+
+    def predict(
+        self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
+    ) -> tuple[RankMemory, ...]:
+        """Peak memory of every pipeline rank: of the moment in which it holds the most.
+
+        Args:
+            activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
+                first; None = as the schedule does.
+            copies: what waits on hosts, of as many micro-batches as `micro_batches_of_peak`; None = nothing.
+
+        Raises:
+            ConfigError: if its stages or token slices do not fit the workload.
+        """
+        counted = self.count(strategy, activation_limit=activation_limit, copies=copies)
+        return tuple(assemble(rank, self.overheads) for rank in counted)
+
+    def count(
+        self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
+    ) -> list[Counted]:
+        """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`.
+
+        Args:
+            activation_limit: largest activation memory of an `optimised` schedule; None = its default.
+            copies: what waits on hosts; None = nothing.
+        """
+        ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
+        partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
+        counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
+        longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
+        own = strategy.granularity
+        states = self.states(
+            counts.parameters,
+            layout=strategy.layout,
+            zero_stage=strategy.zero_stage,
+        )
+        messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
+        all_ranks = states.holding(self._held(strategy, counts, activation_limit, copies), messages)
+        columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
+        return [Counted(*rank) for rank in zip(*columns, strict=True)]
+
+    def states(self, parameters: Floats, *, layout: ParallelLayout, zero_stage: int) -> Counted:
+        """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators.
+
+        Args:
+            parameters: [...] parameters of each rank.
+            zero_stage: 0 or 1.
+        """
+        copies = layout.num_weight_copies
+        each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=copies)
+        groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
+        return Counted(
+            weights=parameters * each.weights,
+            gradients=parameters * each.gradients,
+            optimizer=parameters * float(each.optimizer),
+            step=parameters * float(each.step),
+            buffers=bucket_bytes(self.software, self.precision, parameters, zero_stage),
+            communicators=float(sum(size > 1 for size in groups)),
+        )
+
+    def message_bytes(self, pipeline_parallel_size: int, sequences: ScalarOrArray) -> ScalarOrArray:
+        """Return the bytes of the messages that a rank holds.
+
+        Args:
+            sequences: [...] sequences of one message on one of the ranks that share it, less than 1 for a token slice.
+        """
+        if pipeline_parallel_size == 1:
+            return 0.0 * sequences
+        elements = max(layer.output_elements for layer in self.workload.layers)
+        return TRANSFERS * ELEMENT_BYTES[self.precision] * elements * sequences
+
+    def token_bytes(
+        self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, key_value_gradients: str = "fp32"
+    ) -> Floats:
+        """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
+
+        Args:
+            recompute: `none`, `selective`, `full` or `stage`.
+            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+            key_value_gradients: type in which gradients of keys and values are kept.
+        """
+        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
+        key = *sizes, recompute, sequence_parallel, key_value_gradients
+        if key not in self._tokens:
+            config = self.workload.config
+            rows = [
+                token_memory(
+                    layer,
+                    self.software,
+                    element_bytes=ELEMENT_BYTES[self.precision],
+                    tensor_parallel_size=sizes[0],
+                    sequence_parallel_size=sizes[1],
+                    recompute=recompute,
+                    sequence_parallel=sequence_parallel,
+                    key_value_gradients=key_value_gradients,
+                    activation_is_read_off_output=config is not None and config.activation == "relu",
+                )
+                for layer in self.counter.kinds
+            ]
+            # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.
+            rows_per_token = np.array([layer.tokens / self.workload.seq_length for layer in self.counter.kinds])
+            self._tokens[key] = rows_per_token * np.array([np.broadcast_arrays(*row) for row in rows], dtype=float).T
+        return self._tokens[key]
+
+    def fits(self, memory: Sequence[RankMemory]) -> bool:
+        """Whether no device runs out of memory; every rank may be on the smallest."""
+        smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
+        return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
+
+    def micro_batches_of_peak(self, strategy: Strategy) -> int:
+        """Return the micro-batches with which every rank reaches its peak; more repeat the steady state."""
+        return steady_micro_batches(
+            strategy.schedule,
+            strategy.pipeline_parallel_size,
+            strategy.num_token_slices,
+            strategy.num_micro_batches,
+        )
+
+    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None, copies: HostCopyPlan | None) -> Held:
+        """[P] bytes that each rank holds at its peak."""
+        of_stage = self._stage_bytes(strategy, counts)
+        lengths = strategy.cut(self.workload.seq_length).lengths
+        ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
+        model_chunks, schedule = strategy.stages_of_a_rank, strategy.schedule
+        if schedule == OPTIMISED:
+            # It keeps within what 1F1B needs, unless told another limit (docs/concepts/schedules.md).
+            schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
+        num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
+        shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
+        if copies is None:
+            blocks = [peak_held(order, lengths, of_stage) for order in self._orders_of_ranks(schedule, shape)]
+        else:
+            orders = (rank_order(schedule, shape, rank) for rank in range(ranks))
+            pairs = zip(orders, copies.ranks, strict=True)
+            blocks = [peak_held(order, lengths, of_stage, of_rank) for order, of_rank in pairs]
+        held = Held(*(np.concatenate([np.atleast_1d(each) for each in part]) for part in zip(*blocks, strict=True)))
+        if limit is None:
+            return held
+        # Every rank may hold as many micro-batches, on all its stages, as the first one does under 1F1B.
+        live = limit * min(ranks - 1 + token_slices, strategy.num_micro_batches * token_slices) / token_slices
+        tokens = min(live, strategy.num_micro_batches) * sum(lengths)
+        return held._replace(
+            activations=tokens * of_stage.activations.reshape(-1, ranks).sum(axis=0),
+            key_values=tokens * of_stage.key_values.reshape(-1, ranks).sum(axis=0),
+        )
+
+    def _orders_of_ranks(self, schedule: str, shape: PipelineShape) -> list[OpColumns]:
+        key = schedule, shape
+        if key not in self._orders:
+            self._orders[key] = orders_of_ranks(schedule, shape)
+        return self._orders[key]
+
+    def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
+        """Bytes of a token of a micro-batch on each stage."""
+        of_kind = self.token_bytes(
+            strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
+        )
+        sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
+        stages = dict(zip(TokenMemory._fields, sequences * (of_kind @ counts.per_stage.T), strict=True))
+        is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
+        # Of what layers hold while they run, only the most counts: they run one after the other.
+        present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
+        is_recomputed = strategy.recompute == "stage"
+        inputs = ELEMENT_BYTES[self.precision] * stage_input_elements(self.workload, counts)
+        inputs = inputs * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
+        return StageBytes(
+            activations=stages["activations"] + inputs,
+            key_values=stages["key_values"],
+            key_value_gradients=stages["key_value_gradients"],
+            logits=stages["logits"],
+            working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
+            freed=stages["freed_by_input_gradient"] + inputs,
+            recomputed=stages["recomputed"],
+            is_recomputed=is_recomputed,
+            scores=sequences * scores.max(axis=1, initial=0.0),
+            window_gradients=stages["window_gradients"],
+            head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),
+            limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
+        )

@@ -1,0 +1,559 @@
+"""Op times from shapes: FLOPs and bytes of each kernel, at the rates that the device reaches.
+
+Fused attention, by kernel, generation, head size and length. A kernel computes a tile of 128 queries with the tokens
+that they see. For each row it works as long as `fixed` more tokens would take: it starts and ends, and computes the
+masked half of the tiles on the diagonal. The last wave of tiles fills the multiprocessors in part, which costs one
+wave. So attention of R rows that see `pairs` of tokens takes
+
+    4 (pairs + fixed x R) heads x head size / (peak x share) x (1 + multiprocessors / tiles)
+
+and a causal sequence of L tokens reaches share x L / (L + 2 fixed) of the peak, many tiles given. This form fits
+3,000 times of each of a dozen kernels that the package aiconfigurator-core has with a mean error of 3 to 15 %, where
+the wave is between 0.4 and 2.8 (`python -m benchmarks.kernel_efficiency`). Sources:
+
+    flash-attention-1, which Triton's kernel of 2022 is, too
+        ampere         the 25 to 40 % of arXiv 2307.08691 (abstract): 40 % forward, the backward at four fifths of it
+        others         in the proportions of flash-attention-2
+    flash-attention-2
+        hopper         arXiv 2407.08608 figures 5 and 6: forward and backward, by length and head size
+        ampere         forward: between the .60 and .69 of the package; backward, and other head sizes, in the
+                       proportions of hopper. It reaches the 50 to 73 % forward and up to 63 % backward of arXiv
+                       2307.08691 (abstract and section 4.1)
+        ada            the package (L40S); backward in its proportion on an RTX 4090 (github.com/apache/tvm,
+                       tl_doc/flash_perf.md)
+        blackwell      github.com/Dao-AILab/flash-attention/issues/1589 for heads of 64, the rest as on hopper
+        cdna2, cdna3   guesses
+    flash-attention-3
+        hopper         arXiv 2407.08608; the package agrees with its forward (.63 to .71)
+    cudnn
+        hopper         arXiv 2407.08608
+        blackwell      forward: the package (.57 to .64); backward a guess
+    memory-efficient
+        ampere         in proportion to flash attention on one board, forward .62 to .8, backward .29 to .5
+                       (github.com/Dao-AILab/flash-attention/issues/416)
+        others         in the same proportion where flash attention runs; else guesses. On a V100 its forward is a
+                       quarter faster than attention that is written out, its backward a fifth slower
+                       (github.com/facebookresearch/xformers/pull/362)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from deepspeed_ext.plan.costs import longest_in_window
+from megatron_terapipe.config.flops import (
+    BACKWARD_PER_FORWARD,
+    FLASH_BACKWARD_PER_FORWARD,
+    logits_computed_again,
+    positions_in_reach,
+)
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Operator, Software
+from megatron_terapipe.search.price.efficiency import (
+    GAMING_BOARDS,
+    GAMING_PRODUCTS,
+    GENERATIONS,
+    REFERENCE,
+    HardwareEfficiency,
+    reachable_bandwidth,
+    relative_efficiency,
+)
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, ScalarOrArray, key_heads
+from megatron_terapipe.search.price.workload import Attention, Layer, Product
+
+TILE = 128
+"""Queries that a kernel computes at once."""
+
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes of the shares below; between them they are interpolated."""
+
+PADDED_TO = 32
+"""Kernels exist for head sizes that are multiples of it, and others are computed as the next larger one."""
+
+
+class Shares(NamedTuple):
+    """Shares of the peak for heads of 64, 128 and 256 numbers, with long sequences."""
+
+    small: float
+    middle: float
+    large: float
+
+    def of(self, head_size: int) -> float:
+        """Share for a head size, of the FLOPs of the head as it is."""
+        padded = -(-head_size // PADDED_TO) * PADDED_TO
+        return float(np.interp(padded, HEAD_SIZES, self)) * head_size / padded
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKernel:
+    """Speed of one kernel on one generation."""
+
+    forward: Shares
+    """Shares of the peak."""
+    backward: Shares
+    """Shares of the peak, of two and a half times the forward's FLOPs."""
+    fixed: float
+    """Tokens that each row takes longer in the forward."""
+    fixed_backward: float
+    """Tokens that each row takes longer in the backward."""
+
+
+# fmt: off
+FUSED_KERNELS: Mapping[tuple[str, str], FusedKernel] = MappingProxyType({
+    ("flash-attention-2", "ampere"):    FusedKernel(Shares(.59, .66, .59), Shares(.58, .63, .50), 170, 330),
+    ("flash-attention-2", "ada"):       FusedKernel(Shares(.50, .53, .55), Shares(.40, .42, .36), 240, 400),
+    ("flash-attention-2", "hopper"):    FusedKernel(Shares(.32, .37, .34), Shares(.31, .35, .29), 165, 330),
+    ("flash-attention-2", "blackwell"): FusedKernel(Shares(.18, .20, .19), Shares(.16, .18, .15), 165, 330),
+    ("flash-attention-2", "cdna2"):     FusedKernel(Shares(.30, .35, .28), Shares(.20, .25, .18), 200, 400),
+    ("flash-attention-2", "cdna3"):     FusedKernel(Shares(.30, .35, .28), Shares(.20, .25, .18), 200, 400),
+    ("flash-attention-3", "hopper"):    FusedKernel(Shares(.51, .69, .74), Shares(.49, .63, .56), 240, 415),
+    ("cudnn", "hopper"):                FusedKernel(Shares(.41, .59, .59), Shares(.46, .57, .51), 180, 385),
+    ("cudnn", "blackwell"):             FusedKernel(Shares(.38, .61, .66), Shares(.33, .45, .38), 500, 700),
+    ("flash-attention-1", "ampere"):    FusedKernel(Shares(.38, .40, .30), Shares(.30, .32, .22), 170, 330),
+    ("flash-attention-1", "ada"):       FusedKernel(Shares(.32, .32, .25), Shares(.21, .21, .15), 240, 400),
+    ("flash-attention-1", "hopper"):    FusedKernel(Shares(.21, .22, .17), Shares(.16, .18, .13), 165, 330),
+    ("memory-efficient", "pascal"):     FusedKernel(Shares(.15, .13, .09), Shares(.09, .06, .04), 170, 330),
+    ("memory-efficient", "volta"):      FusedKernel(Shares(.35, .31, .22), Shares(.22, .14, .09), 170, 330),
+    ("memory-efficient", "turing"):     FusedKernel(Shares(.20, .18, .13), Shares(.13, .08, .05), 170, 330),
+    ("memory-efficient", "ampere"):     FusedKernel(Shares(.47, .41, .30), Shares(.29, .18, .12), 170, 330),
+    ("memory-efficient", "ada"):        FusedKernel(Shares(.40, .33, .25), Shares(.20, .12, .08), 240, 400),
+    ("memory-efficient", "hopper"):     FusedKernel(Shares(.25, .22, .16), Shares(.15, .10, .06), 165, 330),
+    ("memory-efficient", "blackwell"):  FusedKernel(Shares(.13, .12, .09), Shares(.08, .05, .03), 165, 330),
+    ("memory-efficient", "cdna2"):      FusedKernel(Shares(.20, .20, .14), Shares(.12, .10, .06), 200, 400),
+    ("memory-efficient", "cdna3"):      FusedKernel(Shares(.20, .20, .14), Shares(.12, .10, .06), 200, 400),
+})
+# fmt: on
+"""By kernel and generation."""
+
+RUNS_INSTEAD = {
+    "flash-attention-3": "flash-attention-2",
+    "cudnn": "flash-attention-2",
+    "flash-attention-2": "memory-efficient",
+    "flash-attention-1": "memory-efficient",
+}
+"""What runs on generations that a kernel is not made for."""
+
+PLAIN_SHARE = 0.45
+"""Share of the peak of a fused kernel in fp32, and of one on a CPU, however long the sequence. A guess."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedAttention:
+    """A fused kernel on a device, for heads of one size."""
+
+    forward: float
+    """Share of the peak."""
+    backward: float
+    """Share of the peak."""
+    fixed: float = 0.0
+    """Tokens that each row takes longer in the forward."""
+    fixed_backward: float = 0.0
+    """Tokens that each row takes longer in the backward."""
+    processors: int = 0
+    """Multiprocessors that a wave of tiles fills; 0 on a CPU, which has none."""
+    tile: int = 1
+    """Queries that are computed at once."""
+
+    def pairs_of_time(
+        self,
+        pairs: ScalarOrArray,
+        rows: ScalarOrArray,
+        tokens: ScalarOrArray,
+        heads: ScalarOrArray,
+        reach: ScalarOrArray,
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Pairs [...] of tokens that would take as long, forward and backward, if the share were reached at once.
+
+        Args:
+            pairs: [...] pairs of a token and one that it sees, of one head.
+            rows: [...] tokens of all sequences.
+            tokens: [...] those of one sequence.
+            heads: [...] heads of all sequences.
+            reach: [...] tokens that those of one sequence see, together.
+        """
+        filled = np.maximum(self.tile / tokens, 1.0)
+        # The backward has a tile for each so many keys; a forward with fewer tiles than that divides the keys, too.
+        filled = filled * (1 + self.processors * self.tile / (heads * np.maximum(reach, self.tile)))
+        return (pairs + self.fixed * rows) * filled, (pairs + self.fixed_backward * rows) * filled
+
+
+def kernel_that_runs(kernel: str, generation: str) -> str:
+    """Name of the kernel that runs on devices of a generation where a trainer asks for another.
+
+    Args:
+        kernel: name of the kernel that the trainer asks for.
+        generation: as in `devices.GENERATION_NAMES`; any other is taken to be an A100's.
+    """
+    generation = generation if generation in GENERATIONS else REFERENCE
+    while (kernel, generation) not in FUSED_KERNELS:
+        kernel = RUNS_INSTEAD[kernel]
+    return kernel
+
+
+def fused_attention(kernel: str, device: Device, precision: str, head_size: int) -> FusedAttention:
+    """Return what a fused kernel reaches on a device.
+
+    Args:
+        kernel: name of the kernel that the trainer asks for.
+        precision: `bf16`, `fp16` or `fp32`.
+    """
+    if precision == "fp32" or not device.is_gpu:
+        return FusedAttention(forward=PLAIN_SHARE, backward=PLAIN_SHARE)
+    generation = device.generation if device.generation in GENERATIONS else REFERENCE
+    one = FUSED_KERNELS[kernel_that_runs(kernel, generation), generation]
+    # Boards for games reach as much more of their peak in attention as in products.
+    more = GAMING_PRODUCTS / GENERATIONS[generation].products if device.name in GAMING_BOARDS else 1.0
+    return FusedAttention(
+        forward=more * one.forward.of(head_size),
+        backward=more * one.backward.of(head_size),
+        fixed=one.fixed,
+        fixed_backward=one.fixed_backward,
+        processors=GENERATIONS[generation].processors,
+        tile=TILE,
+    )
+
+
+WRITTEN_OUT_BYTES = (12, 2)
+"""Bytes that one score moves where our own kernel writes them out: the product writes it in fp32 (4), its exponential
+sum and its weight are computed (4 + 4); the weight, in the type of the values, is written and read (twice 2 or 4)."""
+
+WRITTEN_OUT_BACKWARD_BYTES = 36
+"""And in its backward, all in fp32: scores and gradients of weights are written (8) and read (8), weights and gradients
+of scores written (8), and read by three products (12)."""
+
+BACKWARD_MOVES = 1.5
+"""Bytes that the backward of attention moves beside its products, in those of its forward: it reads gradients and what
+the forward read, and writes gradients, where the forward reads and writes once."""
+
+CORE_TILES = 1 / 108
+"""A CPU core computes one tile after the other, where an A100 has a wave of 108 at once, one for each multiprocessor
+(NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and before and behind a tile
+there is as little to wait for. Products of one core with 32 inputs run about as fast as those with 512."""
+
+
+class _Part(NamedTuple):
+    """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats."""
+
+    forward: ScalarOrArray = 0.0
+    """Seconds of F."""
+    input_gradient: ScalarOrArray = 0.0
+    """Seconds of BI."""
+    weight_gradient: ScalarOrArray = 0.0
+    """Seconds of BW."""
+    selective: ScalarOrArray = 0.0
+    """Seconds that selective recomputation repeats."""
+    forward_kernels: ScalarOrArray = 0.0
+    """Kernels of F."""
+    input_kernels: ScalarOrArray = 0.0
+    """Kernels of BI."""
+    weight_kernels: ScalarOrArray = 0.0
+    """Kernels of BW."""
+    selective_kernels: ScalarOrArray = 0.0
+    """Kernels that selective recomputation repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Times of layers from their shapes, a device's data sheet and `HardwareEfficiency`; an `OpTimes`.
+
+    A matrix product of R rows, K inputs and N outputs takes the longer of computing and moving its operands:
+
+        2 K R N / (peak * efficiency) * (1 + depth / K) * (1 + area / (R N))     and     bytes / memory bandwidth
+
+    `depth` is the fixed work of each output tile, `area` the last wave of tiles, which fills the device in part: both
+    are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three
+    are those of an A100, times what `kernel_efficiency` knows of the device's generation in half precision.
+    `attention_kernels` has the form of fused attention.
+    """
+
+    efficiency: HardwareEfficiency
+    """What is reached of the data sheet."""
+    software: Software
+    """What the trainer computes beside the matrix products."""
+    precision: str = "bf16"
+    """`bf16`, `fp16` or `fp32`."""
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Reductions are priced elsewhere, by the links that they cross."""
+        return False
+
+    @property
+    def _element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
+        # The host launches the same kernels however small they are.
+        parts = [self._product(product, device, tp, rows) for product in layer.products]
+        if layer.attention is not None:
+            parts.append(self._attention(query, layer.attention))
+        parts += self._element_wise(query)
+        if layer.kind == "head":
+            parts.append(self._loss(layer, device, tp, rows))
+            if self.software.logits_at_once is not None:
+                twice = self._logits_again(layer, tp, query.sequences)
+                # What is not kept cannot wait: the gradients of the head's weight are computed with those of its input.
+                parts = [
+                    part._replace(
+                        input_gradient=part.input_gradient + part.weight_gradient + twice * part.forward,
+                        weight_gradient=0.0,
+                    )
+                    for part in parts
+                ]
+        if layer.kind == "embedding":
+            parts.append(self._embedding(layer, device, tp, rows))
+        whole = _Part(*(sum(each) for each in zip(*parts, strict=True)))
+        again: ScalarOrArray = 0.0 * whole.forward
+        kernels_again: ScalarOrArray = 0.0
+        # Megatron recomputes transformer layers; embedding, last norm and head stay as they are.
+        if layer.kind in ("block", "other"):
+            if query.recompute == "full":
+                again, kernels_again = whole.forward, whole.forward_kernels
+            elif query.recompute == "selective":
+                again, kernels_again = whole.selective, whole.selective_kernels
+        launch = self.launch_s(device)
+        return LayerTimes(
+            whole.forward,
+            whole.input_gradient + again,
+            whole.weight_gradient,
+            launch * whole.forward_kernels,
+            launch * (whole.input_kernels + kernels_again),
+            launch * whole.weight_kernels,
+        )
+
+    def launch_s(self, device: Device) -> float:
+        """Host time of one launch. A CPU calls its kernels itself, with less in between."""
+        return self.efficiency.launch_s * self.software.launch_factor * (1.0 if device.is_gpu else 0.5)
+
+    def _moving_s(self, device: Device, num_bytes: ScalarOrArray) -> ScalarOrArray:
+        return num_bytes / (reachable_bandwidth(device) * self.efficiency.memory_efficiency)
+
+    def _products_reach(self, device: Device) -> float:
+        """FLOP/s of the peak, less where products reach less of it than on an A100."""
+        peak = device.peak_flops(self.precision)
+        return peak if self.precision == "fp32" else peak * relative_efficiency(device).products
+
+    def product_s(
+        self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
+    ) -> ScalarOrArray:
+        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
+
+        Args:
+            rows: rows of the first matrix.
+            outputs: columns of the second matrix.
+        """
+        depth, area = self.efficiency.gemm_depth, self.efficiency.gemm_area
+        if not device.is_gpu:
+            depth, area = depth * CORE_TILES, area * CORE_TILES
+        elif self.precision != "fp32":
+            relative = relative_efficiency(device)
+            depth, area = depth * relative.depth, area * relative.area
+        reached = self._products_reach(device) * self.efficiency.gemm_efficiency
+        computing = 2 * (inputs + depth) * (rows * outputs + area) / reached
+        operands = rows * inputs + inputs * outputs + rows * outputs
+        return np.maximum(computing, self._moving_s(device, self._element_bytes * operands))
+
+    def _product(self, product: Product, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
+        inputs, outputs = product.per_rank(tp)  # type: ignore[arg-type]
+        forward = self.product_s(device, rows, inputs, outputs)
+        input_gradient = self.product_s(device, rows, outputs, inputs)
+        weight_gradient = self.product_s(device, inputs, rows, outputs)
+        beside = self.software.products
+        if beside.accumulates_in_place:
+            read = self._element_bytes * rows * (inputs + outputs)
+            moving = self._moving_s(device, read + beside.accumulation_bytes * inputs * outputs)
+            weight_gradient = np.maximum(weight_gradient, moving)
+        else:
+            weight_gradient = weight_gradient + self._moving_s(device, beside.accumulation_bytes * inputs * outputs)
+        return _Part(
+            forward,
+            input_gradient,
+            weight_gradient,
+            forward_kernels=beside.forward_kernels,
+            input_kernels=beside.backward_kernels / 2,
+            weight_kernels=beside.backward_kernels / 2,
+        )
+
+    def _attention(self, query: LayerQuery, attention: Attention) -> _Part:
+        core, device, tp = self.software.attention, query.device, query.tensor_parallel_size
+        in_reach = positions_in_reach(query.start, query.end, attention.sliding_window)
+        tokens, sequences = query.end - query.start, query.sequences
+        if core.writes_scores:
+            forward, back = self._scores(query, attention)
+        elif attention.written_out:
+            forward, back = self._written_out(query, attention)
+        else:
+            forward, back = self._fused(query, attention, in_reach)
+        of_keys = key_heads(attention, tp * query.sequence_parallel_size)
+        heads = attention.query_heads + of_keys
+        elements = tokens * heads + in_reach * heads
+        if not core.writes_scores and attention.sliding_window is not None:
+            # Keys and values of the token slices in reach are put together: read, and written.
+            elements = elements + 2 * 2 * in_reach * of_keys
+        kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
+        forward = forward + kept
+        again = self.software.selective_recomputes == "attention"
+        before = 2 * of_keys * attention.head_size / tp * sequences * (in_reach - tokens)
+        kept_bytes = ELEMENT_BYTES[query.key_value_gradients]
+        adding = self._moving_s(device, core.prefix_bytes(self._element_bytes, kept_bytes) * before)
+        return _Part(
+            forward,
+            back + BACKWARD_MOVES * kept + adding,
+            selective=forward if again else 0.0,
+            forward_kernels=core.forward_kernels,
+            # Token slices before it are about as long as this one.
+            input_kernels=core.backward_kernels + core.prefix.backward_kernels * ((in_reach - tokens) / tokens),
+            selective_kernels=core.forward_kernels if again else 0.0,
+        )
+
+    def _pairs(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
+        """Pairs of a token and a position whose score is computed."""
+        if self.software.attention.skips_masked or not attention.causal:
+            return query.sequences * attention.positions(query.start, query.end, query.layer.tokens)  # type: ignore[arg-type,operator]
+        return query.rows * query.end
+
+    def _flops_per_pair(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
+        """FLOPs of a pair, more where no tensor core reads the head size; fp32 needs none, and is read by 4 bytes."""
+        misaligned = attention.head_size % 8 and self.precision != "fp32"
+        flops = attention.flops_per_position / query.tensor_parallel_size
+        return flops / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
+
+    def _scores(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of attention whose matrix of scores is in memory."""
+        pairs, heads = self._pairs(query, attention), attention.query_heads / query.tensor_parallel_size
+        reached = self._products_reach(query.device) * self.efficiency.attention_efficiency
+        computing = self._flops_per_pair(query, attention) * pairs / reached
+        core = self.software.attention
+        moving = self._moving_s(query.device, core.score_bytes * heads * pairs)
+        moving_back = BACKWARD_MOVES * moving
+        if core.score_bytes_backward is not None:
+            moving_back = self._moving_s(query.device, core.score_bytes_backward * heads * pairs)
+        return computing + moving, BACKWARD_PER_FORWARD * computing + moving_back
+
+    def _fused(
+        self, query: LayerQuery, attention: Attention, in_reach: ScalarOrArray
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of the fused kernel that runs on the device."""
+        called = self.software.attention.kernel_on(query.device.generation)
+        kernel = fused_attention(called, query.device, self.precision, attention.head_size)
+        forth, back = kernel.pairs_of_time(
+            self._pairs(query, attention),
+            query.rows,
+            query.end - query.start,
+            query.sequences * attention.query_heads / query.tensor_parallel_size,
+            in_reach,
+        )
+        flops = self._flops_per_pair(query, attention)
+        reached = query.device.peak_flops(self.precision) * self.efficiency.fused_attention
+        return (
+            flops * forth / (reached * kernel.forward),
+            FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward),
+        )
+
+    def _written_out(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of attention that our own kernel writes out, tile by tile.
+
+        Scores are computed in fp32, and so is the whole backward (`attention_kernels.plain`). Masked ones are computed
+        too; in a window those out of the reach of a tile are not.
+        """
+        device, tp, efficiency = query.device, query.tensor_parallel_size, self.efficiency
+        window, reached = attention.sliding_window, query.end
+        if window is not None:
+            reached = np.minimum(reached, window - 1 + np.minimum(query.end - query.start, longest_in_window(window)))
+        pairs = query.rows * reached
+        # Two products of as many FLOPs: scores, and weights times values; the backward has five. In fp32 they are bound
+        # by the peak, and reach what large products do.
+        product = attention.flops_per_position / tp * pairs / 2
+        in_fp32 = product / (device.peak_flops("fp32") * efficiency.gemm_efficiency)
+        in_precision = product / (self._products_reach(device) * efficiency.attention_efficiency)
+        if self.precision == "fp32":
+            in_precision = in_fp32
+        scores = attention.query_heads / tp * pairs
+        fixed, of_element = WRITTEN_OUT_BYTES
+        moving = self._moving_s(device, (fixed + of_element * self._element_bytes) * scores)
+        moving_back = self._moving_s(device, WRITTEN_OUT_BACKWARD_BYTES * scores)
+        return in_fp32 + in_precision + moving, 5 * in_fp32 + moving_back
+
+    def _element_wise(self, query: LayerQuery) -> list[_Part]:
+        """Norms, residuals, activation function, biases, rotation, and copies of heads into their places."""
+        operators, layer, tp = self.software.operators, query.layer, query.tensor_parallel_size
+        attention = layer.attention
+        shared = tp if query.sequence_parallel else 1.0
+        hidden = layer.hidden_size / shared
+        norm = operators.rmsnorm if layer.normalization == "rmsnorm" else operators.layernorm
+        activation = operators.gated_activation if layer.gated else operators.activation
+        residuals = sum(product.parallel == "row" for product in layer.products)
+        # Operator, how many of it, numbers that each puts out, and whether selective recomputation repeats it.
+        work: list[tuple[Operator, ScalarOrArray, ScalarOrArray, bool]] = [
+            (norm, layer.num_norms, hidden, True),
+            (operators.residual, residuals, hidden, False),
+            (activation, bool(layer.activation_width), layer.activation_width / tp, True),
+            (operators.bias, layer.num_biases, layer.biased_channels / max(layer.num_biases, 1) / tp, False),
+        ]
+        if attention is not None:
+            channels = attention.head_size / tp
+            heads = 2 * (attention.query_heads + attention.key_value_heads)
+            work += [
+                (operators.heads, 1, heads * channels, False),
+                (operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
+                (operators.head_norm, 2 * attention.normed, attention.normed_channels / 2 / tp, False),
+            ]
+            exchanging = np.greater(query.sequence_parallel_size, 1).astype(float)
+            if np.any(exchanging):
+                # Each of the two head exchanges packs a message, and takes one apart.
+                there = attention.query_heads + key_heads(attention, tp * query.sequence_parallel_size)
+                work.append((operators.exchange, 2 * exchanging, there * channels, False))
+        norms_again = self.software.selective_recomputes == "norms"
+        return [
+            self._operator(operator, query.device, query.rows * numbers, count, repeated and norms_again)
+            for operator, count, numbers, repeated in work
+            if np.any(count)
+        ]
+
+    def _operator(
+        self,
+        operator: Operator,
+        device: Device,
+        numbers: ScalarOrArray,
+        count: ScalarOrArray = 1,
+        repeated: bool = False,
+    ) -> _Part:
+        """Element-wise work: `count` operators that put out so many numbers each."""
+        size = self._element_bytes
+        forward = count * self._moving_s(device, operator.bytes_forward(size) * numbers)
+        return _Part(
+            forward,
+            count * self._moving_s(device, operator.bytes_backward(size) * numbers),
+            selective=forward if repeated else 0.0,
+            forward_kernels=count * operator.forward_kernels,
+            input_kernels=count * operator.backward_kernels,
+            selective_kernels=count * operator.forward_kernels if repeated else 0.0,
+        )
+
+    def _loss(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
+        vocabulary = sum(product.outputs for product in layer.products) / tp
+        logits = rows * vocabulary * np.where(np.equal(tp, 1), self.efficiency.whole_loss_factor, 1.0)
+        return self._operator(self.software.operators.loss, device, logits)
+
+    def _logits_again(self, layer: Layer, tp: ScalarOrArray, sequences: ScalarOrArray) -> ScalarOrArray:
+        """Share of the logits of a micro-batch that are computed again."""
+        assert self.software.logits_at_once is not None
+        vocabulary = sum(product.outputs for product in layer.products) / tp
+        return logits_computed_again(sequences * layer.tokens * vocabulary, self.software.logits_at_once)  # type: ignore[arg-type]
+
+    def _embedding(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
+        """Looking rows up, and a gradient of the table, which is added to the sum; a dense one as a whole."""
+        part = self._operator(self.software.operators.embedding, device, rows * layer.hidden_size)
+        beside = self.software.products
+        table = 0.0 if beside.accumulates_in_place else beside.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
+        return part._replace(
+            input_gradient=0.0,
+            weight_gradient=part.input_gradient + self._moving_s(device, table),
+            input_kernels=0.0,
+            weight_kernels=part.input_kernels,
+        )

@@ -1,0 +1,295 @@
+"""The makespan of a schedule, simulated op by op, and the parts of an iteration's time on the busiest pipeline rank.
+
+Beyond `MOST_OPS` the makespan is extrapolated from two smaller numbers of micro-batches.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_named
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.price.closed_form import (
+    CoveringOps,
+    StepCosts,
+    exposed_reduction_s,
+    of_slowest_and_others,
+    pipeline_time,
+)
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.prediction import TimeBreakdown
+from megatron_terapipe.search.price.stages import (
+    BACKWARD,
+    FORWARD,
+    HEAD_EXCHANGE,
+    INPUT_GRADIENT,
+    TENSOR_PARALLEL,
+    WEIGHT_GRADIENT,
+)
+
+MOST_OPS = 8_000
+"""Ops that are simulated one by one: compiling their orders takes a few hundredths of a second, once per shape."""
+
+EFFORT = 0.02
+"""Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
+
+
+SEARCHED_PERIODS = 4
+"""Rounds of micro-batches, one for each rank, of the shorter order that is searched for; the longer has one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTime:
+    """How long the ops of an iteration take."""
+
+    makespan: float
+    """Seconds."""
+    makespan_without_transfers: float
+    """Seconds if messages took no time, ops being the same, and nothing went to hosts."""
+    host_copy_s: float = 0.0
+    """Of the makespan, what ranks wait for copies from their hosts."""
+    notes: tuple[str, ...] = ()
+    """What was extrapolated."""
+
+
+class ScheduleSimulator:
+    """Simulates schedules, and keeps the orders of every shape it has met."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
+        self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
+        """The copies that were planned last: memory and time of a strategy ask for them one after the other."""
+
+    def simulate(
+        self,
+        schedule: str,
+        shape: PipelineShape,
+        costs: OpCosts,
+        *,
+        token_slices: TokenSlices | None = None,
+        memory_limit: float | None = None,
+        host_copies: HostCopySettings | None = None,
+    ) -> SimulatedTime:
+        """Return the makespan of a schedule, in the seconds of its costs.
+
+        Beyond `MOST_OPS` it is simulated for two smaller numbers of micro-batches, a period apart. Once the pipeline is
+        full every period takes the same time, that of the slowest rank, so the rest is a straight line.
+
+        Args:
+            token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
+            memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
+                that 1f1b keeps, as the trainer does.
+            host_copies: what may wait on hosts; None for nothing.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        if schedule == OPTIMISED:
+            cut = token_slices or TokenSlices((1,) * shape.num_token_slices)
+            return self._optimised(shape, costs, cut, memory_limit or memory_of_1f1b(shape, cut))
+        without = replace(costs, transfer=0.0)
+        free = costs.transfer == 0.0
+        period = self._period(shape)
+        ops_each = 2 * shape.num_stages * shape.num_token_slices
+        # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
+        least = 4 * period
+        count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
+        if shape.num_micro_batches <= count + period:
+            makespan = self._makespan(schedule, shape, costs)
+            copying = self._copying_s(schedule, shape, costs, host_copies)
+            within = makespan if free else self._makespan(schedule, shape, without)
+            return SimulatedTime(makespan + copying, within, copying)
+        fewer = replace(shape, num_micro_batches=count)
+        more = replace(shape, num_micro_batches=count + period)
+        periods = (shape.num_micro_batches - count) / period
+
+        def line(each: OpCosts) -> float:
+            low, high = self._makespan(schedule, fewer, each), self._makespan(schedule, more, each)
+            return low + periods * (high - low)
+
+        makespan = line(costs)
+        low, high = (self._copying_s(schedule, each, costs, host_copies) for each in (fewer, more))
+        copying = max(low + periods * (high - low), 0.0)
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return SimulatedTime(makespan + copying, makespan if free else line(without), copying, (note,))
+
+    def _copying_s(
+        self, schedule: str, shape: PipelineShape, costs: OpCosts, host_copies: HostCopySettings | None
+    ) -> float:
+        """Seconds by which copies from hosts that come late make the makespan longer."""
+        if host_copies is None:
+            return 0.0
+        simulated, plan = self.with_host_copies(schedule, shape, costs, host_copies)
+        return max(self.orders(schedule, shape).simulate(costs, plan).makespan - simulated.makespan, 0.0)
+
+    def with_host_copies(
+        self, schedule: str, shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
+    ) -> tuple[SimulatedOrders, HostCopyPlan]:
+        """Return a schedule simulated without copies, and the copies that are planned on it, as the trainer does.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        key = schedule, shape, costs, settings
+        if self._planned is None or self._planned[0] != key:
+            simulated = self.orders(schedule, shape).simulate(costs)
+            self._planned = key, simulated, HostCopyPlan.of(simulated.spans, shape, settings)
+        return self._planned[1:]
+
+    def _optimised(
+        self, shape: PipelineShape, costs: OpCosts, token_slices: TokenSlices, memory_limit: float
+    ) -> SimulatedTime:
+        from deepspeed_ext.plan.solve.orders import optimise
+
+        period = shape.num_ranks
+        count = min(shape.num_micro_batches, SEARCHED_PERIODS * period)
+        makespans = []
+        for fewer in (count, count + period):
+            smaller = replace(shape, num_micro_batches=fewer)
+            found = optimise(smaller, costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT)
+            makespans.append(found.makespan)
+            if fewer == shape.num_micro_batches:
+                return SimulatedTime(makespans[0], makespans[0])
+        periods = (shape.num_micro_batches - count) / period
+        makespan = makespans[0] + periods * (makespans[1] - makespans[0])
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return SimulatedTime(makespan, makespan, notes=(note,))
+
+    def _period(self, shape: PipelineShape) -> int:
+        """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""
+        return max(-(-shape.num_ranks // shape.num_token_slices), 1)
+
+    def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
+        return self.orders(schedule, shape).simulate(costs).makespan
+
+    def orders(self, schedule: str, shape: PipelineShape) -> CompiledOrders:
+        """Return the orders of a schedule, compiled once.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        key = schedule, shape
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
+            self._compiled[key] = compiled
+        return compiled
+
+
+def num_searched_ops(shape: PipelineShape) -> int:
+    """Return the number of ops of the longest order that is searched for to price `optimised`."""
+    few, more = SEARCHED_PERIODS * shape.num_ranks, (SEARCHED_PERIODS + 1) * shape.num_ranks
+    num_micro_batches = shape.num_micro_batches if shape.num_micro_batches <= few else more
+    # A forward and the two parts of its backward.
+    return 3 * shape.num_stages * shape.num_token_slices * num_micro_batches
+
+
+def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
+    """Return the time of zero-bubble under a limit of activations, in closed form."""
+    assert costs.weight_gradient is not None
+    tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
+    forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)
+    ops = np.array([forward, input_gradient + weight_gradient, input_gradient, weight_gradient])
+    slowest, others = of_slowest_and_others("zero-bubble", ops)
+    makespan = pipeline_time(
+        "zero-bubble",
+        num_micro_batches=shape.num_micro_batches,
+        num_token_slices=shape.num_token_slices,
+        num_model_chunks=shape.num_model_chunks,
+        slowest=slowest,
+        others=others,
+        activation_limit=activation_limit,
+    )
+    return SimulatedTime(float(makespan), float(makespan), notes=("the order of ops is priced in closed form",))
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePrediction:
+    """Time of one iteration, and where it goes."""
+
+    iteration_time_s: float
+    """Seconds."""
+    bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan)."""
+    breakdown: TimeBreakdown
+    """On the busiest pipeline rank."""
+    notes: tuple[str, ...] = ()
+    """What is extrapolated, a line each."""
+
+
+def time_prediction(
+    shape: PipelineShape,
+    stages: Floats,
+    costs: OpCosts,
+    simulated: SimulatedTime,
+    step: StepCosts,
+    *,
+    layers: Floats,
+    software: Software,
+    efficiency: HardwareEfficiency,
+) -> TimePrediction:
+    """Put a prediction together.
+
+    Args:
+        stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
+        costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
+        step: the end of the iteration, arrays of [P] seconds.
+        layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
+        efficiency: fixed times, and how much shows of what runs under ops.
+    """
+    ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
+    split = costs.weight_gradient is not None
+
+    def by_rank(seconds: Floats) -> Floats:
+        """Sum [stages, S] over the stages of each rank, and over token slices: [P]."""
+        return np.asarray(seconds.sum(axis=1).reshape(-1, ranks).sum(axis=0))
+
+    backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
+    op_s = (2 + split) * efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
+    computing = by_rank(stages[FORWARD] + backward) + op_s
+    reducing, exchanging = by_rank(stages[TENSOR_PARALLEL]), by_rank(stages[HEAD_EXCHANGE])
+    tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
+    busy = by_rank(np.sum(tables, axis=0))
+    busiest = int(np.argmax(busy))
+    covering = CoveringOps(
+        completing=np.array(costs.weight_gradient or costs.backward)[:ranks, 0],
+        forward=by_rank(stages[FORWARD]),
+        backward=by_rank(backward),
+        layers=layers,
+        num_micro_batches=micro_batches,
+    )
+    reduction = exposed_reduction_s(step, covering, software.communication, efficiency, drains=not split)
+    blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
+    waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
+    copying = min(simulated.host_copy_s, waiting)
+    sending = simulated.makespan - simulated.host_copy_s - simulated.makespan_without_transfers
+    exposed = min(max(sending, 0.0), waiting - copying)
+    breakdown = TimeBreakdown(
+        compute_s=micro_batches * float(computing[busiest] - reducing[busiest] - exchanging[busiest]),
+        tensor_parallel_s=micro_batches * float(reducing[busiest]),
+        head_exchange_s=micro_batches * float(exchanging[busiest]),
+        bubble_s=waiting - exposed - copying,
+        host_copy_s=copying,
+        transfer_s=blocked + exposed,
+        gradient_reduction_s=float(np.max(reduction)),
+        shared_weight_s=float(np.max(step.shared_weight)),
+        optimizer_s=float(np.max(step.optimizer)),
+        fixed_s=efficiency.iteration_s,
+    )
+    bubble = 1 - micro_batches * float(busy.sum()) / (ranks * simulated.makespan)
+    return TimePrediction(
+        iteration_time_s=breakdown.total_s,
+        bubble_ratio=max(bubble, 0.0),
+        breakdown=breakdown,
+        notes=simulated.notes,
+    )

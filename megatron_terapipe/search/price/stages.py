@@ -1,0 +1,459 @@
+"""Ops of stages: layers of each kind on each stage, seconds of each kind, and a strategy with both looked up.
+
+    kinds of layers [K] x sizes (micro-batch, token slice, ...)  --LayerPrices--> ops of a kind  [parts, K, *sizes]
+    layers of each kind on each stage [stages, K]                --stage_ops----> ops of a stage [parts, stages,
+    *sizes]
+
+Sizes are arrays of any shape: the token slices of one strategy, a grid of strategies, or all possible token slices.
+One strategy is a grid of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import StagePartition
+from deepspeed_ext.plan.ops import PipelineShape
+from megatron_terapipe.devices import Device
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.software import Communication
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, OpTimes, ScalarOrArray, key_heads
+from megatron_terapipe.search.price.links import (
+    GroupTopology,
+    LayerLinks,
+    RankGroups,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+)
+from megatron_terapipe.search.price.workload import Layer, Workload
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Layers and parameters of a stage partition, whose stages are dealt round and round to pipeline ranks."""
+
+    per_stage: Floats
+    """[stages, K] layers of each kind."""
+    parameters: Floats
+    """[P] parameters that a tensor-parallel rank holds; a weight that two of its layers share counts once."""
+    shared_parameters: Floats
+    """[P] of them those of a weight that another pipeline rank holds, too (tied embedding)."""
+    last_layers: NDArray[np.int64]
+    """[stages - 1] index of the layer before each boundary."""
+
+    @property
+    def per_rank(self) -> Floats:
+        """Layers of each kind on each pipeline rank: [P, K]."""
+        ranks = len(self.parameters)
+        return np.asarray(self.per_stage.reshape(-1, ranks, self.per_stage.shape[1]).sum(axis=0))
+
+    @property
+    def first_stage(self) -> Floats:
+        """Layers of each kind on the first stage of each rank, which the first token slice passes: [P, K]."""
+        return self.per_stage[: len(self.parameters)]
+
+
+class LayerCounter:
+    """Counts the layers of one model, for many stage partitions."""
+
+    def __init__(self, workload: Workload) -> None:
+        """Find the kinds of layers."""
+        self._workload = workload
+        # Blocks of a GPT are one object many times.
+        kinds = {id(layer): layer for layer in workload.layers}
+        self.kinds: tuple[Layer, ...] = tuple(kinds.values())
+        """The K different layers."""
+        place = {key: kind for kind, key in enumerate(kinds)}
+        self.kind_of_layer: NDArray[np.int64] = np.array([place[id(layer)] for layer in workload.layers])
+        """[layers] number of the kind of each layer."""
+        one_hot = np.eye(len(self.kinds))[self.kind_of_layer]
+        self._before = np.concatenate([np.zeros((1, len(self.kinds))), np.cumsum(one_hot, axis=0)])
+        self._shared: dict[str, list[int]] = {}
+        for index, layer in enumerate(workload.layers):
+            if layer.shared_weight is not None:
+                self._shared.setdefault(layer.shared_weight, []).append(index)
+        self._parameters: dict[int, Floats] = {}
+
+    def count(
+        self,
+        partition: StagePartition,
+        num_ranks: int,
+        tensor_parallel_size: int,
+        *,
+        vocabulary_stages: bool = False,
+    ) -> LayerCounts:
+        """Return the counts of a stage partition.
+
+        Args:
+            partition: the layers of each stage.
+            tensor_parallel_size: ranks that share a layer.
+            vocabulary_stages: whether each rank has one more stage, with its part of the head.
+
+        Raises:
+            ConfigError: if the head cannot be cut so.
+        """
+        bounds = np.array(partition.bounds) + self._workload.first_dealt
+        bounds[0], bounds[-1] = 0, len(self._workload.layers)
+        per_stage = np.diff(self._before[bounds], axis=0)
+        if vocabulary_stages:
+            per_stage = self._with_vocabulary_stages(per_stage, num_ranks)
+            bounds = np.append(bounds[:-1], [bounds[-1] - 1] * num_ranks + [bounds[-1]])
+        if tensor_parallel_size not in self._parameters:
+            each = [layer.parameters_per_rank(tensor_parallel_size) for layer in self.kinds]
+            self._parameters[tensor_parallel_size] = np.array(each)
+        per_rank = (per_stage @ self._parameters[tensor_parallel_size]).reshape(-1, num_ranks).sum(axis=0)
+        shared = np.zeros(num_ranks)
+        for indices in self._shared.values():
+            stages = np.searchsorted(bounds, indices, side="right") - 1
+            weights = {}
+            for rank, index in zip((stages % num_ranks).tolist(), indices, strict=True):
+                weight = self._workload.layers[index].shared_parameters / tensor_parallel_size
+                if rank in weights:
+                    per_rank[rank] -= weight
+                weights[rank] = weight
+            if len(weights) > 1:
+                for rank, weight in weights.items():
+                    shared[rank] += weight
+        return LayerCounts(per_stage, per_rank, shared, bounds[1:-1] - 1)
+
+    def _with_vocabulary_stages(self, per_stage: Floats, num_ranks: int) -> Floats:
+        """[stages + ranks, K] layers of each kind, the head in equal parts on the last stage of each rank."""
+        layers = self._workload.layers
+        if layers[-1].kind != "head" or layers[-1].shared_weight is not None:
+            raise ConfigError(
+                "strategy: vocabulary_stages cuts the head of a model, and the last layer of this one is no head with "
+                "a weight of its own: leave vocabulary_stages false"
+            )
+        head = self.kind_of_layer[-1]
+        parts = np.zeros((num_ranks, per_stage.shape[1]))
+        parts[:, head] = 1 / num_ranks
+        per_stage = per_stage.copy()
+        per_stage[-1, head] -= 1
+        return np.concatenate([per_stage, parts])
+
+
+class StageOps(NamedTuple):
+    """Seconds of the ops of a micro-batch, or of one token slice of it: numbers or arrays that add up over layers."""
+
+    forward: ScalarOrArray
+    """F."""
+    backward: ScalarOrArray
+    """BI and BW as one op."""
+    input_gradient: ScalarOrArray
+    """BI alone."""
+    weight_gradient: ScalarOrArray
+    """BW alone."""
+    tensor_parallel: ScalarOrArray = 0.0
+    """How much of F and the whole backward is collectives between tensor-parallel ranks."""
+    head_exchange: ScalarOrArray = 0.0
+    """How much of them is head exchanges between sequence-parallel ranks."""
+
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE = range(6)
+"""Rows of the first axis of arrays of ops, in the order of `StageOps`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OpSizes:
+    """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other."""
+
+    tensor_parallel_size: ScalarOrArray
+    """Ranks that share each layer."""
+    sequence_parallel_size: ScalarOrArray
+    """Ranks that share the tokens of each token slice."""
+    micro_batch_size: ScalarOrArray
+    """Sequences."""
+    start: ScalarOrArray
+    """Begin of the token slice, as a share of the sequence."""
+    end: ScalarOrArray
+    """End of the token slice, as a share of the sequence."""
+    recompute: str
+    """`none`, `selective`, `full` or `stage`."""
+    sequence_parallel: bool
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
+    key_value_gradients: str
+    """Type in which gradients of keys and values are kept."""
+
+
+class LayerPrices:
+    """Prices the layers of a model, each kind of them once."""
+
+    def __init__(
+        self,
+        kinds: Sequence[Layer],
+        op_times: OpTimes,
+        efficiency: HardwareEfficiency,
+        element_bytes: int,
+        communication: Communication,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            element_bytes: bytes of an activation.
+            communication: which share of the messages between ranks that share a layer products hide.
+        """
+        self._kinds, self._op_times = kinds, op_times
+        self._efficiency, self._element_bytes = efficiency, element_bytes
+        self._communication = communication
+
+    def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
+        """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes].
+
+        Args:
+            links: links between the ranks that share its layers.
+        """
+        rows = []
+        for layer in self._kinds:
+            query = LayerQuery(
+                layer,
+                device,
+                tensor_parallel_size=sizes.tensor_parallel_size,
+                sequence_parallel_size=sizes.sequence_parallel_size,
+                micro_batch_size=sizes.micro_batch_size,
+                start=sizes.start * layer.tokens,
+                end=sizes.end * layer.tokens,
+                recompute=sizes.recompute,
+                sequence_parallel=sizes.sequence_parallel,
+                key_value_gradients=sizes.key_value_gradients,
+            )
+            rows.append(
+                layer_ops(query, self._op_times, self._efficiency, links, self._communication, self._element_bytes)
+            )
+        each = (
+            sizes.tensor_parallel_size,
+            sizes.sequence_parallel_size,
+            sizes.micro_batch_size,
+            sizes.start,
+            sizes.end,
+        )
+        shape = np.broadcast_shapes(*map(np.shape, each))
+        out = np.empty((len(StageOps._fields), len(rows), *shape))
+        for kind, parts in enumerate(rows):
+            for part, seconds in enumerate(parts):
+                out[part, kind] = seconds
+        return out
+
+
+def stage_ops(counts: Floats, ops: Floats) -> Floats:
+    """Return the seconds of the ops of stages, or of ranks with all their stages: [parts, rows, *sizes].
+
+    Args:
+        counts: [rows, K] layers of each kind; or [rows, K, *sizes], where each strategy has stages of its own.
+        ops: [parts, K, *sizes] seconds of each kind.
+    """
+    if counts.ndim > 2:
+        return np.asarray(np.einsum("rk...,pk...->pr...", counts, ops))
+    parts, kinds = ops.shape[:2]
+    product = counts @ ops.reshape(parts, kinds, -1)
+    return np.asarray(product.reshape(parts, len(counts), *ops.shape[2:]))
+
+
+def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats]) -> Floats:
+    """Return the ops of stages that stand on several kinds of devices: [parts, rows, *sizes].
+
+    All ops of a stage take as long as on the device that needs most for the forward and backward of a whole
+    micro-batch: tensor-parallel ranks wait for it in every layer. Of replicas it is an upper limit: they wait for each
+    other at the end of the iteration alone, see `RankGroups.by_replica`.
+
+    Args:
+        per_device: [parts, rows, *sizes] of each device.
+        whole_s: [rows, ...] seconds of a whole micro-batch on each device; broadcasts against the ops.
+    """
+    slowest, most = per_device[0], whole_s[0]
+    for ops, seconds in zip(per_device[1:], whole_s[1:], strict=True):
+        slowest = np.where(seconds > most, ops, slowest)
+        most = np.maximum(seconds, most)
+    return slowest
+
+
+def layer_ops(
+    query: LayerQuery,
+    op_times: OpTimes,
+    efficiency: HardwareEfficiency,
+    links: LayerLinks,
+    communication: Communication,
+    element_bytes: int,
+) -> StageOps:
+    """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it.
+
+    Args:
+        communication: which share of their messages products hide.
+        element_bytes: bytes of an activation.
+    """
+    kernels = op_times(query)
+    forward_reduction: ScalarOrArray = 0.0
+    backward_reduction: ScalarOrArray = 0.0
+    again = _whole_forward_again(query)
+    if not op_times.includes_collectives:
+        one = (1 - communication.tensor_parallel_overlap) * _reduction_s(
+            element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency, query.sequence_parallel
+        )
+        entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
+        forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
+    exchange = head_exchange_s(query, links.sequence, efficiency, element_bytes)
+    exchange = (1 - communication.head_exchange_overlap) * exchange
+    if query.recompute == "stage":
+        kernels = _ops_of_recomputed_stage(query.layer, kernels)
+    # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
+    jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)
+    launch_forward = kernels.launch_forward * jitter
+    launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
+    launch_backward = launch_input + launch_weight
+    backward = kernels.input_gradient + kernels.weight_gradient
+    exposed = efficiency.launch_exposed
+
+    def both(forward_s: ScalarOrArray, backward_s: ScalarOrArray) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward with some seconds of messages."""
+        return (
+            launched(kernels.forward + forward_s, launch_forward, exposed),
+            launched(backward + backward_s, launch_backward, exposed),
+        )
+
+    forward_messages = forward_reduction + exchange
+    backward_messages = backward_reduction + (1 + again) * exchange
+    whole_forward, whole_backward = both(forward_messages, backward_messages)
+    reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
+    return StageOps(
+        whole_forward,
+        whole_backward,
+        launched(kernels.input_gradient + backward_messages, launch_input, exposed),
+        launched(kernels.weight_gradient, launch_weight, exposed),
+        np.maximum(reducing - alone, 0.0),
+        np.maximum(whole_forward + whole_backward - reducing, 0.0),
+    )
+
+
+def _whole_forward_again(query: LayerQuery) -> bool:
+    """Whether the backward of a layer runs its whole forward again, with its messages."""
+    if query.recompute == "stage":
+        return True
+    return query.recompute == "full" and query.layer.kind in ("block", "other")
+
+
+def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:
+    """Kernels of a layer whose stage is computed again: a forward more in the backward.
+
+    What comes behind the last attention runs in the backward alone (ADR 49): no later token slice reads of it.
+    """
+    is_behind = layer.kind in ("norm", "head")
+    return kernels._replace(
+        forward=0.0 * kernels.forward if is_behind else kernels.forward,
+        launch_forward=0.0 * kernels.launch_forward if is_behind else kernels.launch_forward,
+        input_gradient=kernels.input_gradient + kernels.forward,
+        launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
+    )
+
+
+def head_exchange_s(
+    query: LayerQuery, topology: GroupTopology, efficiency: HardwareEfficiency, element_bytes: int
+) -> ScalarOrArray:
+    """Seconds [...] of the two head exchanges of a forward, as many as of a backward (arXiv 2309.14509, section 3).
+
+    Before attention each rank has all heads of its part of the tokens, and sends queries, keys and values in one
+    message to each other rank; behind it each rank has some heads of all tokens, and sends its output back. A head of
+    key and value goes to every rank that needs it.
+
+    Args:
+        element_bytes: bytes of an activation.
+    """
+    attention = query.layer.attention
+    if attention is None or not np.any(np.greater(topology.size, 1)):
+        return 0.0
+    of_keys = key_heads(attention, query.tensor_parallel_size * query.sequence_parallel_size)
+    head_bytes = element_bytes * query.rows * attention.head_size / query.tensor_parallel_size
+    there = all_to_all_s(head_bytes * (attention.query_heads + 2 * of_keys), topology, efficiency)
+    return there + all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
+
+
+def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
+    """Reductions of tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
+
+    A matrix shared by its outputs reads the same tokens on every rank, whose gradients add up; one shared by its inputs
+    gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). A shared
+    embedding gives each rank the rows that it holds.
+
+    Args:
+        sums_at_once: whether the trainer sums parts of attention and MLP that stand side by side in one reduction.
+    """
+    entering = sum(product.parallel == "column" for product in layer.products)
+    leaving = sum(product.parallel == "row" for product in layer.products)
+    if sums_at_once and layer.sums_at_once:
+        leaving = min(leaving, 1)
+    return entering, leaving + (layer.kind == "embedding")
+
+
+def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
+    """Return the seconds of a device's work that its host launches ahead of it; arguments broadcast.
+
+    Args:
+        device_s: seconds that the device needs.
+        launch_s: seconds that the host needs.
+        exposed: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
+    """
+    return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)
+
+
+def _reduction_s(
+    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency, sequence_parallel: bool
+) -> ScalarOrArray:
+    if sequence_parallel:
+        return reduce_scatter_s(num_bytes, topology, efficiency) + all_gather_s(num_bytes, topology, efficiency)
+    return all_reduce_s(num_bytes, topology, efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStrategy:
+    """A strategy with what its layout makes of the cluster and the model, looked up once."""
+
+    strategy: Strategy
+    """The strategy."""
+    groups: RankGroups
+    """Links and devices of its ranks."""
+    counts: LayerCounts
+    """Layers and parameters of its stages."""
+    shares: Floats
+    """[S + 1] bounds of its token slices, as shares of the sequence."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the times of layers depend on, beside token slices, devices and links."""
+        one = self.strategy
+        sizes = one.micro_batch_size, one.sequence_parallel_size
+        return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
+
+    def sizes(self, start: Floats, end: Floats) -> OpSizes:
+        """Return what the ops of token slices depend on.
+
+        Args:
+            start: [T] where they begin, as shares of the sequence.
+            end: [T] where they end.
+        """
+        return OpSizes(
+            tensor_parallel_size=float(self.strategy.tensor_parallel_size),
+            sequence_parallel_size=float(self.strategy.sequence_parallel_size),
+            micro_batch_size=float(self.strategy.micro_batch_size),
+            start=start,
+            end=end,
+            recompute=self.strategy.recompute,
+            sequence_parallel=self.strategy.sequence_parallel,
+            key_value_gradients=self.strategy.key_value_gradients,
+        )
+
+
+def pipeline_shape(strategy: Strategy) -> PipelineShape:
+    """Extent of a strategy's pipeline."""
+    return PipelineShape(
+        strategy.pipeline_parallel_size * strategy.stages_of_a_rank,
+        strategy.num_micro_batches,
+        strategy.num_token_slices,
+        strategy.stages_of_a_rank,
+    )

@@ -1,0 +1,300 @@
+"""Times of many strategies at once, in closed form, as calibration asks for them again and again with other constants.
+
+Strategies of a batch have one workload and all that is no number (recompute, software, ...) in common. What their
+layouts make of the cluster is looked up once; other constants then cost a few array operations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.price.closed_form import (
+    CoveringOps,
+    exposed_reduction_s,
+    of_slowest_and_others,
+    pipeline_time,
+    step_costs,
+)
+from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.links import GroupTopology, LayerLinks, Messages, RankKind, sending_s
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.stages import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    LayerPrices,
+    OpSizes,
+    PlacedStrategy,
+    StageOps,
+    on_slowest_device,
+    stage_ops,
+)
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+NUMBERS = (
+    "tensor_parallel_size",
+    "sequence_parallel_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "num_token_slices",
+    "num_model_chunks",
+)
+"""Numbers of a strategy that the formulas read; the data-parallel size is in the links of its groups."""
+
+
+def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
+    """Return what strategies of one batch have in common.
+
+    Where all ranks compute alike, layouts may differ. On a mixed cluster each layout has a batch of its own.
+    """
+    groups = model.groups(strategy)
+    kinds, layout = groups.kinds, None
+    if len(kinds) > 1 or len(groups.by_replica) > 1:
+        layout = strategy.layout, strategy.placement, id(model.cluster)
+    return (
+        id(model.workload),
+        tuple(kind.devices for kind in kinds),
+        layout,
+        model.software,
+        model.precision,
+        strategy.schedule,
+        strategy.recompute,
+        strategy.sequence_parallel,
+        strategy.key_value_gradients,
+        strategy.zero_stage,
+        strategy.cut(model.workload.seq_length).lengths,
+    )
+
+
+class Replicas(NamedTuple):
+    """What the replicas of one kind stand on."""
+
+    kinds: tuple[RankKind, ...]
+    """Ranks that compute alike; the links between those that share a layer broadcast with [n]."""
+    tensor: GroupTopology
+    """Links of tensor-parallel ranks, arrays of [P, n]."""
+    bandwidth: Floats
+    """[stages, n] bytes per second of the link from a stage to the next."""
+    latency: Floats
+    """[stages, n] seconds."""
+    crosses_nodes: NDArray[np.bool_]
+    """[stages, n] whether it is the network."""
+
+    @classmethod
+    def of(cls, models: Sequence[CostModel], placed: Sequence[PlacedStrategy]) -> "Replicas":
+        """Look up the replicas that the groups of strategies count.
+
+        Args:
+            models: cost model of each strategy.
+        """
+        ranks = [each.strategy.pipeline_parallel_size for each in placed]
+        kinds = placed[0].groups.kinds
+        if len(kinds) == 1:
+            tensor, sequence = zip(*(each.groups.layer_links(0) for each in placed), strict=True)
+            links_of_layers = LayerLinks(_columns(tensor), _columns(sequence))
+            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, links_of_layers),)
+        links = [model.messages(each) for model, each in zip(models, placed, strict=True)]
+        return cls(
+            kinds,
+            _all_ranks([each.groups.tensor.all_ranks for each in placed], ranks),
+            _stacked([each.bandwidth for each in links], fill=1),
+            _stacked([each.latency_s for each in links]),
+            _stacked([each.crosses_nodes.astype(float) for each in links]) > 0,
+        )
+
+
+@dataclass(frozen=True)
+class StrategyBatch:
+    """n strategies, ready to be priced. Make it with `of`."""
+
+    model: CostModel
+    """Cost model of one of them; for what they have in common."""
+    strategy: Strategy
+    """One of them, likewise."""
+    per_rank: Floats
+    """[P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none."""
+    first_stage: Floats
+    """[P, K, n] layers of the first stage of each rank."""
+    parameters: Floats
+    """[P, n] parameters that a rank holds."""
+    shared: Floats
+    """[P, n] of them those of a weight that two ranks hold."""
+    numbers: dict[str, Floats]
+    """[n] by name."""
+    replicas: tuple[Replicas, ...]
+    """What those of each kind stand on; one entry where all are alike."""
+    data: GroupTopology
+    """Links of data-parallel ranks, arrays of [P, n]."""
+    ends: GroupTopology
+    """Links of the first and the last pipeline rank, arrays of [n]."""
+    memory_bandwidth: Floats
+    """[P, n] bytes per second of the slowest memory of each rank."""
+    message: Floats
+    """[stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send."""
+    rank_of_stage: NDArray[np.int64]
+    """[stages, n] pipeline rank."""
+
+    @classmethod
+    def of(cls, models: Sequence[CostModel], strategies: Sequence[Strategy]) -> "StrategyBatch":
+        """Look up what layouts make of clusters.
+
+        Args:
+            models: cost model of each strategy; they share the workload.
+        """
+        placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
+        sent = [model.messages(each).num_bytes for model, each in zip(models, placed, strict=True)]
+        ranks = [each.strategy.pipeline_parallel_size for each in placed]
+        bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
+        # Strategies whose replicas differ share a layout.
+        unlike = placed[0].groups.by_replica
+        counted = [placed] if len(unlike) == 1 else [[replace(each, groups=one) for each in placed] for one in unlike]
+        stages = [
+            np.arange(len(each.counts.per_stage), dtype=float) % number
+            for each, number in zip(placed, ranks, strict=True)
+        ]
+        return cls(
+            model=models[0],
+            strategy=strategies[0],
+            per_rank=_stacked([each.counts.per_rank for each in placed]),
+            first_stage=_stacked([each.counts.first_stage for each in placed]),
+            parameters=_stacked([each.counts.parameters for each in placed]),
+            shared=_stacked([each.counts.shared_parameters for each in placed]),
+            numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
+            replicas=tuple(Replicas.of(models, each) for each in counted),
+            data=_all_ranks([each.groups.data.all_ranks for each in placed], ranks),
+            ends=_columns([each.groups.ends.at(0) for each in placed]),
+            memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
+            message=_stacked([each.sum(axis=1) for each in sent]),
+            rank_of_stage=_stacked(stages).astype(np.int64),
+        )
+
+    def times(self, efficiency: HardwareEfficiency) -> Floats:
+        """Return the seconds of one iteration of each strategy, in closed form: [n]."""
+        each = [self._times_of(replicas, efficiency) for replicas in self.replicas]
+        return np.asarray(np.maximum.reduce(each), dtype=float)
+
+    def _times_of(self, replicas: Replicas, efficiency: HardwareEfficiency) -> Floats:
+        """[n] seconds of one iteration of the replicas of a kind."""
+        numbers, schedule = self.numbers, self.strategy.schedule
+        whole, first = self._rank_ops(replicas, efficiency)
+        slowest, others = of_slowest_and_others(schedule, self._with_messages(whole, replicas, efficiency))
+        makespan = pipeline_time(
+            schedule,
+            num_micro_batches=numbers["num_micro_batches"],
+            num_token_slices=numbers["num_token_slices"],
+            num_model_chunks=numbers["num_model_chunks"],
+            slowest=slowest,
+            others=others,
+        )
+        covering = CoveringOps(
+            completing=first[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
+            forward=whole[FORWARD],
+            backward=whole[BACKWARD],
+            layers=self.first_stage.sum(axis=1),
+            num_micro_batches=numbers["num_micro_batches"],
+        )
+        return np.asarray(makespan + self._step_s(efficiency, covering) + efficiency.iteration_s, dtype=float)
+
+    def _rank_ops(self, replicas: Replicas, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
+        """[6, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
+        model, strategy = self.model, self.strategy
+        op_times = model.op_times
+        if isinstance(op_times, Roofline):
+            op_times = replace(op_times, efficiency=efficiency)
+        prices = LayerPrices(
+            model.counter.kinds,
+            op_times,
+            efficiency,
+            model.element_bytes,
+            model.software.communication,
+        )
+        lengths = strategy.cut(model.workload.seq_length).lengths
+        bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
+        sizes = OpSizes(
+            tensor_parallel_size=self.numbers["tensor_parallel_size"],
+            sequence_parallel_size=self.numbers["sequence_parallel_size"],
+            micro_batch_size=self.numbers["micro_batch_size"],
+            start=bounds[:-1],
+            end=bounds[1:],
+            recompute=strategy.recompute,
+            sequence_parallel=strategy.sequence_parallel,
+            key_value_gradients=strategy.key_value_gradients,
+        )
+        whole_micro_batch = np.zeros((len(StageOps._fields), *self.parameters.shape))
+        first_token_slice = np.zeros_like(whole_micro_batch)
+        for kind in replicas.kinds:
+            rows = kind.ranks
+            tables = [prices.ops(device, kind.links, sizes) for device in kind.devices]
+            whole = [stage_ops(self.per_rank[rows], table.sum(axis=2)) for table in tables]
+            first = [stage_ops(self.first_stage[rows], table[:, :, 0]) for table in tables]
+            whole_s = [ops[FORWARD] + ops[BACKWARD] for ops in whole]
+            whole_micro_batch[:, rows] = on_slowest_device(whole, whole_s)
+            first_token_slice[:, rows] = on_slowest_device(first, whole_s)
+        return whole_micro_batch, first_token_slice
+
+    def _with_messages(self, ops: Floats, replicas: Replicas, efficiency: HardwareEfficiency) -> Floats:
+        """[6, P, n] ops of a whole micro-batch, with the messages that block them."""
+        model = self.model
+        if model.software.communication.overlaps_transfers or not self.message.any():
+            return ops
+        columns = np.arange(ops.shape[2])
+        sending = sending_s(
+            Messages(self.message, replicas.bandwidth, replicas.latency, replicas.crosses_nodes),
+            replicas.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
+            efficiency,
+            in_parts=model.software.communication.shares_transfers and not self.strategy.sequence_parallel,
+        )
+        sending = np.where(self.message > 0, sending, 0.0)
+        there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])
+        np.add.at(there, (self.rank_of_stage[: len(sending)], columns), sending)
+        # The gradient comes from the stage after; a stage that does not exist sends nothing.
+        np.add.at(back, (self.rank_of_stage[1 : len(sending) + 1], columns), sending[: len(self.rank_of_stage) - 1])
+        blocked = ops.copy()
+        blocked[FORWARD] += there
+        blocked[[BACKWARD, INPUT_GRADIENT]] += back
+        return blocked
+
+    def _step_s(self, efficiency: HardwareEfficiency, covering: CoveringOps) -> Floats:
+        """[n] seconds behind the last op, of [P, n] ops that cover reductions."""
+        step = step_costs(
+            self.parameters,
+            self.shared,
+            self.data,
+            self.ends,
+            self.memory_bandwidth,
+            zero_stage=self.strategy.zero_stage,
+            precision=self.model.precision,
+            software=self.model.software,
+            efficiency=efficiency,
+        )
+        drains = self.strategy.schedule not in SPLIT_SCHEDULES
+        reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, drains=drains)
+        parts = (reduction, step.shared_weight, step.optimizer)
+        return np.asarray(sum(np.max(part, axis=0) for part in parts), dtype=float)
+
+
+def _columns(topologies: Sequence[GroupTopology]) -> GroupTopology:
+    """Join the links of n groups: arrays of [n]."""
+    return GroupTopology(*map(np.array, zip(*topologies, strict=True)))
+
+
+def _all_ranks(topologies: Sequence[GroupTopology], ranks: Sequence[int]) -> GroupTopology:
+    """Join the links of all ranks of n layouts: arrays of [P, n]."""
+    rows = [[np.broadcast_to(part, number) for part in each] for each, number in zip(topologies, ranks, strict=True)]
+    return GroupTopology(*(_stacked(columns, fill=1) for columns in zip(*rows, strict=True)))
+
+
+def _stacked(columns: Sequence[Floats], fill: float = 0.0) -> Floats:
+    """Join n arrays of [rows, ...], which may differ in their rows: [most rows, ..., n]."""
+    rows = max(map(len, columns))
+    out = np.full((rows, *columns[0].shape[1:], len(columns)), float(fill))
+    for index, column in enumerate(columns):
+        out[: len(column), ..., index] = column
+    return out

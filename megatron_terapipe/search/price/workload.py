@@ -1,0 +1,360 @@
+"""A model as the search prices it: its layers by their shapes, their parameters, and a GPT as such a model.
+
+ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = products + attention + element-wise work
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.config import flops
+from megatron_terapipe.config.flops import attended_positions
+from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+
+__all__ = ["Workload"]
+
+Parallel = Literal["column", "row", "none"]
+"""How tensor-parallel ranks share a matrix: by its outputs, by its inputs, or not at all."""
+
+LayerKind = Literal["embedding", "block", "norm", "head", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product: the `inputs` numbers of each token times a weight of [inputs, outputs]."""
+
+    inputs: int
+    """Rows of the weight, before tensor-parallel ranks share it."""
+    outputs: int
+    """Columns of the weight, likewise."""
+    parallel: Parallel = "none"
+    """Which of the two they share."""
+
+    @property
+    def weights(self) -> int:
+        """Entries of the weight."""
+        return self.inputs * self.outputs
+
+    def per_rank(self, tensor_parallel_size: int) -> tuple[float, float]:
+        """Inputs and outputs of the part that one tensor-parallel rank computes."""
+        inputs = self.inputs / tensor_parallel_size if self.parallel == "row" else float(self.inputs)
+        outputs = self.outputs / tensor_parallel_size if self.parallel == "column" else float(self.outputs)
+        return inputs, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of a layer; its heads are shared by tensor-parallel ranks.
+
+    sliding window of 3     x . . . . .        separate windows of 3     x x x . . .
+    (causal)                x x . . . .        (not causal)              x x x . . .
+                            x x x . . .                                  x x x . . .
+                            . x x x . .                                  . . . x x x
+                            . . x x x .                                  . . . x x x
+                            . . . x x x                                  . . . x x x
+    """
+
+    query_heads: int
+    key_value_heads: int
+    """Heads of key and value, at most as many."""
+    head_size: int
+    causal: bool = True
+    """Whether a token attends to itself and those before it only."""
+    separate_window: int | None = None
+    """Tokens of windows that attend to themselves alone, which are not causal, as in Swin; None = the whole sequence.
+    """
+    sliding_window: int | None = None
+    """Tokens up to its own that a token attends to, itself included, where it is causal; None = all."""
+    normed: bool = False
+    """Whether queries and keys have norms."""
+    written_out: bool = False
+    """Whether no fused kernel computes it, as with a soft cap of the scores or dropout of the weights: its scores are
+    then in memory, tile by tile."""
+
+    @property
+    def normed_channels(self) -> int:
+        """Channels of the queries and keys of a token that have norms, which keep them."""
+        return (self.query_heads + self.key_value_heads) * self.head_size if self.normed else 0
+
+    @property
+    def flops_per_position(self) -> int:
+        """Forward FLOPs of a token for each position that it attends to: one score and one weighted value."""
+        return 4 * self.query_heads * self.head_size
+
+    def positions(self, start: float, end: float, tokens: int) -> float:
+        """Pairs of a token in [start, end) and a position that it attends to."""
+        if self.separate_window is not None:
+            return (end - start) * self.separate_window
+        if not self.causal:
+            return (end - start) * tokens
+        return attended_positions(start, end, self.sliding_window)  # type: ignore[no-any-return]
+
+    def most_positions(self, tokens: int) -> int:
+        """Positions that a token attends to at most."""
+        return min(self.separate_window or self.sliding_window or tokens, tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One layer that a pipeline stage can hold."""
+
+    name: str
+    kind: LayerKind
+    """What it is; constant costs hang on it (an embedding looks rows up, a head is followed by the loss)."""
+    tokens: int
+    """Rows of one sequence that go through it; the sequence length of a GPT."""
+    hidden_size: int
+    """Numbers of each token that it hands to the next layer."""
+    parameters: int
+    """All of them, before any parallelism."""
+    unshared_parameters: int = 0
+    """Those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
+    products: tuple[Product, ...] = ()
+    attention: Attention | None = None
+    """Its attention, if it has one."""
+    num_norms: int = 0
+    kept_states: int = None  # type: ignore[assignment]
+    """Hidden states of a token that stay from forward to backward; None = one for each norm."""
+    normed_states: int = None  # type: ignore[assignment]
+    """Those that selective recomputation computes again, outputs of norms; None = one for each part."""
+    sums_at_once: bool = False
+    """Whether the outputs of its matrices that are shared by their inputs are added up before ranks sum them: attention
+    and MLP side by side, without dropout behind them."""
+    activation_width: int = 0
+    """Width of the MLP's activation; 0 without."""
+    gated: bool = False
+    """Whether that has a gate beside it."""
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    num_biases: int = 0
+    biased_channels: int = 0
+    """Outputs of these, all together."""
+    rotary_channels: int = 0
+    """Channels of the queries and keys of a token that are rotated."""
+    shared_weight: str | None = None
+    """Name of the weight that another layer also uses (tied embedding); None = its own alone."""
+    shared_parameters: int = 0
+    """Entries of that weight, which are among `parameters`."""
+    extra_output_elements: int = 0
+    """Numbers that it hands on once per micro-batch, whatever its size (an attention mask)."""
+    forward_s: Mapping[int, float] | None = None
+    """Measured seconds of the forward of one sequence, by tensor-parallel size, reductions included; None where nobody
+    measured."""
+
+    def __post_init__(self) -> None:
+        """Fill in the hidden states that stay, and those that can be computed again."""
+        parts = (self.attention is not None) + (self.activation_width > 0)
+        for name, count in (("kept_states", max(self.num_norms, parts)), ("normed_states", parts)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, count)
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Forward FLOPs of a token in matrix products, the same at every position."""
+        return 2 * sum(product.weights for product in self.products)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks share its work; of other layers each computes, and keeps, the whole."""
+        return any(product.parallel != "none" for product in self.products)
+
+    @property
+    def output_elements(self) -> int:
+        """Numbers of one sequence that it hands to the next layer."""
+        return self.tokens * self.hidden_size
+
+    def forward_flops(self, start: float, end: float) -> float:
+        """Forward FLOPs of the tokens [start, end) of one sequence.
+
+        Args:
+            end: token behind the last one.
+        """
+        attention = 0.0
+        if self.attention is not None:
+            attention = self.attention.flops_per_position * self.attention.positions(start, end, self.tokens)
+        return (end - start) * self.linear_flops_per_token + attention
+
+    def parameters_per_rank(self, tensor_parallel_size: int) -> float:
+        """Parameters that one tensor-parallel rank holds."""
+        shared = self.parameters - self.unshared_parameters
+        return self.unshared_parameters + shared / tensor_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model by its layers.
+
+    A stage partition counts the layers from `first_dealt` to `last_dealt`. Of a GPT those are its transformer layers:
+    the embedding goes with the first stage, the last norm and the head with the last. Of other models they are all.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    seq_length: int
+    """Tokens of one training sequence."""
+    first_dealt: int
+    """First layer that a stage partition counts."""
+    end_dealt: int
+    """Layer behind the last one that it counts."""
+    config: ModelConfig | None = None
+    """The model section of the trainer; None = a model that the trainer cannot build."""
+
+    @property
+    def num_dealt_layers(self) -> int:
+        """Layers that a stage partition counts."""
+        return self.end_dealt - self.first_dealt
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters; those of a shared weight once."""
+        total, seen = 0, set()
+        for layer in self.layers:
+            total += layer.parameters
+            if layer.shared_weight is not None:
+                if layer.shared_weight in seen:
+                    total -= layer.shared_parameters
+                seen.add(layer.shared_weight)
+        return total
+
+    @cached_property
+    def can_cut_tokens(self) -> bool:
+        """Whether sequences can be cut into token slices: every layer sees the same tokens, and none a later one."""
+        return all(
+            layer.tokens == self.seq_length
+            and (layer.attention is None or (layer.attention.causal and layer.attention.separate_window is None))
+            for layer in self.layers
+        )
+
+    def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
+        """Layers of each stage, counted among the layers that a partition distributes.
+
+        Raises:
+            ConfigError: if they do not fit the model or the stages.
+        """
+        try:
+            if isinstance(stage_partition, str):
+                if stage_partition in ("uniform", "auto"):
+                    return StagePartition.uniform(self.num_dealt_layers, num_stages)
+                if stage_partition == "parameters":
+                    weights = [layer.parameters for layer in self.layers[self.first_dealt : self.end_dealt]]
+                    return StagePartition.balanced(weights, num_stages)
+                parsed = StagePartition.parse(stage_partition)
+            else:
+                parsed = StagePartition(stage_partition)
+            return parsed.covering(self.num_dealt_layers, num_stages)
+        except PlanError as error:
+            raise ConfigError(f"strategy: stage_partition: {error}") from None
+
+    def stages(self, partition: StagePartition) -> list[range]:
+        """Indices of the layers of each stage, those at both ends included."""
+        bounds = [self.first_dealt + bound for bound in partition.bounds]
+        bounds[0], bounds[-1] = 0, len(self.layers)
+        return [range(*pair) for pair in pairwise(bounds)]
+
+
+WORD_EMBEDDING = "word embedding"
+"""The weight that a tied embedding and head share."""
+
+
+def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
+    """Return the layers of a GPT: embedding, transformer layers, last norm, head.
+
+    Args:
+        model: its shape; the vocabulary size must be known.
+        name: for tables; empty = by its sizes.
+
+    Raises:
+        ConfigError: if the vocabulary size is not known.
+    """
+    words = model.padded_vocab_size() * model.hidden_size
+    positions = flops.embedding_parameters(model) - words
+    tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDING
+    # Rows of one kind of block are the same object, so that costs computed for one serve all.
+    blocks = {shape: _block(model, shape) for shape in set(model.blocks)}
+
+    def end(kind: str, parameters: int, **more: object) -> Layer:
+        values = {"tokens": model.seq_length, "hidden_size": model.hidden_size, "parameters": parameters, **more}
+        return Layer(name=kind, kind=kind, **values)  # type: ignore[arg-type]
+
+    shared = {"shared_weight": tied, "shared_parameters": words if tied else 0}
+    logits = Product(model.hidden_size, model.padded_vocab_size(), "column")
+    layers = (
+        end("embedding", words + positions, unshared_parameters=positions, **shared),
+        *(blocks[shape] for shape in model.blocks),
+        end(
+            "norm",
+            flops.norm_parameters(model),
+            unshared_parameters=flops.norm_parameters(model),
+            num_norms=1,
+            normalization=model.normalization,
+        ),
+        end("head", words, products=(logits,), **shared),
+    )
+    return Workload(
+        name=name or model.model_preset or f"{model.num_layers}x{model.hidden_size}",
+        layers=layers,
+        seq_length=model.seq_length,
+        first_dealt=1,
+        end_dealt=1 + model.num_layers,
+        config=model,
+    )
+
+
+def _block(model: ModelConfig, shape: BlockShape) -> Layer:
+    hidden, heads, head_size = model.hidden_size, model.num_attention_heads, model.kv_channels
+    products: list[Product] = []
+    attention = None
+    if shape.num_key_value_heads:
+        attention = Attention(
+            heads,
+            shape.num_key_value_heads,
+            head_size,
+            # A window as long as the sequence hides nothing, and the trainer treats it as none.
+            sliding_window=shape.window if (shape.window or model.seq_length) < model.seq_length else None,
+            normed=model.qk_norm != "none",
+            written_out=model.attention_softcap is not None or model.attention_dropout > 0,
+        )
+        products.append(Product(hidden, (heads + 2 * shape.num_key_value_heads) * head_size, "column"))
+        products.append(Product(heads * head_size, hidden, "row"))
+    if shape.ffn_hidden_size:
+        products.append(Product(hidden, (1 + model.gated) * shape.ffn_hidden_size, "column"))
+        products.append(Product(shape.ffn_hidden_size, hidden, "row"))
+    rotated = model.position_embedding_type == "rope" and shape.rotated
+    kept_states, normed_states = flops.block_hidden_states(model, shape)
+    return Layer(
+        name="block",
+        kind="block",
+        tokens=model.seq_length,
+        hidden_size=hidden,
+        parameters=flops.block_parameters(model, shape),
+        unshared_parameters=flops.block_unshared_parameters(model, shape),
+        products=tuple(products),
+        attention=attention,
+        num_norms=flops.block_norms(model, shape),
+        kept_states=kept_states,
+        normed_states=normed_states,
+        sums_at_once=model.parallel_residual and model.hidden_dropout == 0,
+        activation_width=shape.ffn_hidden_size,
+        gated=model.gated,
+        normalization=model.normalization,
+        num_biases=bool(attention) * (model.has_qkv_bias + model.has_projection_bias)
+        + 2 * bool(shape.ffn_hidden_size) * model.has_mlp_bias,
+        biased_channels=_biased_channels(model, shape),
+        rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,
+    )
+
+
+def _biased_channels(model: ModelConfig, shape: BlockShape) -> int:
+    """Outputs of the products of a block that have a bias."""
+    channels = 0
+    if shape.num_key_value_heads:
+        heads = model.num_attention_heads + 2 * shape.num_key_value_heads
+        channels += model.has_qkv_bias * heads * model.kv_channels + model.has_projection_bias * model.hidden_size
+    if shape.ffn_hidden_size:
+        channels += model.has_mlp_bias * ((1 + model.gated) * shape.ffn_hidden_size + model.hidden_size)
+    return channels

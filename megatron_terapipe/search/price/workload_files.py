@@ -1,0 +1,335 @@
+"""Models from files, or by the name of a preset: a GPT by its fields, or any model layer by layer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import BeforeValidator, Field, create_model, model_validator
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
+from megatron_terapipe.huggingface.families.settings import CONFIG_FILE, WORD, SettingsFile, refuse_experts
+from megatron_terapipe.search.machine.documents import parse_text, short, suggestion
+from megatron_terapipe.search.machine.entries import (
+    MOST,
+    Count,
+    CountOrNone,
+    Entry,
+    Text,
+    fault,
+    is_number,
+    place,
+    read_entry,
+)
+from megatron_terapipe.search.price.workload import (
+    Attention,
+    Layer,
+    LayerKind,
+    Parallel,
+    Product,
+    Workload,
+    gpt_workload,
+)
+
+__all__ = ["parse_workload", "read_workload"]
+
+MOST_LAYERS = 10_000
+"""Most layers of a model; more would be a mistake in the file."""
+
+
+def _seconds_by_size(value: object) -> Mapping[int, float]:
+    """Seconds of one sequence by tensor-parallel size; a single number is that without tensor parallelism."""
+    by_size: Mapping[Any, Any] = value if isinstance(value, Mapping) else {1: value}
+    costs = {int(size) if str(size).isdecimal() else 0: seconds for size, seconds in by_size.items()}
+    if not costs or min(costs) < 1 or not all(is_number(seconds) and seconds >= 0 for seconds in costs.values()):
+        raise ValueError('is not seconds by tensor-parallel size: write it as {"1": 0.004, "2": 0.003}')
+    return {size: float(seconds) for size, seconds in costs.items()}
+
+
+class ProductEntry(Entry):
+    """A matrix product."""
+
+    inputs: Count
+    outputs: Count
+    parallel: Parallel = "none"
+
+
+class AttentionEntry(Entry):
+    """An attention; as many key and value heads as query heads unless the file says otherwise."""
+
+    query_heads: Count
+    key_value_heads: Count | None = None
+    head_size: Count
+    causal: bool = True
+    separate_window: Count | None = None
+    sliding_window: Count | None = None
+    normed: bool = False
+    written_out: bool = False
+
+    @model_validator(mode="after")
+    def _one_window(self) -> "AttentionEntry":
+        if self.sliding_window and not self.causal:
+            raise ValueError(
+                f"has sliding_window {self.sliding_window}, which reaches back from a token, and is not causal: give "
+                "causal true, or separate_window for windows that attend to themselves alone"
+            )
+        if self.separate_window and self.causal:
+            raise ValueError(
+                f"has separate_window {self.separate_window}, which attends to itself alone, and is causal: give "
+                "causal false, or sliding_window for the tokens up to a token"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "AttentionEntry":
+        if self.key_value_heads and self.query_heads % self.key_value_heads:
+            raise ValueError(
+                f"has key_value_heads {self.key_value_heads}, which does not divide query_heads {self.query_heads}: "
+                "give one of its divisors"
+            )
+        return self
+
+
+class LayerEntry(Entry):
+    """A layer, or `repeat` equal ones after one another; parameters are those of its products unless the file says."""
+
+    repeat: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    name: Text | None = None
+    kind: LayerKind = "block"
+    tokens: Count
+    hidden_size: Count
+    products: list[ProductEntry] = Field(default_factory=list, min_length=1)
+    attention: AttentionEntry | None = None
+    parameters: CountOrNone | None = None
+    unshared_parameters: CountOrNone = 0
+    num_norms: CountOrNone = 0
+    activation_width: CountOrNone = 0
+    gated: bool = False
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    num_biases: CountOrNone = 0
+    biased_channels: CountOrNone = 0
+    rotary_channels: CountOrNone = 0
+    shared_weight: Text | None = None
+    shared_parameters: CountOrNone = 0
+    extra_output_elements: CountOrNone = 0
+    forward_s: Annotated[Mapping[int, float], BeforeValidator(_seconds_by_size)] | None = None
+
+    def layer(self, where: str) -> Layer:
+        """Return the layer; `where` is the place of the entry, for errors."""
+        products = tuple(Product(each.inputs, each.outputs, each.parallel) for each in self.products)
+        given = self.attention
+        attention = (
+            None
+            if given is None
+            else Attention(
+                given.query_heads,
+                given.key_value_heads or given.query_heads,
+                given.head_size,
+                causal=given.causal,
+                separate_window=given.separate_window,
+                sliding_window=given.sliding_window,
+                normed=given.normed,
+                written_out=given.written_out,
+            )
+        )
+        weights = sum(product.weights for product in products)
+        parameters = weights if self.parameters is None else self.parameters
+        for name in ("unshared_parameters", "shared_parameters"):
+            if getattr(self, name) > parameters:
+                problem = f"is more than the layer's {parameters} parameters"
+                raise fault(f"{where}.{name}", getattr(self, name), problem, "correct one of them")
+        if attention is not None and attention.separate_window is not None and self.tokens % attention.separate_window:
+            problem = f"does not divide the layer's {self.tokens} tokens"
+            raise fault(f"{where}.attention.separate_window", attention.separate_window, problem, "change one of them")
+        same = (
+            *("kind", "tokens", "hidden_size", "unshared_parameters", "num_norms", "activation_width", "gated"),
+            *("normalization", "num_biases", "biased_channels", "rotary_channels"),
+        )
+        shared = ("shared_weight", "shared_parameters", "extra_output_elements", "forward_s")
+        return Layer(
+            name=self.name or self.kind,
+            products=products,
+            attention=attention,
+            parameters=parameters,
+            **{name: getattr(self, name) for name in (*same, *shared)},
+        )
+
+
+class LayeredEntry(Entry):
+    """A model layer by layer."""
+
+    name: Text | None = None
+    source: Text | None = None  # for readers of the file
+    seq_length: Count
+    layers: list[LayerEntry] = Field(min_length=1)
+    first_dealt_layer: CountOrNone = 0
+    end_dealt_layer: Count | None = None
+
+
+def _layers(model: LayeredEntry, file: str) -> tuple[Layer, ...]:
+    layers: list[Layer] = []
+    total = sum(entry.repeat for entry in model.layers)
+    if total > MOST_LAYERS:
+        raise ConfigError(f"{place(file, 'layers')}: {total} layers are more than {MOST_LAYERS:,}: repeat fewer")
+    for index, entry in enumerate(model.layers):
+        layers += [entry.layer(place(file, "layers", index))] * entry.repeat
+    shared: dict[str, int] = {}
+    for layer in layers:
+        if layer.shared_weight is not None:
+            entries = shared.setdefault(layer.shared_weight, layer.shared_parameters)
+            if entries != layer.shared_parameters:
+                raise ConfigError(
+                    f"{place(file, 'layers')}: shared weight {layer.shared_weight!r} has {entries} entries in one "
+                    f"layer and {layer.shared_parameters} in another: make shared_parameters agree"
+                )
+    return tuple(layers)
+
+
+def _gpt_entry() -> type[Entry]:
+    """The fields of the trainer's model section, none of them required, and the name of a preset for the rest."""
+    limits = {int: Field(None, ge=-MOST, le=MOST), float: Field(None, ge=-MOST, le=MOST)}
+    fields_of: dict[str, Any] = {"name": (str | None, None), "preset": (str | None, None)}
+    for name, hint in get_type_hints(ModelConfig).items():
+        kind = next((each for each in (bool, int, float) if each in (hint, *get_args(hint))), str)
+        fields_of[name] = (kind | None, limits.get(kind))
+    fields_of["num_layers"] = (int | None, Field(None, le=MOST_LAYERS))
+    return create_model("GptEntry", __base__=Entry, **fields_of)
+
+
+GptEntry = _gpt_entry()
+
+
+def model_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a model file with fields of the model section, and what each field means."""
+    schema = GptEntry.model_json_schema()
+    for name, text in field_help(ModelConfig).items():
+        schema["properties"][name]["description"] = text
+    return schema
+
+
+DEFAULT_VOCAB_SIZE = 50257
+"""GPT-2's, which published measurements that name none used."""
+
+
+OF_ANY_SIZE = frozenset({"vocab_size", "seq_length", "max_position_embeddings"})
+"""Fields that may be other than a preset's without making another model of it."""
+
+
+def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None) -> Workload:
+    """Read a model.
+
+    Args:
+        path_or_preset: a JSON or YAML file; or a `config.json` of Hugging Face, or the folder that holds it; or the
+            name of a preset, such as `gpt3-13b`.
+        changes: fields of the model section that are other than the file or the preset says.
+
+    Raises:
+        ConfigError: if there is no such file or preset, or a field is wrong; it names file, field and remedy.
+    """
+    if is_model_folder(path_or_preset):
+        return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
+    if Path(path_or_preset).is_dir():
+        raise ConfigError(
+            f"model {path_or_preset} is a folder without {CONFIG_FILE}: give a file, or the name of a preset"
+        )
+    if path_or_preset in MODEL_PRESETS and not Path(path_or_preset).exists():
+        return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
+    if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
+        raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {_nearest_preset(path_or_preset)}")
+    if not Path(path_or_preset).exists() and not Path(path_or_preset).suffix[1:].isalpha():
+        raise ConfigError(
+            f"model {path_or_preset} is not here, and nothing is downloaded: download {CONFIG_FILE} of the model, and "
+            "give its path"
+        )
+    return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
+
+
+def parse_workload(document: object, where: str, changes: Mapping[str, Any] | None = None) -> Workload:
+    """Read a model from the object of a file.
+
+    Args:
+        document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of
+            Hugging Face, with `model_type`.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    if isinstance(document, Mapping) and "layers" in document:
+        if changes:
+            raise ConfigError(f"{where} lists layers, which flags do not change: drop --{_dashed(next(iter(changes)))}")
+        return _layered(read_entry(LayeredEntry, document, where), where)
+    if isinstance(document, Mapping) and "model_type" in document:
+        given = _of_hugging_face(document, where)
+    else:
+        _refuse_other_models(document, where)
+        given = read_entry(GptEntry, document, where).model_dump(exclude_none=True)
+    values = {**given, **{name: value for name, value in (changes or {}).items() if value is not None}}
+    name, preset = values.pop("name", ""), values.pop("preset", None) or values.pop("model_preset", None)
+    if preset is not None and preset not in MODEL_PRESETS:
+        raise ConfigError(f"{place(where, 'preset')} {short(preset)} is not known: {_nearest_preset(preset)}")
+    settings = {"vocab_size": DEFAULT_VOCAB_SIZE, **({} if preset is None else find_preset(preset).settings), **values}
+    missing = [each.name for each in fields(ModelConfig) if each.default is MISSING and each.name not in settings]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}")
+    try:
+        model = ModelConfig(**settings)
+    except UserError as error:
+        raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
+    return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
+
+
+def _refuse_other_models(document: object, where: str) -> None:
+    """Raise if the fields are those of a model that the trainer does not have, rather than misspelt ones of its own."""
+    if not isinstance(document, Mapping):
+        return
+    refuse_experts(document, where)
+    if "architectures" in document:
+        raise ConfigError(
+            f"{where} is a {CONFIG_FILE} of {short(document['architectures'])} without model_type, which names its "
+            f"family: add model_type, one of {', '.join(FAMILIES)}"
+        )
+
+
+def _of_hugging_face(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a `config.json`; sequences are as long as there are positions, unless a flag says otherwise."""
+    file = SettingsFile(document, where)
+    family = family_named(file.value("model_type", WORD), where)
+    family.read(file)
+    found = family.fields(file)
+    return {"name": family.name, "seq_length": found["max_position_embeddings"], **found}
+
+
+def _layered(given: LayeredEntry, where: str) -> Workload:
+    layers = _layers(given, where)
+    first, end = given.first_dealt_layer, given.end_dealt_layer or len(layers)
+    if not first < end <= len(layers):
+        problem = f"is not in {first + 1} to {len(layers)}"
+        raise fault(place(where, "end_dealt_layer"), end, problem, "count layers from 0")
+    return Workload(
+        name=given.name or where.rpartition("/")[2].rpartition(".")[0],
+        layers=layers,
+        seq_length=given.seq_length,
+        first_dealt=first,
+        end_dealt=end,
+    )
+
+
+def _nearest_preset(name: str) -> str:
+    remedy = suggestion(name, MODEL_PRESETS)
+    return remedy if remedy.startswith("did you mean") else f"give a JSON file, or one of {', '.join(MODEL_PRESETS)}"
+
+
+def _as_fields(message: str) -> str:
+    """A message of the model section, which speaks of flags, in the words of a file."""
+    return re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), message)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

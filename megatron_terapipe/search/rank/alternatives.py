@@ -1,0 +1,191 @@
+"""Alternatives to the winner of a ranking: an order of its ops that is searched for, and parts of the cluster.
+
+`with_found_order`: a search compares the schedules that have a closed form. The winner alone is then priced with
+`optimised`, and where the model has an output layer of its own also with that layer in parts, one on each pipeline rank
+(`--vocabulary-stages`, ADR 53).
+
+`on_fewer_devices`: every strategy of a ranking uses all devices. Slow links, slow devices or a small batch may make
+some of them useless. The parts that are tried are the fastest kinds of devices of a mixed cluster, and a half, a
+quarter, ... of its nodes down to one. Each gets a short search near the winner: enough to see whether it is worth a
+search of its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.schedules import OPTIMISED
+from megatron_terapipe.config.model import why_vocabulary_stays_whole
+from megatron_terapipe.devices import Device
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.simulated_time import num_searched_ops
+from megatron_terapipe.search.price.stages import pipeline_shape
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.strategy import Strategy
+
+MOST_OPS = 10_000
+"""Ops of an order that is searched for: more would take longer than all the rest of a search."""
+
+WORTH_FINDING = 0.01
+"""Share of the winner's time that an order must save."""
+
+
+def with_found_order(
+    winner: Ranked, problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing: Pricing
+) -> Ranked | None:
+    """Return the winner with the fastest order that is found for it; None if none saves a hundredth of its time.
+
+    Args:
+        winner: the best strategy with a schedule that needs no search.
+        constraints: values that flags allow for dimensions, which stay so.
+        pricing: on the cluster, in the order of its hostfile.
+    """
+    found = []
+    for strategy in _candidates(winner.strategy, problem, constraints):
+        try:
+            prediction = pricing.predict(strategy)
+        except (ConfigError, PlanError):
+            continue  # no layers for so many stages, or no order within the memory
+        if pricing.why_it_does_not_fit(strategy, prediction.memory, problem.memory_headroom) is None:
+            found.append(Ranked(strategy=strategy, prediction=prediction))
+    best = min(found, key=lambda entry: entry.sort_key, default=None)
+    if best is None or best.iteration_time_s > (1 - WORTH_FINDING) * winner.iteration_time_s:
+        return None
+    return best
+
+
+def _candidates(
+    winner: Strategy, problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]
+) -> Iterator[Strategy]:
+    """Yield the strategy with `optimised`, then with vocabulary stages, too; nothing where flags name a schedule."""
+    if (
+        "schedule" in constraints
+        or winner.pipeline_parallel_size == 1
+        or winner.offload
+        or num_searched_ops(pipeline_shape(winner)) > MOST_OPS
+        or problem.software.name != TERAPIPE.name
+    ):
+        return
+    yield replace(winner, schedule=OPTIMISED)
+    model = problem.workload.config
+    pipeline_ranks, tensor_ranks = winner.pipeline_parallel_size, winner.tensor_parallel_size
+    if model is None or why_vocabulary_stays_whole(model, pipeline_ranks=pipeline_ranks, tensor_ranks=tensor_ranks):
+        return
+    # Stages that were balanced around a whole output layer are not balanced without it.
+    given = winner.stage_partition if "stage_partition" in constraints else "uniform"
+    if given != "parameters":
+        yield replace(winner, schedule=OPTIMISED, vocabulary_stages=True, stage_partition=given)
+
+
+EFFORT = 0.1
+"""Effort of the search on a part."""
+
+LEAST_COMPUTE = 0.6
+"""Compute of the best strategy on a part, in that of the winner, at least: it may recompute less and cut into larger
+pieces. A part that would take longer than the winner even so is not searched for its time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewerDevices:
+    """A part of the cluster, and the best strategy found on it."""
+
+    cluster: Cluster
+    entry: Ranked
+    """The strategy and its price there."""
+    time_ratio: float
+    """Its iteration in that of the winner on all devices; below 1 it is faster."""
+    cost_ratio: float
+    """Seconds x devices of an iteration in those of the winner; below 1 every token is cheaper."""
+
+
+def on_fewer_devices(
+    winner: Ranked,
+    problem: SearchProblem,
+    constraints: Mapping[str, tuple[Any, ...]],
+    pricing_on: Callable[[Cluster], Pricing],
+    progress: ProgressCallback | None = None,
+) -> tuple[FewerDevices, ...]:
+    """Return what the parts of the cluster take that may be faster or cheaper than all of it, largest first.
+
+    Args:
+        constraints: values that flags allow for dimensions, which stay so.
+    """
+    assert winner.prediction is not None
+    time_s, found = winner.prediction.iteration_time_s, []
+    all_devices = problem.cluster.num_devices
+    nearest, larger = winner, problem.cluster
+    for number in sizes_of_parts(problem.cluster):
+        part = problem.cluster.at_most(number)
+        # The first half tells what a token costs; smaller parts are of interest if they may be faster.
+        is_half = larger is problem.cluster and 2 * number >= all_devices
+        if _kinds(part) == _kinds(larger) and not is_half and not _may_be_faster(nearest, larger, number, time_s):
+            continue
+        smaller = replace(problem, cluster=part)
+        choices = all_choices(smaller).constrained({**_near(nearest.strategy, constraints), **constraints})
+        entries = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
+        if not entries or entries[0].prediction is None:
+            continue
+        ratio = entries[0].prediction.iteration_time_s / time_s
+        found.append(
+            FewerDevices(
+                cluster=part, entry=entries[0], time_ratio=ratio, cost_ratio=ratio * part.num_devices / all_devices
+            )
+        )
+        nearest, larger = entries[0], part
+    return tuple(found)
+
+
+def sizes_of_parts(cluster: Cluster) -> list[int]:
+    """Return the numbers of devices of the parts worth a look, largest first.
+
+    On a mixed cluster the slowest kind is left out, then the next slowest, and so on. Equal nodes are halved down to
+    one, by numbers that divide them or are powers of two; the devices of a cluster of one node likewise.
+    """
+    speeds = sorted({node.device.half_flops for node in cluster.nodes})
+    sizes = [
+        sum(node.num_devices for node in cluster.nodes if node.device.half_flops > slowest) for slowest in speeds[:-1]
+    ]
+    fastest = [node for node in cluster.nodes if node.device.half_flops == speeds[-1]]
+    per_node = fastest[0].num_devices
+    if len(fastest) > 1:
+        sizes += [per_node * number for number in _halvings(len(fastest))]
+    elif len(cluster.nodes) == 1:
+        sizes += _halvings(per_node)
+    return sizes
+
+
+def _halvings(number: int) -> list[int]:
+    """Return about a half, a quarter, ... of a number, down to 1: divisors of it, or powers of two."""
+    found, left = [], number
+    while left > 1:
+        left = max(each for each in range(1, left // 2 + 1) if number % each == 0 or each & (each - 1) == 0)
+        found.append(left)
+    return found
+
+
+def _kinds(cluster: Cluster) -> set[Device]:
+    return {node.device for node in cluster.nodes}
+
+
+def _may_be_faster(known: Ranked, cluster: Cluster, devices: int, to_beat_s: float) -> bool:
+    """Return whether so few devices could compute in less time what the cluster of a known strategy computes."""
+    assert known.prediction is not None
+    return LEAST_COMPUTE * known.prediction.breakdown.compute_s * cluster.num_devices / devices < to_beat_s
+
+
+def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Return constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
+    near: dict[str, tuple[Any, ...]] = {
+        "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
+        "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
+    }
+    if "token_slices" not in constraints:
+        near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
+    return near

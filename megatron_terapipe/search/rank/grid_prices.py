@@ -1,0 +1,239 @@
+"""Closed-form prices of a space: an estimate and a lower bound in seconds of every strategy that may fit."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.search.price.links import RankGroups
+from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts
+from megatron_terapipe.search.rank.grid_memory import GridMemory
+from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
+from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
+from megatron_terapipe.search.rank.space import Choices, SearchProblem
+from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
+from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+from megatron_terapipe.strategy import SOLVED, Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.price.cost_model import Pricing
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+FITS = "memory of the devices"
+"""Name of the rejection of strategies that need more."""
+
+HEADROOM = "memory kept free (--memory-headroom)"
+"""Name of the rejection of strategies that fit the devices, but do not leave the headroom free."""
+
+COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
+"""Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` alone keeps them."""
+
+NEEDS_NO_HOSTS = "token slices wait on hosts only where devices are short of memory"
+"""Name of the rejection of strategies that copy what the same strategy without copies has room for."""
+
+EASILY = 0.9
+"""Share of the room for a strategy that its memory, by a bound, may take for copies to be of no use."""
+
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and what is being done."""
+
+
+@dataclass(frozen=True)
+class PricedGrid:
+    """The strategies of a grid that may win."""
+
+    grid: StrategyGrid
+    node_order: int
+    """Number of the node order."""
+    partitions: dict[tuple[int, int], StagePartition]
+    """Bounds of stages by model chunks and place on the axis `partition`."""
+    places: NDArray[np.int64]
+    """[n] flat index in the grid of each strategy that may fit the devices."""
+    roomy: Flags
+    """[n] whether it may leave the headroom free; the others cannot win."""
+    estimate: Floats
+    """[n] seconds in closed form."""
+    bound: Floats
+    """[n] seconds at least."""
+
+    def strategy(self, index: int, problem: SearchProblem) -> Strategy:
+        """Return a strategy, with its stage partition."""
+        place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
+        strategy = self.grid.strategy(place, problem)
+        if self.grid.partition[place[1]] == SOLVED:
+            bounds = self.partitions[strategy.num_model_chunks, place[1]].bounds
+            strategy = replace(strategy, stage_partition=bounds)
+        return strategy
+
+
+def price_space(
+    problem: SearchProblem,
+    choices: Choices,
+    pricings: "Sequence[Pricing]",
+    counts: SearchCounts,
+    progress: ProgressCallback | None = None,
+) -> Iterator[PricedGrid]:
+    """Yield the prices of all strategies that keep the rules, on every node order, a grid at a time.
+
+    Arrays of a grid have the shape [micro-batch sizes, token slices, ...] of its `StrategyGrid`.
+
+    Args:
+        pricings: one for each node order.
+        counts: counts what is rejected, those that cannot fit the memory among them.
+    """
+    tables = _tables(pricings, choices)
+    total = len(layouts(choices, problem.cluster.num_devices))
+    for number, found in enumerate(legal_grids(problem, choices, counts)):
+        if progress is not None:
+            progress(number, total, "closed form")
+        different, fitting, roomy, helped = (np.zeros(found.grid.shape, dtype=bool) for _ in range(4))
+        memory = GridMemory(found.grid, pricings[0].memory_model)
+        for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
+            priced, legal, fits, leaves_room, helps = _price(problem, found, order, pricing, table, memory)
+            different |= legal
+            fitting |= fits
+            roomy |= leaves_room
+            helped |= helps
+            if len(priced.places):
+                yield priced
+        counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
+        counts.reject(FITS, int((different & ~fitting).sum()))
+        counts.reject(HEADROOM, int((fitting & ~roomy).sum()))
+        fine = keeps_digits(found.grid, problem.precision)
+        counts.reject(COARSE_SUMS, int((roomy & ~fine).sum()))
+        counts.reject(NEEDS_NO_HOSTS, int((roomy & fine & ~helped).sum()))
+        counts.priced += int(different.sum())
+
+
+def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
+    """Return which ZeRO stages of a grid add gradients up as exactly as any stage of it: [zero].
+
+    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`megatron_terapipe/training/deepspeed_config.py`).
+
+    Args:
+        precision: `bf16`, `fp16` or `fp32`.
+    """
+    coarse = precision == "bf16" and 1 in grid.zero
+    return np.array([not coarse or stage == 1 for stage in grid.zero])
+
+
+def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
+    """Return the prices of layers for every node order; orders with equal efficiencies and op times share them."""
+    tables: list[OpTables] = []
+    for pricing in pricings:
+        model = pricing.cost_model
+        same = (
+            found
+            for found, other in zip(tables, pricings, strict=False)
+            if (model.efficiency, model.op_times) == (other.cost_model.efficiency, other.cost_model.op_times)
+        )
+        tables.append(next(same, None) or OpTables(model, choices["micro_batch_size"]))
+    return tables
+
+
+def _price(
+    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
+) -> tuple[PricedGrid, Flags, Flags, Flags, Flags]:
+    """Return the strategies of a grid that fit; [grid] which differ, which fit, which with headroom, and `_helped`."""
+    grid = found.grid
+    cost_model = pricing.cost_model
+    groups = cost_model.groups_of(grid.layout)
+    partitions = _partitions(problem, found, groups, tables, cost_model.counter)
+    counts = {
+        key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)
+        for key, partition in partitions.items()
+    }
+    legal = found.legal & _priceable(grid, partitions)
+    fits, roomy = (legal & each for each in memory.fits(groups, counts, problem.memory_headroom))
+    if not fits.any():
+        nothing = np.zeros(0)
+        none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
+        return PricedGrid(grid, order, partitions, *none), legal, fits, roomy, fits
+    helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
+    times = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
+    places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
+    estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
+    priced = PricedGrid(grid, order, partitions, places, roomy.ravel()[places], estimate, bound)
+    return priced, legal, fits, roomy, helped
+
+
+def _helped(
+    grid: StrategyGrid,
+    memory: GridMemory,
+    groups: RankGroups,
+    counts: Mapping[tuple[int, int], LayerCounts],
+    headroom: float,
+) -> Flags:
+    """[grid] which strategies copy nothing to hosts that the same strategy has easily room for on its devices.
+
+    Copies take no time off any op. A value that a flag asks for alone has no other to be compared with.
+    """
+    helped = np.ones(grid.shape, dtype=bool)
+    without = {mode: place for place, (mode, offload) in enumerate(grid.recompute) if not offload}
+    pairs = [
+        (place, without[mode]) for place, (mode, offload) in enumerate(grid.recompute) if offload and mode in without
+    ]
+    if pairs:
+        _, easily = memory.fits(groups, counts, 1 - EASILY * (1 - headroom))
+        for place, plain in pairs:
+            helped[:, :, :, :, place] = ~easily[:, :, :, :, plain]
+    return helped
+
+
+def _pairs(flags: Flags) -> Flags:
+    """[O, P] whether any strategy with a schedule and a partition is flagged."""
+    return np.asarray(flags.any(axis=(2, 3, 4, 5, 6)))
+
+
+def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartition]) -> Flags:
+    """[O, P, 1, ...] pairs that have a stage partition of their own."""
+    pairs = [
+        [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
+    ]
+    return grid.along(("order", "partition"), pairs)
+
+
+def _partitions(
+    problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
+) -> dict[tuple[int, int], StagePartition]:
+    """Return the stages of every pair of model chunks and partition rule that a legal strategy has."""
+    grid = legal.grid
+    ranks = grid.pipeline_parallel_size
+    pairs = _pairs(legal.legal)
+    found: dict[tuple[int, int], StagePartition] = {}
+    times: Floats | None = None
+    for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in grid.order):
+        rows = [row for row, (_, its_model_chunks) in enumerate(grid.order) if its_model_chunks == model_chunks]
+        for place, rule in enumerate(grid.partition):
+            if not pairs[rows, place].any():
+                continue
+            if rule == SOLVED:
+                if times is None:
+                    times = layer_times(counter, _first_values(grid), groups, tables)
+                micro_batches = int(grid.num_micro_batches.max())
+                partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
+                if all(
+                    partition != other
+                    for (its_model_chunks, _), other in found.items()
+                    if its_model_chunks == model_chunks
+                ):
+                    found[model_chunks, place] = partition
+            else:
+                found[model_chunks, place] = problem.partition(rule, ranks * model_chunks)
+    return found
+
+
+def _first_values(grid: StrategyGrid) -> StrategyGrid:
+    """Return the grid with the first value alone of each axis that the times of layers depend on."""
+    return replace(
+        grid,
+        micro_batch=grid.micro_batch[:1],
+        token_slices=grid.token_slices[:1],
+        recompute=grid.recompute[:1],
+        sequence_parallel=grid.sequence_parallel[:1],
+    )

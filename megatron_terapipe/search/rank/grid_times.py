@@ -1,0 +1,494 @@
+"""Seconds of every strategy of a grid: an estimate in closed form, and a bound that no simulation of it goes below.
+
+    OpTables          seconds of each kind of layer   [4 parts, K, B, S, R, Q], shared by layouts
+      -> rank_ops     ops of each pipeline rank       counts of layers [ranks, K] x table -> [4, ranks, B, S, R, Q]
+      -> message_times  messages of each boundary, where the trainer sends while it computes
+      -> grid_times   estimate, bound                 [O, P, B, S, R, Q, Z]
+
+An op depends on the layout only by the ranks that share its layer and the links between them, and on the rest of a
+strategy by micro-batch size, token slices, recomputation and sequence parallelism. Ranks with the same layers, device
+and links are the same row, so there are few of them however long the pipeline is. The end of the iteration, which no
+schedule changes, is added to estimate and bound.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.price.closed_form import (
+    CoveringOps,
+    StepCosts,
+    lower_bound,
+    of_slowest_and_others,
+    pipeline_time,
+    round_trip_bound,
+    shown_reduction_s,
+)
+from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
+from megatron_terapipe.search.price.stages import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    TENSOR_PARALLEL,
+    WEIGHT_GRADIENT,
+    LayerCounts,
+    OpSizes,
+    StageOps,
+    on_slowest_device,
+    stage_ops,
+)
+from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+
+Floats = NDArray[np.float64]
+Splits = tuple[tuple[tuple[int, ...], ...], ...]
+"""Lengths of the token slices: [Q switches][S numbers of token slices]."""
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S splits, R recomputations, Q switches]."""
+
+    whole: Floats
+    """Seconds of all token slices of one micro-batch."""
+    first: Floats
+    """Seconds of the first token slice."""
+    last: Floats
+    """Seconds of the last token slice."""
+    longest: Floats
+    """Seconds of the token slice that takes longest, for each part by itself."""
+
+    def of_micro_batches(self, rows: Sequence[int]) -> "OpTable":
+        """Return the table of some of the micro-batch sizes, given by their places on the axis: [4, K, rows, ...]."""
+        return OpTable(*(each[:, :, rows] for each in (self.whole, self.first, self.last, self.longest)))
+
+
+class OpTables:
+    """Computes tables, and keeps them."""
+
+    def __init__(self, cost_model: CostModel, micro_batch_sizes: Sequence[int]) -> None:
+        """Prepare.
+
+        Args:
+            micro_batch_sizes: all that any grid has; one table is for all of them, so that layouts can share it.
+        """
+        self._model = cost_model
+        self._sizes = tuple(micro_batch_sizes)
+        self._splits: dict[tuple[object, ...], Splits] = {}
+        self._tables: dict[tuple[object, ...], OpTable] = {}
+
+    def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> OpTable:
+        """Return the table of op times [...] that a grid of strategies needs.
+
+        Args:
+            links: links between the ranks that share its layers.
+        """
+        splits = self.splits(grid)
+        links = LayerLinks(*map(_relevant, links))
+        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size, grid.key_value_gradients
+        key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
+        known = self._tables.get(key)
+        if known is None:
+            known = self._tables[key] = self._compute(grid, device, links, splits)
+        if grid.micro_batch == self._sizes:
+            return known
+        rows = [self._sizes.index(size) for size in grid.micro_batch]
+        return known.of_micro_batches(rows)
+
+    def splits(self, grid: StrategyGrid) -> Splits:
+        """Return the lengths of the token slices of a grid's strategies."""
+        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size
+        key = *sizes, grid.sequence_parallel, grid.token_slices, grid.lengths
+        if key not in self._splits:
+            self._splits[key] = tuple(
+                tuple(self._split(grid, count, parallel) for count in grid.token_slices)
+                for parallel in grid.sequence_parallel
+            )
+        return self._splits[key]
+
+    def _split(self, grid: StrategyGrid, count: int, sequence_parallel: bool) -> tuple[int, ...]:
+        seq_length = self._model.workload.seq_length
+        if count * grid.granularity(sequence_parallel) > seq_length:
+            return (seq_length,)  # no strategy has it: another rule says so
+        return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
+
+    def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> OpTable:
+        axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
+        shape = (TENSOR_PARALLEL, len(self._model.counter.kinds), *axes)
+        table = OpTable(*(np.empty(shape) for _ in range(4)))
+        for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
+            starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
+            for mode, (recompute, _) in enumerate(grid.recompute):
+                sizes = OpSizes(
+                    tensor_parallel_size=float(grid.tensor_parallel_size),
+                    sequence_parallel_size=float(grid.sequence_parallel_size),
+                    micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
+                    start=starts,
+                    end=ends,
+                    recompute=recompute,
+                    sequence_parallel=on,
+                    key_value_gradients=grid.key_value_gradients,
+                )
+                ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
+                table.whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
+                table.first[..., mode, parallel] = ops[..., begins]
+                table.last[..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
+                table.longest[..., mode, parallel] = np.maximum.reduceat(ops, begins, axis=-1)
+        return table
+
+
+def _relevant(topology: GroupTopology) -> GroupTopology:
+    """Return the links without what nothing crosses, so that topologies that cost as much are equal."""
+    if topology.size == 1:
+        return ALONE
+    if topology.num_nodes == 1:
+        return topology._replace(network_bandwidth=1.0, network_latency_s=0.0)
+    return topology
+
+
+def _bounds(splits: Sequence[tuple[int, ...]], seq_length: int) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Token slices of all splits, one split after the other.
+
+    Returns:
+        Start and end of each, as shares of the sequence; index of the first of each split.
+    """
+    lengths = np.concatenate([np.array(split) for split in splits])
+    counts = np.array([len(split) for split in splits])
+    begins = np.cumsum(counts) - counts
+    ends = np.cumsum(lengths) - np.repeat((np.cumsum(lengths) - lengths)[begins], counts)
+    return (ends - lengths) / seq_length, ends / seq_length, begins
+
+
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankOps:
+    """Ops of one micro-batch of the different rows of ranks.
+
+    A bound follows each row's last rank, because the first token slice passes most stages before it; with several model
+    chunks it also follows the last stage alone, which comes after all others. These are the N *followed* ones.
+    """
+
+    whole: Floats
+    """[4, rows, B, S, R, Q] seconds of all token slices."""
+    multiplicity: Floats
+    """[rows] ranks that each row stands for."""
+    first: int
+    """Row of the first rank."""
+    last: int
+    """Row of the last rank."""
+    completing: Floats
+    """[4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients of the first
+    rank; of two devices, the slower one."""
+    stages: Whole
+    """[N] stage at which each of the followed begins."""
+    followed: Floats
+    """[4, N, B, S, R, Q] seconds of all token slices."""
+    before: Floats
+    """[4, N, B, S, R, Q] of the first token slice on all stages before, at least."""
+    filling: Floats
+    """[4, B, S, R, Q] of all token slices but the last on the first stage, at least."""
+    turning: Floats
+    """[4, B, S, R, Q] of the last token slice on all stages, at least."""
+    put_off: Floats
+    """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
+
+
+def rank_ops(
+    grid: StrategyGrid,
+    groups: RankGroups,
+    of_kind: Sequence[Sequence[OpTable]],
+    counts: LayerCounts,
+    op_s: float,
+) -> RankOps:
+    """Return the ops of the ranks of a stage partition.
+
+    Args:
+        of_kind: times of layers, for each kind of ranks on each of its devices.
+    """
+    per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
+    token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    row_of_rank = np.empty(ranks, np.int64)
+    whole, longest = [], []
+    multiplicity: list[int] = []
+    for kind, tables in zip(groups.kinds, of_kind, strict=True):
+        rows, places = _different(per_rank[kind.ranks])
+        row_of_rank[kind.ranks] = places + len(multiplicity)
+        per_device = [stage_ops(rows, table.whole) for table in tables]
+        whole.append(on_slowest_device(per_device, [ops[FORWARD] + ops[BACKWARD] for ops in per_device]))
+        longest.append(np.maximum.reduce([stage_ops(rows, table.longest)[WEIGHT_GRADIENT] for table in tables]))
+        multiplicity += np.bincount(places).tolist()
+    rows_whole = np.concatenate(whole, axis=1) + op_s * (num_stages // ranks) * token_slices
+    rank_of_row = np.zeros(len(multiplicity), np.int64)
+    rank_of_row[row_of_rank] = np.arange(ranks)  # the last one of each row stays
+    stages, followed = rank_of_row, rows_whole
+    if num_stages > ranks:
+        last_tables = next(
+            tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if ranks - 1 in kind.ranks
+        )
+        alone = [stage_ops(counts.per_stage[-1:], table.whole) for table in last_tables]
+        last_stage = on_slowest_device(alone, [ops[FORWARD] + ops[BACKWARD] for ops in alone]) + op_s * token_slices
+        stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
+    behind = stages[: len(multiplicity)].reshape(-1, 1, 1, 1, 1) + 1.0
+    some = np.minimum(
+        behind % token_slices * (np.concatenate(longest) + op_s),
+        rows_whole[WEIGHT_GRADIENT],
+    )
+    put_off = behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some
+    (first,) = (tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if kind.ranks[0] == 0)
+    completing = np.maximum.reduce([stage_ops(counts.per_stage[:1], table.first)[:, 0] for table in first])
+    filling = np.minimum.reduce([stage_ops(counts.per_stage[:1], table.whole - table.last)[:, 0] for table in first])
+    everything = np.array([num_stages])
+    return RankOps(
+        whole=rows_whole,
+        multiplicity=np.array(multiplicity, dtype=float),
+        first=int(row_of_rank[0]),
+        last=int(row_of_rank[-1]),
+        completing=np.asarray(completing) + op_s,
+        stages=stages,
+        followed=followed,
+        before=_passed(groups, [[table.first for table in tables] for tables in of_kind], counts, stages, op_s),
+        filling=filling + op_s * (token_slices - 1),
+        turning=_passed(groups, [[table.last for table in tables] for tables in of_kind], counts, everything, op_s)[
+            :, 0
+        ],
+        put_off=put_off,
+    )
+
+
+def _different(counts: Floats) -> tuple[Floats, Whole]:
+    """The different rows of [n, K] counts, and [n] which of them each row is."""
+    numbers: dict[bytes, int] = {}
+    places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in counts], dtype=np.int64)
+    _, first = np.unique(places, return_index=True)
+    return counts[first], places
+
+
+def _passed(
+    groups: RankGroups, of_kind: Sequence[Sequence[Floats]], counts: LayerCounts, stages: Whole, op_s: float
+) -> Floats:
+    """[4, n, B, S, R, Q] seconds of one token slice on all stages before each of [n] stages, at least."""
+    rank_of_stage = np.arange(len(counts.per_stage)) % len(counts.parameters)
+    parts = []
+    for kind, tables in zip(groups.kinds, of_kind, strict=True):
+        own = np.where(np.isin(rank_of_stage, kind.ranks)[:, None], counts.per_stage, 0.0)
+        passed = np.concatenate([np.zeros((1, own.shape[1])), np.cumsum(own, axis=0)])[stages]
+        # A bound must not count on the slower one of two devices.
+        parts.append(np.minimum.reduce([stage_ops(passed, table) for table in tables]))
+    return np.asarray(sum(parts[1:], start=parts[0]) + op_s * stages.reshape(-1, 1, 1, 1, 1))
+
+
+class MessageTimes(NamedTuple):
+    """Seconds of messages; the axes are those of ops."""
+
+    first: Floats
+    """[stages, B, S, 1, Q] that the first token slice has spent on its way to each stage."""
+    last: Floats
+    """[B, S, 1, Q] that the last token slice spends on its way from the first stage to the last."""
+    usual: Floats
+    """[B, S, 1, Q] that a token slice spends on its way through the first stages of all ranks and back."""
+    busy: Floats
+    """[B, 1, 1, Q] that the busiest channel, of one boundary and direction, sends in a micro-batch."""
+
+
+def message_times(
+    grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: LayerCounts, splits: Splits
+) -> MessageTimes:
+    """Return the times of messages between stages, as `CostModel` gives them to the simulator.
+
+    Args:
+        splits: lengths of the token slices.
+    """
+    ranks, boundaries = grid.pipeline_parallel_size, len(counts.last_layers)
+    shape = (len(grid.micro_batch), len(grid.token_slices), 1, len(grid.sequence_parallel))
+    if ranks == 1 or not model.software.communication.overlaps_transfers:
+        nothing = np.zeros(shape)
+        return MessageTimes(np.zeros((boundaries + 1, *shape)), nothing, nothing, nothing[:, :1])
+    efficiency, links = model.efficiency, groups.pipe
+    rank = np.arange(boundaries) % ranks
+    reached = np.asarray(transfer_bandwidth(links.bandwidth, links.crosses_nodes, efficiency))[rank]
+    latency_s = _column(links.latency_s[rank] + efficiency.transfer_s)
+    layers = [model.workload.layers[index] for index in counts.last_layers]
+    outputs = _column(np.array([layer.output_elements for layer in layers], dtype=float))
+    extra = _column(np.array([layer.extra_output_elements for layer in layers], dtype=float))
+    sizes = np.array(grid.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
+    own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
+    token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    whole = outputs * sizes * own + token_slices * extra
+    """[boundaries, B, S, 1, Q] elements of a micro-batch."""
+
+    def one_token_slice(place: int) -> Floats:
+        """[boundaries, B, S, 1, Q] seconds of the messages of a token slice."""
+        share = np.array([[lengths[place] / sum(lengths) for lengths in each] for each in splits]).T[None, :, None]
+        # The simulator has one size for all boundaries, and writes other sizes as other bandwidths.
+        elements = (outputs[0] * sizes * own * share + extra[0]) * whole / np.maximum(whole[0], 1.0)
+        return np.asarray(latency_s + model.element_bytes * elements / _column(reached))
+
+    first = one_token_slice(0)
+    arrives = np.concatenate([np.zeros((1, *first.shape[1:])), np.cumsum(first, axis=0)])
+    busy = model.element_bytes * (outputs * sizes * own / _column(reached)).max(axis=0)
+    return MessageTimes(arrives, one_token_slice(-1).sum(axis=0), 2 * arrives[ranks - 1], busy)
+
+
+def _column(values: Floats) -> Floats:
+    """[boundaries, 1, 1, 1, 1]."""
+    return np.asarray(values).reshape(-1, 1, 1, 1, 1)
+
+
+ONE_STAGE_EACH = ("1f1b", "zero-bubble")
+"""Schedules whose first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
+
+
+@dataclass(frozen=True)
+class GridTimes:
+    """Seconds of one iteration of each strategy of a grid."""
+
+    estimate: Floats
+    """[grid] in closed form."""
+    bound: Floats
+    """[grid] no schedule of it takes less."""
+
+
+def grid_times(
+    grid: StrategyGrid,
+    groups: RankGroups,
+    cost_model: CostModel,
+    tables: OpTables,
+    counts: Mapping[tuple[int, int], LayerCounts],
+    *,
+    wanted: NDArray[np.bool_],
+) -> GridTimes:
+    """Price a grid.
+
+    Args:
+        counts: layers of each rank, by number of model chunks and place on the axis `partition`; pairs that are missing
+            are not priced.
+        wanted: [O, P] pairs of a schedule and a partition that are priced.
+    """
+    # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
+    each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, wanted) for alike in groups.by_replica]
+    return GridTimes(
+        reduce(np.maximum, [one.estimate for one in each]), reduce(np.maximum, [one.bound for one in each])
+    )
+
+
+def _of_replicas(
+    grid: StrategyGrid,
+    groups: RankGroups,
+    alike: RankGroups,
+    cost_model: CostModel,
+    tables: OpTables,
+    counts: Mapping[tuple[int, int], LayerCounts],
+    wanted: NDArray[np.bool_],
+) -> GridTimes:
+    """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
+    estimate = np.full(grid.shape, np.inf)
+    bound = np.full(grid.shape, np.inf)
+    of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
+    for (model_chunks, place), found in counts.items():
+        orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and wanted[row, place]]
+        if not orders:
+            continue
+        ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
+        messages = message_times(grid, alike, cost_model, found, tables.splits(grid))
+        steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
+        for order in orders:
+            schedule = grid.order[order][0]
+            bound_s = _bound(schedule, model_chunks, grid, ops, messages)
+            estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, messages), bound_s)
+            covering = CoveringOps(
+                completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
+                forward=ops.whole[FORWARD, ops.first],
+                backward=ops.whole[BACKWARD, ops.first],
+                layers=float(found.first_stage[0].sum()),
+                num_micro_batches=_sizes(grid)[0],
+            )
+            for zero, step in enumerate(steps):
+                step_s = _step_s(step, covering, found, cost_model)
+                estimate[order, place, ..., zero] = estimate_s + step_s
+                bound[order, place, ..., zero] = bound_s + step_s
+    return GridTimes(estimate, bound)
+
+
+def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
+    """[B, S, R, Q] seconds of the ops, without a bound's certainty."""
+    micro_batches, num_token_slices = _sizes(grid)
+    slowest, others = of_slowest_and_others(schedule, ops.whole, ops.multiplicity)
+    estimate = pipeline_time(
+        schedule,
+        num_micro_batches=micro_batches,
+        num_token_slices=num_token_slices,
+        num_model_chunks=float(model_chunks),
+        slowest=slowest,
+        others=others,
+        latency_s=messages.usual * model_chunks,
+    )
+    if schedule in ONE_STAGE_EACH and model_chunks == 1:
+        # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
+        back = _back(schedule)
+        there_and_back = slowest[FORWARD] + others[FORWARD] + slowest[back] + others[back]
+        one = there_and_back / num_token_slices + messages.usual
+        rounds = micro_batches * num_token_slices / (grid.pipeline_parallel_size - 1 + num_token_slices)
+        estimate = np.maximum(estimate, rounds * one)
+    return np.asarray(estimate)
+
+
+def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
+    """[B, S, R, Q] seconds of the ops that no simulation goes below."""
+    micro_batches, num_token_slices = _sizes(grid)
+    is_split = schedule in SPLIT_SCHEDULES
+    before = ops.before + messages.first[ops.stages]
+    each = lower_bound(
+        schedule,
+        num_micro_batches=micro_batches,
+        ops=StageOps(*ops.followed),
+        before=StageOps(*before),
+        put_off_s=ops.put_off if is_split else 0.0,
+    )
+    bound = np.maximum(np.max(each, axis=0), micro_batches * messages.busy)
+    if schedule in ONE_STAGE_EACH and model_chunks == 1:
+        back = _back(schedule)
+        waiting = round_trip_bound(
+            schedule,
+            num_ranks=grid.pipeline_parallel_size,
+            num_micro_batches=micro_batches,
+            num_token_slices=num_token_slices,
+            filling_s=ops.filling[FORWARD],
+            there=ops.turning[FORWARD] + messages.last,
+            back=ops.turning[back] + messages.last,
+            last=StageOps(*ops.whole[:, ops.last]),
+            draining_s=before[back, ops.last],
+            put_off_s=ops.put_off[ops.last] if is_split else 0.0,
+        )
+        bound = np.maximum(bound, waiting)
+    return np.asarray(bound)
+
+
+def _sizes(grid: StrategyGrid) -> tuple[Floats, Floats]:
+    """Numbers of micro-batches [B, 1, 1, 1], and of token slices [1, S, 1, 1]."""
+    micro_batches = grid.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
+    return micro_batches, np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+
+
+def _back(schedule: str) -> int:
+    """The part of a backward that the rank before waits for."""
+    return INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
+
+
+def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel) -> Floats:
+    """[B, S, R, Q] seconds behind the last op.
+
+    Of reductions that overlap, those of the first rank are counted: the others have the time until it is done.
+    """
+    fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
+    communication = model.software.communication
+    first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
+    if not communication.overlaps_gradient_reduction:
+        first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
+    return np.asarray(shown_reduction_s(first, covering, communication, model.efficiency) + fixed)

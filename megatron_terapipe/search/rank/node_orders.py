@@ -1,0 +1,165 @@
+"""Which node holds which pipeline ranks: the order of the nodes in the hostfile, since ranks fill nodes in that order.
+
+Nodes that are the same but for their names need no order among themselves, so an order is a sequence of node kinds.
+There are few of those on small clusters, and all are tried. On large ones nodes of a kind stay together, in every order
+of the kinds, because a stage that spans two kinds is as slow as the slower one and as small as the smaller one; what
+that leaves out, a bounded local search looks for around the order that came out best.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, permutations
+from math import factorial, prod
+
+from megatron_terapipe.search.machine.cluster import Cluster, Node
+
+MOST_ORDERS = 6
+"""Orders that are tried for every layout: all those of two and two nodes, or of three kinds that stay together."""
+
+MOST_KINDS = 3
+"""Kinds that are put in every order on large clusters, those with most devices; others stand beside the most like."""
+
+
+def kind_key(node: Node) -> tuple[object, ...]:
+    """Key of a node's kind, without its name; nodes sort by it, those with the most computing and memory first."""
+    device = node.device
+    return (
+        -node.num_devices * device.half_flops,
+        -device.memory_bytes,
+        -device.memory_bandwidth,
+        device.single_flops,
+        device.name,
+        device.is_gpu,
+        node.num_devices,
+        -node.inside.bandwidth,
+        node.inside.latency_s,
+        -node.network.bandwidth * node.num_network_cards,
+        node.network.latency_s,
+        node.num_network_cards,
+    )
+
+
+def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
+    """The orders of nodes to try. The same nodes in any order give the same list, but for names of equal nodes.
+
+    Args:
+        most: orders of single nodes at most; else kinds stay together.
+    """
+    kinds = _by_kind(cluster)
+    counts = [len(nodes) for nodes in kinds]
+    distinct = factorial(sum(counts)) // prod(map(factorial, counts)) if sum(counts) <= 64 else most + 1
+    if distinct <= most:
+        sequences = sorted(set(_sequences(counts)))
+    else:
+        families = _families(kinds)
+        sequences = [
+            tuple(kind for family in order for kind in family for _ in range(counts[kind]))
+            for order in permutations(families)
+        ]
+    return [_in_sequence(cluster, kinds, sequence) for sequence in sequences]
+
+
+def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluations: int = 40) -> Cluster:
+    """Improve an order by exchanging runs of nodes, as long as that helps and evaluations are left.
+
+    Args:
+        cluster: the order to start with.
+        score: what is to be small; infinite for orders that cannot be.
+    """
+    best, lowest, left = cluster, score(cluster), evaluations - 1
+    improved = True
+    while improved and left > 0:
+        improved = False
+        for neighbour in _neighbours(best):
+            if left <= 0:
+                break
+            left -= 1
+            value = score(neighbour)
+            if value < lowest * (1 - 1e-9):
+                best, lowest, improved = neighbour, value, True
+                break
+    return best
+
+
+def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[int, ...] | None:
+    """Device of the cluster for each rank, if ranks fill the nodes of another order; None if both are the same.
+
+    Args:
+        ordered: the order that ranks fill.
+        cluster: the same nodes in the order of the hostfile.
+    """
+    if ordered.nodes == cluster.nodes:
+        return None
+    free: dict[Node, deque[int]] = {}
+    first_device = 0
+    for node in cluster.nodes:
+        free.setdefault(node, deque()).append(first_device)
+        first_device += node.num_devices
+    devices: list[int] = []
+    for node in ordered.nodes:
+        first_device = free[node].popleft()
+        devices += range(first_device, first_device + node.num_devices)
+    placement = tuple(devices[:world_size])
+    return None if placement == tuple(range(world_size)) else placement
+
+
+def _by_kind(cluster: Cluster) -> list[list[Node]]:
+    """Nodes of each kind, the kinds sorted, the nodes of a kind as the cluster has them."""
+    kinds: dict[tuple[object, ...], list[Node]] = {}
+    for node in cluster.nodes:
+        kinds.setdefault(kind_key(node), []).append(node)
+    return [kinds[key] for key in sorted(kinds)]
+
+
+def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
+    """Kinds, by number, that stay next to each other: one that has many devices, and those that are most like it."""
+
+    def devices(kind: int) -> int:
+        return sum(node.num_devices for node in kinds[kind])
+
+    def flops(kind: int) -> float:
+        return kinds[kind][0].device.half_flops
+
+    leaders = sorted(range(len(kinds)), key=lambda kind: (-devices(kind), kind))[:MOST_KINDS]
+    families = {leader: [leader] for leader in sorted(leaders)}
+    for kind in range(len(kinds)):
+        if kind not in families:
+            families[min(sorted(leaders), key=lambda leader: abs(flops(leader) - flops(kind)))].append(kind)
+    return [sorted(family) for family in families.values()]
+
+
+def _sequences(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every sequence with so many of each kind."""
+    if not any(counts):
+        yield ()
+        return
+    for kind, count in enumerate(counts):
+        if count:
+            rest = [left - (other == kind) for other, left in enumerate(counts)]
+            for tail in _sequences(rest):
+                yield (kind, *tail)
+
+
+def _in_sequence(cluster: Cluster, kinds: Sequence[Sequence[Node]], sequence: Sequence[int]) -> Cluster:
+    waiting = [iter(nodes) for nodes in kinds]
+    return Cluster(nodes=tuple(next(waiting[kind]) for kind in sequence), name=cluster.name)
+
+
+def _neighbours(cluster: Cluster) -> Iterator[Cluster]:
+    """Orders with two runs of nodes exchanged: neighbouring runs first, then single nodes at the borders of runs."""
+    nodes = cluster.nodes
+    keys = [kind_key(node) for node in nodes]
+    borders = [0, *(index for index in range(1, len(nodes)) if keys[index] != keys[index - 1]), len(nodes)]
+    runs = list(pairwise(borders))
+    for (start, middle), (_, end) in pairwise(runs):
+        yield _rebuilt(cluster, (*nodes[:start], *nodes[middle:end], *nodes[start:middle], *nodes[end:]))
+    for border in borders[1:-1]:
+        # A node of the run before goes behind the one after, or the other way round.
+        end = next(each for each in borders if each > border)
+        start = max(each for each in borders if each < border)
+        yield _rebuilt(cluster, (*nodes[: border - 1], *nodes[border:end], nodes[border - 1], *nodes[end:]))
+        yield _rebuilt(cluster, (*nodes[:start], nodes[border], *nodes[start:border], *nodes[border + 1 :]))
+
+
+def _rebuilt(cluster: Cluster, nodes: tuple[Node, ...]) -> Cluster:
+    return Cluster(nodes=nodes, name=cluster.name)

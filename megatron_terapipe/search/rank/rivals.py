@@ -1,0 +1,502 @@
+"""ZeRO 3 with Ulysses (DeepSpeed's ALST), priced beside a ranking: so that advice says when not to use this trainer.
+
+    all_settings -> rival_memory, RivalTimes -> best_rival: the fastest that fits, or the one nearest to fitting
+
+Bytes. Each of R ranks keeps an R-th of weights, gradients and optimizer state. A layer is recomputed from its input,
+which is all that stays of it: 2h bytes of each token (arXiv 2506.13996 section 3). What is left is the moment in
+which a
+rank needs the most: the backward of one attention, whose heads have all tokens. With n = tokens of a rank, u = 2nh
+bytes
+of a hidden state and q = 2nd a bytes of its queries (a heads of d numbers) there are
+
+    5 u      input of the layer, both norms, the residual, and the gradient of the residual
+    q        output of attention, as the product behind it reads it
+    2 q      queries and output, as FlashAttention's backward reads them
+    2 q      gradient of the output, before and behind the exchange; one where there is none
+    q + 2 q  gradient of the queries, and its sum in fp32 (`dq_accum` of flash_attn 2)
+    4 k      keys, values and their gradients, k = 2nd x heads of keys, copied where ranks are more than these
+    2 q      gradients of keys and values for each head of queries, where heads of keys are fewer
+    4na      logarithms of the softmax' sums
+
+With h = da that is 15 u + 4 k. `tests/search/rivals` holds it against the longest sequences of ArcticTraining's
+recipes.
+
+Seconds, by the op times and links that price our own strategies. Each rank computes its tokens of every layer, and a
+part of the heads for all tokens. A layer's weights are gathered before its forward and again before its backward, and
+its gradients reduced behind it; all of that runs under the ops of other layers (`shards_weights`). Four exchanges turn
+parts of tokens into parts of heads: queries, keys and values there, the output back. The recomputation repeats them,
+and
+gradients go the other way. Copies of checkpoints to the host and back wait for each other and for the layer: memory
+there is not page-locked (ArcticTraining, `monkey_patches.py`, `CheckpointFunctionWithCPUOffload`). MLPs run in tiles of
+h tokens, and forward three times: the tiled backward repeats what the recomputation has just computed (DeepSpeed,
+`TiledMLP`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.devices import Device
+from megatron_terapipe.search.machine.trainers import ALST
+from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, shown_reduction_s, step_costs
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.efficiency import reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups
+from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.stages import layer_ops
+from megatron_terapipe.search.price.workload import Attention, Layer, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RivalSettings:
+    """One way to run it."""
+
+    sequence_parallel_size: int
+    """Ranks that share the tokens of a sequence, and the heads of its attention."""
+    data_parallel_size: int
+    """Groups of such ranks, each with sequences of its own."""
+    micro_batch_size: int
+    """Sequences of a group at once."""
+    num_micro_batches: int
+    """Of each group in an iteration."""
+    offloads_checkpoints: bool
+    """Whether the inputs of layers are kept in the host's memory."""
+    offloads_optimizer: bool
+    """Whether gradients and the optimizer's state are, and the host steps."""
+    offloads_weights: bool
+    """Whether the ranks' parts of the weights are."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that it uses, which divide the weights among themselves."""
+        return self.sequence_parallel_size * self.data_parallel_size
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.data_parallel_size * self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Names of what is kept on the host."""
+        kept = {
+            "checkpoints": self.offloads_checkpoints,
+            "optimizer": self.offloads_optimizer,
+            "weights": self.offloads_weights,
+        }
+        return tuple(name for name, offloads in kept.items() if offloads)
+
+
+OFFLOADED = ((False, False), (True, False), (True, True))
+"""Whether the optimizer is on the host, and whether the weights are; the recipes move weights last."""
+
+
+def all_settings(workload: Workload, num_devices: int, global_batch_size: int) -> Iterator[RivalSettings]:
+    """Yield every way to run a model on as many devices as it can use.
+
+    A group has at most as many ranks as the attention has heads, and needs a sequence: a small batch leaves devices
+    unused. Only sizes that use most of them are tried.
+    """
+    sizes = [
+        (sequence, data)
+        for sequence in _divisors(num_devices)
+        if _can_share(workload, sequence)
+        for data in _divisors(num_devices // sequence)
+        if global_batch_size % data == 0
+    ]
+    most = max((sequence * data for sequence, data in sizes), default=0)
+    for sequence, data in sizes:
+        if sequence * data < most:
+            continue
+        of_group = global_batch_size // data
+        for micro_batch in _divisors(of_group):
+            for optimizer, weights in OFFLOADED:
+                for checkpoints in (False, True):
+                    yield RivalSettings(
+                        sequence_parallel_size=sequence,
+                        data_parallel_size=data,
+                        micro_batch_size=micro_batch,
+                        num_micro_batches=of_group // micro_batch,
+                        offloads_checkpoints=checkpoints,
+                        offloads_optimizer=optimizer,
+                        offloads_weights=weights,
+                    )
+
+
+def _can_share(workload: Workload, ranks: int) -> bool:
+    """Whether so many ranks can share a sequence: its tokens, and all heads."""
+    attentions = {layer.attention for layer in workload.layers if layer.attention is not None}
+    return workload.seq_length % ranks == 0 and all(_divides_heads(each, ranks) for each in attentions)
+
+
+def _divides_heads(attention: Attention, ranks: int) -> bool:
+    """As `UlyssesSPAttentionHF` asks for: heads of keys are copied where ranks are more."""
+    keys = attention.key_value_heads
+    return attention.query_heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+NUMBER = 2
+"""Bytes of a number in bf16."""
+
+OPTIMIZER_BYTES = 12
+"""Bytes of a parameter's copy in fp32 and of its two moments (arXiv 1910.02054 section 3.1)."""
+
+BUCKET_ELEMENTS = 500_000_000
+"""Elements of the bucket in which gradients are reduced (`reduce_bucket_size` of DeepSpeed)."""
+
+HOST_PARAMETER_BYTES = 26
+"""Bytes of the host for each parameter whose optimizer is there. 16 are counted: copy, moments and gradient in fp32.
+The rest is fitted to the longest sequences of Llama-70B on 8 to 64 H100, one of which is said to be at the brink of the
+host's memory; page-locked buffers, for one, are rounded up to powers of two."""
+
+GATHERED_LAYERS = 2
+"""Layers whose weights are whole at once: one computes, the next is gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RivalMemory:
+    """Bytes on one device, which add up, and on the fullest host."""
+
+    states: float
+    """Parts of weights, gradients and optimizer state."""
+    gathered: float
+    """Weights of whole layers, their gradients, and the bucket."""
+    checkpoints: float
+    """Inputs of all layers, where they stay on the device."""
+    working: float
+    """What the backward of one layer holds."""
+    framework: float
+    """Context of the device and communicators."""
+    host: float
+    """Bytes on one host."""
+
+    @property
+    def device(self) -> float:
+        """Bytes on one device."""
+        return float(sum(getattr(self, each.name) for each in fields(self) if each.name != "host"))
+
+
+def rival_memory(
+    workload: Workload, settings: RivalSettings, overheads: MemoryOverheads, ranks_of_host: int
+) -> RivalMemory:
+    """Return the bytes of a way to run a model."""
+    parameters = workload.parameters
+    part = parameters / settings.num_ranks
+    tokens = settings.micro_batch_size * workload.seq_length / settings.sequence_parallel_size
+    weights = 0 if settings.offloads_weights else NUMBER
+    stepped = 0 if settings.offloads_optimizer else NUMBER + OPTIMIZER_BYTES
+    whole = max(layer.parameters for layer in workload.layers)
+    checkpoints = sum(tokens * NUMBER * layer.hidden_size for layer in workload.layers if layer.kind == "block")
+    working = max(working_bytes(layer, tokens, settings.sequence_parallel_size) for layer in workload.layers)
+    on_host = checkpoints * settings.offloads_checkpoints + part * (
+        HOST_PARAMETER_BYTES * settings.offloads_optimizer + NUMBER * settings.offloads_weights
+    )
+    communicators = (settings.num_ranks > 1) + (settings.sequence_parallel_size > 1)
+    return RivalMemory(
+        states=overheads.state_factor * part * (weights + stepped),
+        gathered=NUMBER * (GATHERED_LAYERS * whole + min(BUCKET_ELEMENTS, parameters)),
+        checkpoints=overheads.activation_factor * checkpoints * (not settings.offloads_checkpoints),
+        working=overheads.activation_factor * working,
+        framework=overheads.framework_bytes + communicators * overheads.communicator_bytes,
+        host=ranks_of_host * on_host,
+    )
+
+
+def working_bytes(layer: Layer, tokens: float, sequence_parallel_size: int) -> float:
+    """Return the bytes that the backward of one layer holds on a rank, at its fullest.
+
+    Args:
+        tokens: tokens of the rank.
+        sequence_parallel_size: ranks that share them.
+    """
+    hidden = tokens * NUMBER * layer.hidden_size
+    if layer.kind != "block":
+        # Hidden states and gradients around the head; its logits are computed as many numbers at a time.
+        return 6 * hidden
+    # Tiles of h tokens: the numbers between its products, and their gradients.
+    tile = min(tokens, layer.hidden_size) * NUMBER * 2 * (2 + layer.gated) * layer.activation_width
+    if layer.attention is None:
+        return 5 * hidden + tile
+    return 5 * hidden + max(attention_bytes(layer.attention, tokens, sequence_parallel_size), tile)
+
+
+def attention_bytes(attention: Attention, tokens: float, sequence_parallel_size: int) -> float:
+    """Return the bytes that the backward of one attention holds on a rank, as the text above counts them.
+
+    Args:
+        tokens: tokens of the rank.
+        sequence_parallel_size: ranks that share them.
+    """
+    copies = max(sequence_parallel_size / attention.key_value_heads, 1.0)
+    queries = tokens * NUMBER * attention.query_heads * attention.head_size
+    keys = tokens * NUMBER * attention.key_value_heads * copies * attention.head_size
+    grouped = attention.query_heads > attention.key_value_heads * copies
+    logarithms = tokens * LOG_SUM_EXP_BYTES * attention.query_heads
+    return (7 + (sequence_parallel_size > 1) + 2 * grouped) * queries + 4 * keys + logarithms
+
+
+PAGEABLE_SHARE = 0.25
+"""Speed of a copy from or to memory of the host that is not page-locked, in that of one that is. A guess."""
+
+HOST_STEP_PARAMETERS_PER_S = 4e9
+"""Parameters that the Adam of one host steps in a second: ten billion took 2.6 s (ZeRO-Offload, arXiv 2101.06840 table
+4; from memory)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RivalTime:
+    """Seconds of one iteration by what they are spent on; they add up to it."""
+
+    compute_s: float
+    """Ops of all layers, with recomputation."""
+    exchange_s: float
+    """Exchanges between parts of tokens and parts of heads."""
+    gather_s: float
+    """Gathers of weights and reductions of gradients that no op hides."""
+    copy_s: float
+    """Copies of checkpoints between device and host."""
+    optimizer_s: float
+    """The step, with the copies of gradients and weights that it needs on the host."""
+    fixed_s: float
+    """What an iteration takes however small it is."""
+
+    @property
+    def total_s(self) -> float:
+        """The iteration."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+
+class _Ops(NamedTuple):
+    """Seconds of layers on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Of a micro-batch, with what is computed again."""
+    exchange: float = 0.0
+    """How much of both is head exchanges, a third of it in the forward."""
+
+    def plus(self, other: "_Ops", times: float = 1.0) -> "_Ops":
+        """Return these and others, so many times."""
+        return _Ops(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class RivalTimes:
+    """Prices ways to run one model on one cluster."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        """Prepare.
+
+        Args:
+            cost_model: of our own strategies; its model, cluster and constants are taken.
+        """
+        self._model = cost_model
+        self._workload = cost_model.workload
+        self._efficiency = cost_model.efficiency
+        self._op_times = Roofline(cost_model.efficiency, ALST, cost_model.precision)
+        self._known_ops: dict[tuple[int, int, GroupTopology], _Ops] = {}
+        """By ranks of a sequence, sequences, and the links between these ranks."""
+
+    def price(self, settings: RivalSettings) -> RivalTime:
+        """Return the seconds of an iteration."""
+        micro_batches, efficiency = settings.num_micro_batches, self._efficiency
+        ops = self._of_micro_batch(settings)
+        ranks = self._model.groups_of(ParallelLayout(data_parallel_size=settings.num_ranks))
+        step = self._step(ranks)
+        nodes = [self._model.cluster.nodes[index] for index in set(ranks.nodes.reshape(-1).tolist())]
+        to_host = min(node.host.bandwidth for node in nodes) * efficiency.host_efficiency
+        part = NUMBER * self._workload.parameters / settings.num_ranks
+        if settings.offloads_weights:
+            # A rank's part of the weights comes from the host before it is gathered.
+            step = step._replace(weight_gather=step.weight_gather + part / to_host)
+        covering = CoveringOps(
+            completing=0.0,
+            forward=ops.forward - ops.exchange / 3,
+            backward=ops.backward - ops.exchange * 2 / 3,
+            layers=float(len(self._workload.layers)),
+            num_micro_batches=micro_batches,
+        )
+        copied = optimizer_s = 0.0
+        if settings.offloads_checkpoints:
+            copied = 2 * self._checkpoint_bytes(settings) / (to_host * PAGEABLE_SHARE)
+        if settings.offloads_optimizer:
+            # Gradients go to the host after each micro-batch, and weights come back.
+            stepping = self._workload.parameters / len(nodes) / HOST_STEP_PARAMETERS_PER_S
+            optimizer_s = stepping + (micro_batches + 1) * part / to_host
+        return RivalTime(
+            compute_s=micro_batches * (ops.forward + ops.backward - ops.exchange),
+            exchange_s=micro_batches * ops.exchange,
+            gather_s=float(shown_reduction_s(step, covering, ALST.communication, efficiency)),
+            copy_s=micro_batches * copied,
+            optimizer_s=optimizer_s or float(step.optimizer),
+            fixed_s=efficiency.iteration_s,
+        )
+
+    def _step(self, ranks: RankGroups) -> StepCosts:
+        return step_costs(
+            float(self._workload.parameters),
+            0.0,
+            ranks.data.at(0),
+            ranks.ends.at(0),
+            min(reachable_bandwidth(device) for device in ranks.devices[0]),
+            zero_stage=1,
+            precision=self._model.precision,
+            software=ALST,
+            efficiency=self._efficiency,
+        )
+
+    def _of_micro_batch(self, settings: RivalSettings) -> _Ops:
+        """Seconds of all layers on the slowest device."""
+        data, sequence = settings.data_parallel_size, settings.sequence_parallel_size
+        groups = self._model.groups_of(ParallelLayout(data_parallel_size=data, sequence_parallel_size=sequence))
+        key = sequence, settings.micro_batch_size, groups.sequence.at(0)
+        if key not in self._known_ops:
+            on_devices = (self._on(device, *key) for device in groups.devices[0])
+            self._known_ops[key] = max(on_devices, key=lambda ops: ops.forward + ops.backward)
+        return self._known_ops[key]
+
+    def _on(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> _Ops:
+        """Seconds of all layers on a device."""
+
+        def ops(layer: Layer, sequences: float) -> _Ops:
+            """Seconds of one layer; blocks are computed again in the backward, with their exchanges."""
+            query = LayerQuery(
+                layer,
+                device,
+                tensor_parallel_size=1.0,
+                sequence_parallel_size=float(sequence),
+                micro_batch_size=sequences,
+                start=0.0,
+                end=float(layer.tokens),
+                recompute="full",
+            )
+            found = layer_ops(
+                query, self._op_times, self._efficiency, LayerLinks(ALONE, topology), ALST.communication, NUMBER
+            )
+            return _Ops(float(found.forward), float(found.backward), float(found.head_exchange))
+
+        total = _Ops()
+        for layer, count in Counter(self._workload.layers).items():
+            rest, mlp = parts(layer)
+            total = total.plus(ops(rest, micro_batch), count)
+            if mlp is not None:
+                tiles = max(micro_batch * mlp.tokens / sequence / mlp.hidden_size, 1.0)
+                tile = ops(mlp, micro_batch / tiles)
+                # The tiled backward runs the forward once more.
+                total = total.plus(tile, count * tiles).plus(_Ops(backward=tile.forward), count * tiles)
+        return total
+
+    def _checkpoint_bytes(self, settings: RivalSettings) -> float:
+        """Bytes of the inputs of all blocks on a rank."""
+        sequences = settings.micro_batch_size / settings.sequence_parallel_size
+        blocks = (layer for layer in self._workload.layers if layer.kind == "block")
+        return sum(NUMBER * sequences * layer.output_elements for layer in blocks)
+
+
+def parts(layer: Layer) -> tuple[Layer, Layer | None]:
+    """Return a layer without its MLP, and the MLP alone; None if it has none."""
+    if not layer.activation_width:
+        return layer, None
+    of_attention = 2 if layer.attention is not None else 0
+    rest = replace(layer, products=layer.products[:of_attention], activation_width=0)
+    mlp = replace(
+        layer, products=layer.products[of_attention:], attention=None, num_norms=0, num_biases=0, rotary_channels=0
+    )
+    return rest, mlp
+
+
+LONG_SEQUENCE = 32_768
+"""Tokens from which a sequence is long: below, ZeRO 3 recomputes for nothing, and `--software fsdp` prices it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimits:
+    """Bytes that may be used."""
+
+    device: float
+    host: float
+    """Of the host with the least."""
+    ranks_of_host: int
+    """Devices of a full host."""
+
+    def fullness(self, memory: RivalMemory) -> float:
+        """Share that is used of what may be, on the device or on the host, whichever is fuller; it fits up to 1."""
+        return max(memory.device / self.device, memory.host / self.host)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """A way to run ZeRO 3 with Ulysses, priced."""
+
+    settings: RivalSettings
+    time: RivalTime
+    """Seconds of an iteration."""
+    memory: RivalMemory
+    """Bytes on a device and on a host."""
+    limits: MemoryLimits
+    """Bytes that may be used."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and hosts have the memory."""
+        return self.limits.fullness(self.memory) <= 1
+
+
+def has_rival(pricing: Pricing) -> bool:
+    """Whether the rival can be priced, and says something: for a GPT in bf16 on GPUs, with a long sequence."""
+    cluster, workload = pricing.cluster, pricing.workload
+    return (
+        workload.config is not None
+        and workload.seq_length >= LONG_SEQUENCE
+        and pricing.cost_model.precision == "bf16"
+        and all(node.device.is_gpu for node in cluster.nodes)
+    )
+
+
+def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.0) -> Rival | None:
+    """Return the fastest way to run ZeRO 3 with Ulysses that fits, else the one nearest to fitting.
+
+    None if there is no way: its ranks cannot share the heads, or the batch.
+
+    Args:
+        pricing: of our own strategies; its model, cluster and constants are taken.
+        headroom: share of each device that stays free.
+    """
+    workload, cluster = pricing.workload, pricing.cluster
+    overheads = default_overheads(cluster, ALST)
+    limits = memory_limits(pricing, overheads, headroom)
+    held = {
+        settings: rival_memory(workload, settings, overheads, min(limits.ranks_of_host, settings.num_ranks))
+        for settings in all_settings(workload, cluster.num_devices, global_batch_size)
+    }
+    if not held:
+        return None
+    fitting = [settings for settings, memory in held.items() if limits.fullness(memory) <= 1]
+    times = RivalTimes(pricing.cost_model)
+    nearest = min(held, key=lambda settings: limits.fullness(held[settings]))
+    priced = {settings: times.price(settings) for settings in fitting or [nearest]}
+    fastest = min(priced, key=lambda settings: priced[settings].total_s)
+    return Rival(settings=fastest, time=priced[fastest], memory=held[fastest], limits=limits)
+
+
+def memory_limits(pricing: Pricing, overheads: MemoryOverheads, headroom: float) -> MemoryLimits:
+    """Return the bytes that may be used.
+
+    Args:
+        overheads: say what part of a device predictions may fill.
+        headroom: share of each device that stays free.
+    """
+    nodes = pricing.cluster.nodes
+    return MemoryLimits(
+        device=min(node.device.memory_bytes for node in nodes) * overheads.usable_share * (1 - headroom),
+        host=min(node.host.memory_bytes for node in nodes),
+        ranks_of_host=max(node.num_devices for node in nodes),
+    )

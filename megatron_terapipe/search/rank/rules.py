@@ -1,0 +1,503 @@
+"""Named rules over grids of strategies, and the legal strategies of a space, layout by layout.
+
+    TRAINER_RULES     what the trainer cannot run       DUPLICATE_RULES   what need not be tried
+    legal_grids       grids with a mask of the strategies that keep all rules; SearchCounts counts each rejection
+
+They mirror the checks of the trainer (`megatron_terapipe/config`), without building its configuration for each of a
+million strategies; tests hold them against each other.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import KEEPING_ALL, OPTIMISED, SCHEDULES
+from megatron_terapipe.dimensions import Dimension, Tried
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.rank.space import Choices, SearchProblem
+from megatron_terapipe.search.rank.strategy_grid import AXES, ON_AXIS, Axis, StrategyGrid
+from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+
+Holds = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TrainerRule:
+    """A rule that strategies must keep to be run."""
+
+    name: str
+    """For the table of rejections."""
+    error: Callable[..., str | None]
+    """What is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each of
+    `axes`."""
+    axes: tuple[Axis, ...] = ()
+    """None, one or two axes of the grid that the rule is about, in the order of `AXES`."""
+
+    def holds(self, grid: StrategyGrid, problem: SearchProblem) -> Holds:
+        """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid."""
+        kept = [
+            self.error(grid, problem, *values) is None
+            for values in itertools.product(*(getattr(grid, a) for a in self.axes))
+        ]
+        return grid.along(self.axes, np.array(kept, dtype=bool))
+
+    def reason(self, grid: StrategyGrid, problem: SearchProblem) -> str | None:
+        """Return what is wrong with the one strategy of a grid; None if it keeps the rule.
+
+        Args:
+            grid: of one strategy: [1, 1, 1, 1, 1, 1, 1].
+        """
+        return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
+
+
+def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    if grid.world_size <= problem.cluster.num_devices:
+        return None
+    return (
+        f"data x sequence x tensor x pipeline parallel size = {grid.world_size} ranks, but the cluster has "
+        f"{problem.cluster.num_devices} devices"
+    )
+
+
+def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
+    """Return the numbers that tensor-parallel ranks must divide, by what they count."""
+    shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
+    for layer in {id(each): each for each in problem.workload.layers}.values():
+        if layer.attention is not None:
+            shared["attention heads"].add(layer.attention.query_heads)
+            shared["key and value heads"].add(layer.attention.key_value_heads)
+        if layer.kind == "head":
+            continue  # the vocabulary is padded
+        for product in layer.products:
+            if product.parallel != "none":
+                shared["columns"].add(product.outputs if product.parallel == "column" else product.inputs)
+    return shared
+
+
+def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    size = grid.tensor_parallel_size
+    for name, numbers in _shared_numbers(problem).items():
+        for number in sorted(numbers):
+            if number % size:
+                words = f"{number} {name}" if name != "columns" else f"a matrix of {number} columns"
+                return f"{words} cannot be shared by {size} tensor-parallel ranks"
+    return None
+
+
+def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    size, tensor = grid.sequence_parallel_size, grid.tensor_parallel_size
+    if size == 1:
+        return None
+    for layer in {id(each): each for each in problem.workload.layers}.values():
+        if layer.attention is None:
+            continue
+        if layer.attention.separate_window is not None:
+            return "sequence-parallel ranks cannot share attention in separate windows"
+        heads, keys = layer.attention.query_heads // tensor, layer.attention.key_value_heads // tensor
+        if heads % size:
+            return f"{heads} attention heads cannot be shared by {size} sequence-parallel ranks"
+        if keys % size and size % keys:
+            return f"{keys} key and value heads are neither a multiple nor a divisor of {size} sequence-parallel ranks"
+    return None
+
+
+def _measured(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    times = [layer.forward_s for layer in problem.workload.layers if layer.forward_s is not None]
+    if all(grid.tensor_parallel_size in each for each in times):
+        return None
+    return f"layers were not measured with tensor-parallel size {grid.tensor_parallel_size}"
+
+
+def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
+    stages = grid.pipeline_parallel_size * order[1]
+    if stages <= problem.workload.num_dealt_layers:
+        return None
+    return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
+
+
+def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
+    del problem
+    schedule, model_chunks = order
+    if schedule not in SCHEDULES:
+        return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
+    shape = PipelineShape(grid.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
+    try:
+        # A schedule says itself which pipelines it is for.
+        next(SCHEDULES[schedule](shape, 0), None)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str | None:
+    del problem
+    if grid.global_batch_size % (micro_batch * grid.data_parallel_size) == 0:
+        return None
+    return (
+        f"global batch size {grid.global_batch_size} is not a multiple of micro-batch size {micro_batch} x "
+        f"data-parallel size {grid.data_parallel_size}"
+    )
+
+
+def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | None:
+    del grid
+    if count == 1 or problem.workload.can_cut_tokens:
+        return None
+    return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
+
+
+def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
+    seq_length, size = problem.workload.seq_length, grid.granularity(sequence_parallel)
+    if count * size > seq_length:
+        each = f" of at least {size} tokens, one for each rank that shares them," if size > 1 else ""
+        return f"{count} token slices{each} are too many for {seq_length} tokens"
+    if grid.lengths is not None and sum(grid.lengths) != seq_length:
+        return f"token slices of {sum(grid.lengths)} tokens do not cover sequences of {seq_length}"
+    if any(length % size for length in grid.lengths or (seq_length,)):
+        return f"each token slice is dealt to {size} ranks, and one is no multiple of {size} tokens"
+    return None
+
+
+def _partition(
+    grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int], partition: str | tuple[int, ...]
+) -> str | None:
+    if partition in ("uniform", "parameters", SOLVED):
+        return None  # there is a layer for each stage: another rule
+    try:
+        problem.workload.partition(partition, grid.pipeline_parallel_size * order[1])
+    except ConfigError as error:
+        return str(error).removeprefix("strategy: ")
+    return None
+
+
+def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
+    del grid, problem
+    if stage in (0, 1):
+        return None
+    return f"DeepSpeed cannot combine ZeRO stage {stage} with pipelines, not even of one stage: use 0 or 1"
+
+
+def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, bool]) -> str | None:
+    del grid, problem
+    mode, offload = recompute
+    if not offload or mode == "stage":
+        return None
+    return (
+        f"offload copies what recompute 'stage' keeps, not what {mode!r} does: set recompute to stage, or offload off"
+    )
+
+
+def _copied_stages(
+    grid: StrategyGrid, problem: SearchProblem, partition: str | tuple[int, ...], recompute: tuple[str, bool]
+) -> str | None:
+    del grid, problem
+    if not recompute[1] or partition != "parameters":
+        return None
+    return "offload plans copies by the layers of each stage, which 'parameters' deals when the model is built"
+
+
+def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
+    del grid
+    if problem.precision != "fp16" or stage != 0:
+        return None
+    return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
+
+
+def _priced(dimension: Dimension) -> TrainerRule:
+    """Return the rule that a dimension has a value that can be priced."""
+    names = ON_AXIS.get(dimension.axis, ())
+
+    def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
+        del problem
+        value = values[0] if values else grid.shared[dimension.name]
+        if len(names) > 1:
+            value = value[names.index(dimension.name)]
+        if value in dimension.priced or isinstance(value, tuple):
+            return None
+        return f"{dimension.name} {value!r} is not one of {', '.join(map(str, dimension.priced))}"
+
+    return TrainerRule(f"{dimension.name} can be priced", error, tuple(axis for axis in AXES if axis == dimension.axis))
+
+
+def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> TrainerRule:
+    """Return the rule that the trainer can run the values of dimensions, which are all on one axis, or on none."""
+
+    def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
+        software = problem.software
+        if not software.runs:
+            return None
+        found = [grid.shared[name] for name in names] if not axes else values[0] if len(names) > 1 else values
+        for name, value in zip(names, found, strict=True):
+            if not software.can_run(name, value):
+                known = " or ".join(map(str, dict(software.runs)[name]))
+                return f"{software.name} cannot run {name} {value}, but {known}"
+        return None
+
+    return TrainerRule(f"the trainer can run this {' and '.join(names)}", error, axes)
+
+
+TRAINER_RULES = (
+    TrainerRule("ranks fit the devices", _devices),
+    TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
+    TrainerRule("sequence-parallel ranks share heads evenly", _sequence_shares),
+    TrainerRule("layers were measured with this tensor-parallel size", _measured),
+    _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "key_value_gradients"), ()),
+    *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
+    TrainerRule("a layer for each stage", _layers, ("order",)),
+    TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),
+    TrainerRule("the batch is dealt evenly", _batch, ("micro_batch",)),
+    TrainerRule("layers let sequences be cut", _can_cut, ("token_slices",)),
+    TrainerRule("ZeRO stage goes with pipelines", _zero, ("zero",)),
+    TrainerRule("ZeRO stage goes with the precision", _loss_scale, ("zero",)),
+    TrainerRule("offload goes with the recomputation of stages", _offload, ("recompute",)),
+    *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
+    TrainerRule("tokens for each token slice and rank", _token_slices, ("token_slices", "sequence_parallel")),
+    TrainerRule("the stage partition fits model and stages", _partition, ("order", "partition")),
+    TrainerRule("offload knows the layers of each stage", _copied_stages, ("partition", "recompute")),
+)
+"""All that the trainer refuses, in the order in which rejections are counted: rules about at most one axis first."""
+
+
+@dataclass(frozen=True)
+class DuplicateRule:
+    """A rule that leaves out strategies of which another one of the grid does the same, or the same better.
+
+    A value that a flag asks for is never left out for one that was not asked for.
+    """
+
+    name: str
+    """For the table of rejections."""
+    holds: Callable[[StrategyGrid, SearchProblem], Holds]
+    """Which strategies of a grid are kept, as an array that broadcasts over the grid."""
+
+
+def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more.
+
+    Breadth-first with one model chunk is gpipe; with several the same holds for it, unless what is idle waits on hosts.
+    """
+    del problem
+    plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
+    interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
+    gpipe = {model_chunks for schedule, model_chunks in grid.order if schedule == "gpipe"}
+
+    def wanted(schedule: str, model_chunks: int) -> bool:
+        if schedule == "interleaved":
+            return model_chunks > 1 or 1 not in plain
+        if schedule == "breadth-first" and model_chunks == 1:
+            return 1 not in gpipe
+        return model_chunks == 1 or model_chunks not in interleaved
+
+    holds = grid.along("order", [wanted(*order) for order in grid.order])
+    idle = [schedule == "breadth-first" and model_chunks > 1 for schedule, model_chunks in grid.order]
+    if any(idle):
+        waits = grid.along("recompute", [offload for _, offload in grid.recompute])
+        holds = holds | (grid.along("order", idle) & waits)
+    return np.asarray(holds)
+
+
+def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
+    del problem
+    first = grid.order[0] if grid.order else None
+    return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
+
+
+def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """With one micro-batch gpipe and breadth-first run the ops of 1f1b, or of interleaved, in the same order."""
+    del problem
+    alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
+    # Without a pipeline another rule keeps one schedule, which may be one of these.
+    again = [
+        grid.pipeline_parallel_size > 1 and schedule in KEEPING_ALL and model_chunks in alternating
+        for schedule, model_chunks in grid.order
+    ]
+    return np.asarray(~(grid.along("order", again) & (grid.num_micro_batches == 1)))
+
+
+def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """On one data-parallel rank there is no optimizer state to spread."""
+    del problem
+    alone = grid.data_parallel_size == 1 and 1 in grid.zero
+    return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
+
+
+def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """On one tensor-parallel rank there is no other to share tokens with."""
+    del problem
+    alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
+    return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
+
+
+def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Rules that deal the layers as one before them does."""
+    kept = np.ones((len(grid.order), len(grid.partition)), dtype=bool)
+    for row, (_, model_chunks) in enumerate(grid.order):
+        num_stages = grid.pipeline_parallel_size * model_chunks
+        seen: set[tuple[int, ...]] = set()
+        for column, partition in enumerate(grid.partition):
+            if partition == SOLVED:
+                # One stage, or one layer on each, can be dealt but one way.
+                kept[row, column] = num_stages not in (1, problem.workload.num_dealt_layers) or not seen
+            elif partition == "parameters" and problem.has_equal_layers and "uniform" in grid.partition:
+                kept[row, column] = False
+            else:
+                # Bounds that a flag gives may not fit these stages: the trainer's rules say so, not this one.
+                bounds = partition
+                if isinstance(bounds, str):
+                    bounds = problem.partition(bounds, num_stages).bounds
+                kept[row, column] = bounds not in seen
+                seen.add(bounds)
+    return grid.along(("order", "partition"), kept)
+
+
+SAME_STAGES = "not the same stages as another partition"
+
+DUPLICATE_RULES = (
+    DuplicateRule("not the same as another schedule", _other_schedules),
+    DuplicateRule("a pipeline, where schedules differ", _one_rank),
+    DuplicateRule("several micro-batches, where schedules differ", _one_micro_batch),
+    DuplicateRule("data-parallel ranks, where ZeRO stages differ", _one_replica),
+    DuplicateRule("tensor-parallel ranks to share tokens", _one_tensor_rank),
+    DuplicateRule(SAME_STAGES, _same_stages),
+)
+"""In the order in which rejections are counted. They need the trainer's rules to hold."""
+
+
+@dataclass
+class SearchCounts:
+    """Counts of the strategies of a search: how many there are, and how many each step rejects or prices."""
+
+    total: int = 0
+    """Strategies of the whole space."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """How many each rule was the first to reject, by its name."""
+    priced: int = 0
+    """Strategies that kept all rules and were priced in closed form."""
+    simulated: int = 0
+    """Strategies that were priced on their schedule."""
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Fix the order in which rules are listed."""
+        for name in names:
+            self.rejected.setdefault(name, 0)
+
+    def reject(self, name: str, number: int) -> None:
+        """Count strategies that a rule rejects."""
+        if number:
+            self.rejected[name] += number
+
+    @property
+    def num_rejected(self) -> int:
+        """Number of strategies that were rejected."""
+        return sum(self.rejected.values())
+
+    def lines(self) -> list[tuple[str, int]]:
+        """Return the lines to print: a label and a count each."""
+        return [
+            ("strategies of the space", self.total),
+            *((f"  rejected by the rule: {name}", -number) for name, number in self.rejected.items() if number),
+            ("feasible", self.total - self.num_rejected),
+            ("priced on their schedule", self.simulated),
+        ]
+
+
+RULES: tuple[TrainerRule | DuplicateRule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
+
+USES_DEVICES = "parallel sizes multiply to the devices"
+
+
+@dataclass(frozen=True)
+class LegalGrid:
+    """A grid of strategies, and which of them keep all rules."""
+
+    grid: StrategyGrid
+    """The grid; values that no strategy can have are gone from its axes."""
+    legal: NDArray[np.bool_]
+    """[grid] whether a strategy keeps the rules."""
+
+
+def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
+    """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations.
+
+    Args:
+        num_devices: devices that the ranks must use, all of them.
+
+    Returns:
+        One dictionary for each combination; its data-parallel size is 0 where no size uses all devices.
+    """
+    searched = [each for each in DIMENSIONS if each.tried is not None and not each.axis]
+    (rest,) = [each.name for each in searched if each.tried is Tried.REST_OF_DEVICES]
+    others = [each for each in searched if each.name != rest]
+    wanted = choices.values[rest]
+    found = []
+    for values in itertools.product(*(choices[each.name] for each in others)):
+        size, left_over = divmod(num_devices, prod(v for each, v in zip(others, values, strict=True) if each.ranks))
+        size = 0 if left_over else size
+        if wanted is None or size in wanted:
+            found.append({rest: size, **{each.name: v for each, v in zip(others, values, strict=True)}})
+    return found
+
+
+def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
+    """Yield the strategies of the space that keep all rules, a grid for each layout: [axes of `StrategyGrid`]."""
+    counts.expect((USES_DEVICES, *(rule.name for rule in RULES)))
+    for sizes in layouts(choices, problem.cluster.num_devices):
+        counts.total += choices.per_layout
+        if not sizes["data_parallel_size"]:
+            counts.reject(USES_DEVICES, choices.per_layout)
+            continue
+        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, counts)
+        if found is not None:
+            yield found
+
+
+def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
+    """Return what the rules leave of a grid; None if nothing."""
+    legal: NDArray[np.bool_] | None = None
+    left = grid.size
+    for rule in RULES:
+        holds = rule.holds(grid, problem)
+        axes = [axis for axis, length in enumerate(holds.shape) if length > 1]
+        if legal is None and len(axes) <= 1:
+            # About one axis at most: drop its values, so that what follows is smaller.
+            axis = AXES[axes[0]] if axes else AXES[0]
+            kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
+            smaller = grid.keep(axis, kept)
+            counts.reject(rule.name, grid.size - smaller.size)
+            grid = smaller
+            if not grid.size:
+                return None
+            continue
+        before, left = (True, grid.size) if legal is None else (legal, left)
+        legal = np.broadcast_to(before & holds, grid.shape)
+        counts.reject(rule.name, left - (left := int(np.count_nonzero(legal))))
+    if legal is None:
+        legal = np.ones(grid.shape, dtype=bool)
+    return LegalGrid(grid, legal) if legal.any() else None
+
+
+def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
+    """Return why a strategy cannot be run; None if it can.
+
+    Args:
+        problem: model and cluster; the batch is the strategy's own.
+    """
+    if strategy.schedule == OPTIMISED:
+        if not problem.software.can_run("schedule", OPTIMISED):
+            return f"{problem.software.name} cannot run schedule {OPTIMISED}"
+        # An order is found for any pipeline that a schedule by name takes.
+        by_name = "interleaved" if strategy.num_model_chunks > 1 else "1f1b"
+        strategy = replace(strategy, schedule=by_name, vocabulary_stages=False)
+    elif strategy.vocabulary_stages:
+        return f"vocabulary stages are priced with an order that is found for them alone: write schedule {OPTIMISED!r}"
+    grid = StrategyGrid.of_strategy(strategy)
+    return next((reason for rule in TRAINER_RULES if (reason := rule.reason(grid, problem)) is not None), None)

@@ -1,0 +1,280 @@
+"""Layers of each stage: the exact partition for uneven layers and devices, and a quick one for every layout of a space.
+
+A pipeline of S stages that runs M micro-batches takes about
+
+    (M - 1) x (period of the slowest stage) + sum of the fills of all stages
+
+where the period of a stage is what it spends on one micro-batch, and its fill what it adds to the time in which the
+first micro-batch goes through all stages (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
+Operators", NeurIPS 2020, use the first term; Li et al., "AMP", NeurIPS 2022, both). Both may depend on which stage
+holds which layers in any way: devices differ, transfers at a cut block both its sides.
+
+`best_partition`: for one threshold on the period, the least sum of fills is a shortest path over cuts. It falls as the
+threshold rises, in steps, so that the best of all thresholds is found by halving the range between two thresholds
+wherever the sum differs at its ends and even the best that could lie inside would win. Nothing is approximated.
+
+`balanced_partition`: layers that are alike are dealt one by one, each to the rank that is then the least loaded, so the
+heaviest rank is as light as it can be, whatever stands at the ends and however fast devices are. Layers that differ
+need `best_partition`.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.price.links import RankGroups
+from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, LayerCounter
+from megatron_terapipe.search.rank.grid_times import OpTables
+from megatron_terapipe.search.rank.space import SearchProblem
+from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTimes:
+    """Seconds by stage, first layer and the layer behind the last; infinite where that is not possible."""
+
+    period_s: Numbers
+    """[num_stages, L + 1, L + 1] what the stage spends on one micro-batch."""
+    fill_s: Numbers
+    """[num_stages, L + 1, L + 1] what it adds to the time in which one micro-batch passes all stages."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages."""
+        return int(self.period_s.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that they hold."""
+        return int(self.period_s.shape[1]) - 1
+
+
+def stage_times(
+    layer_times_s: Numbers,
+    num_stages: int,
+    *,
+    cut_times_s: Numbers | None = None,
+    blocking: bool = False,
+    allowed: NDArray[np.bool_] | None = None,
+) -> StageTimes:
+    """Return the times of stages whose layers add up.
+
+    Args:
+        layer_times_s: seconds of the layers, [L] or [stages, L].
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
+    """
+    layers = np.atleast_2d(np.asarray(layer_times_s, dtype=np.float64))
+    num_layers = layers.shape[1]
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(
+            f"stage_partition: {num_layers} layers on {num_stages} stages: give between 1 and {num_layers} stages"
+        )
+    before = np.zeros((layers.shape[0], num_layers + 1))
+    np.cumsum(layers, axis=1, out=before[:, 1:])
+    compute = before[:, None, :] - before[:, :, None]
+    possible = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), k=1)
+    fill = np.where(possible, compute, np.inf)
+    fill = np.array(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
+    period = fill.copy()
+    if cut_times_s is not None and num_stages > 1:
+        cuts = np.broadcast_to(
+            np.atleast_2d(np.asarray(cut_times_s, dtype=np.float64)), (num_stages - 1, num_layers + 1)
+        )
+        # Each cut counts once in the sum: with the stage that ends there.
+        fill[:-1] += cuts[:, None, :]
+        if blocking:
+            period[:-1] += cuts[:, None, :]
+            period[1:] += cuts[:, :, None]
+    if allowed is not None:
+        fill[~allowed] = np.inf
+        period[~allowed] = np.inf
+    # The first stage begins with the first layer, the last one ends with the last.
+    period[0, 1:] = period[-1, :, :-1] = np.inf
+    return StageTimes(period, fill)
+
+
+ROUNDING = 1e-12
+"""Relative difference below which two sums of the same numbers in another order count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedPartition:
+    """The best stage partition."""
+
+    partition: StagePartition
+    objective_s: float
+    """(M - 1) x period of the slowest stage + sum of fills."""
+    slowest_s: float
+    """Period of the slowest stage."""
+
+
+def best_partition(
+    layer_times_s: "Numbers",
+    num_stages: int,
+    num_micro_batches: int,
+    *,
+    cut_times_s: "Numbers | None" = None,
+    blocking: bool = False,
+    allowed: "NDArray[np.bool_] | None" = None,
+) -> SolvedPartition:
+    """Deal layers to stages so that the pipeline is as fast as can be.
+
+    Args:
+        layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
+        num_stages: stages, each of one layer at least.
+        cut_times_s: [L + 1], or [num_stages - 1, L + 1] by boundary of stages: transfers of one micro-batch, both
+            ways, where the layers before that index end a stage.
+        blocking: whether a transfer keeps both its stages from computing; else it only delays the first micro-batch.
+        allowed: [num_stages, L + 1, L + 1]: whether stage s may hold the layers i to j - 1 (memory); None = always.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages, or no partition is allowed.
+    """
+    times = stage_times(layer_times_s, num_stages, cut_times_s=cut_times_s, blocking=blocking, allowed=allowed)
+    return solve(times, num_micro_batches)
+
+
+def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
+    """Return the best partition for any times of stages.
+
+    Raises:
+        ConfigError: if no partition is allowed.
+    """
+    weight = num_micro_batches - 1
+    thresholds = np.unique(times.period_s[np.isfinite(times.period_s)]).tolist()
+    loosest = len(thresholds) - 1
+    lowest_sum = _sum_of_fills(times, thresholds[loosest]) if thresholds else np.inf
+    if not np.isfinite(lowest_sum):
+        raise ConfigError(
+            f"stage_partition: no way to deal {times.num_layers} layers to {times.num_stages} stages stays within "
+            "memory: use more stages, more tensor-parallel ranks, smaller micro-batches or recomputation"
+        )
+    tightest = _tightest(times, thresholds)
+    sums = {loosest: lowest_sum, tightest: _sum_of_fills(times, thresholds[tightest])}
+
+    def objective(index: int) -> float:
+        return float(weight * thresholds[index] + sums[index])
+
+    best = min(sums, key=objective)
+    # Thresholds between two indices that may still win, and a sum that none of them is below.
+    ranges = [(tightest, loosest, lowest_sum)]
+    while ranges:
+        low, high, least = ranges.pop()
+        if weight:
+            high = bisect_left(thresholds, (objective(best) - least) / weight, low, high)
+        if high - low < 2 or sums[low] - least <= ROUNDING * least:
+            continue
+        middle = (low + high) // 2
+        sums[middle] = _sum_of_fills(times, thresholds[middle])
+        best = min(best, middle, key=objective)
+        ranges += [(middle, high, least), (low, middle, sums[middle])]
+    bounds = _path(times, thresholds[best])
+    period = max(float(times.period_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
+    fills = sum(float(times.fill_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
+    return SolvedPartition(StagePartition(bounds), weight * period + fills, period)
+
+
+def _tightest(times: StageTimes, thresholds: list[float]) -> int:
+    """Index of the smallest threshold that some partition keeps."""
+    reach = np.full(times.num_layers + 1, np.inf)
+    reach[0] = -np.inf
+    for stage in range(times.num_stages):
+        reach = np.maximum(reach[:, None], times.period_s[stage]).min(axis=0)
+    return int(np.searchsorted(thresholds, reach[-1]))
+
+
+def _sum_of_fills(times: StageTimes, threshold: float) -> float:
+    """The least sum of fills if no period is above the threshold; infinite if there is no such partition."""
+    return float(_reach(times, threshold)[-1][-1])
+
+
+def _reach(times: StageTimes, threshold: float) -> list["Numbers"]:
+    """[num_stages + 1][L + 1]: the least sum of fills of the first stages, if they hold the first layers."""
+    start = np.full(times.num_layers + 1, np.inf)
+    start[0] = 0.0
+    reach = [start]
+    within = np.where(times.period_s <= threshold, times.fill_s, np.inf)
+    for stage in range(times.num_stages):
+        reach.append((reach[-1][:, None] + within[stage]).min(axis=0))
+    return reach
+
+
+def _path(times: StageTimes, threshold: float) -> tuple[int, ...]:
+    """Bounds of a partition with the least sum of fills."""
+    reach = _reach(times, threshold)
+    bounds = [times.num_layers]
+    for stage in reversed(range(times.num_stages)):
+        end = bounds[-1]
+        within = np.where(times.period_s[stage, :, end] <= threshold, times.fill_s[stage, :, end], np.inf)
+        bounds.append(int(np.argmin(reach[stage] + within)))
+    return tuple(reversed(bounds))
+
+
+Floats = NDArray[np.float64]
+
+
+def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Floats:
+    """Return the seconds of forward and backward of one micro-batch of each layer on each pipeline rank: [P, layers].
+
+    Args:
+        counter: knows the kind of each layer.
+        grid: the grid; the first value of each axis counts.
+    """
+    times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
+    for kind in groups.kinds:
+        whole = [tables.table(grid, device, kind.links).whole[..., 0, 0, 0, 0] for device in kind.devices]
+        slowest = np.maximum.reduce([ops[FORWARD] + ops[BACKWARD] for ops in whole])
+        times[kind.ranks] = slowest[counter.kind_of_layer]
+    return times
+
+
+def balanced_partition(
+    problem: SearchProblem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
+) -> StagePartition:
+    """Deal the layers of a model to stages.
+
+    Args:
+        layer_times_s: [P, all layers] forward and backward of one micro-batch on the device of each pipeline rank.
+    """
+    workload = problem.workload
+    first, end = workload.first_dealt, workload.end_dealt
+    dealt = layer_times_s[:, first:end]
+    ends = np.zeros(num_ranks)
+    ends[0] += layer_times_s[0, :first].sum()
+    ends[-1] += layer_times_s[-1, end:].sum()
+    if np.ptp(dealt, axis=1).max() <= 1e-9 * dealt.max():
+        sizes = _alike(dealt[:, 0], ends, workload.num_dealt_layers, model_chunks)
+        return StagePartition(tuple(accumulate(sizes, initial=0)))
+    num_stages = num_ranks * model_chunks
+    stage_rows = np.tile(dealt, (model_chunks, 1))
+    stage_rows[0, 0] += ends[0]
+    stage_rows[-1, -1] += ends[-1]
+    return best_partition(stage_rows, num_stages, num_micro_batches).partition
+
+
+def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -> list[int]:
+    """Layers of each stage, first to last."""
+    ranks = len(each_s)
+    layers = [model_chunks] * ranks
+    loads = [(float(ends_s[rank] + (layers[rank] + 1) * each_s[rank]), rank) for rank in range(ranks)]
+    heapify(loads)
+    for _ in range(num_layers - ranks * model_chunks):
+        rank = loads[0][1]
+        layers[rank] += 1
+        heapreplace(loads, (float(ends_s[rank] + (layers[rank] + 1) * each_s[rank]), rank))
+    # A rank's stages share its layers; the first ones take what is left over.
+    return [
+        layers[rank] // model_chunks + (model_chunk < layers[rank] % model_chunks)
+        for model_chunk in range(model_chunks)
+        for rank in range(ranks)
+    ]

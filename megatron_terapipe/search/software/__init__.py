@@ -1,1 +1,0 @@
-"""Descriptions of trainers: what each computes, launches, sends and keeps, one file for each of them."""

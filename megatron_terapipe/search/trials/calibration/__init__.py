@@ -1,1 +1,0 @@
-"""Calibration: the constants of the cost model that measured runs make most probable, and their uncertainty."""

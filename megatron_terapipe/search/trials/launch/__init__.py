@@ -1,1 +1,0 @@
-"""Launches of strategies: started, watched and ended on all hosts, and written to the trials file."""

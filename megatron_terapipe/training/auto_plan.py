@@ -1,0 +1,237 @@
+"""What a run searches for before it starts: the strategy of `--strategy auto`, and an optimised schedule.
+
+Both are saved beside the checkpoints, and are the same on every rank. `without_files` gives the run to search for where
+files of it are absent, as a dry run does.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from deepspeed_ext.plan.schedule_file import write_schedule
+from deepspeed_ext.plan.schedules import FoundSchedule, rank_orders
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.config import CheckpointConfig, Config
+from megatron_terapipe.config.data import TOKENIZER_FILES
+from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.parsing import read_json
+from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning import Ranks, best_strategy, machine_in_words, named_cluster, slots_of_hosts
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.training.run import Run, vocab_size_of
+
+ASSUMED_VOCABULARY = 50257
+"""Tokens of a vocabulary whose file is not here: those of GPT-2."""
+
+
+def without_files(config: Config) -> Config:
+    """Return the same run on random tokens, which reads no file of the run and writes none.
+
+    A vocabulary whose file is not here has the size that the model section says, or that of GPT-2.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    if _tokenizer_files(config):
+        data = replace(data, tokenizer_type="byte", vocab_file=None, merge_file=None, tokenizer_model=None)
+        vocab_size = vocab_size or ASSUMED_VOCABULARY
+    data = replace(
+        data,
+        mock_data=True,
+        data_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        data_args_path=None,
+        per_split_data_args_path=None,
+    )
+    logging = replace(
+        config.logging,
+        metrics_file=None,
+        report=None,
+        tensorboard_dir=None,
+        wandb_project=None,
+        wandb_exp_name=None,
+        wandb_save_dir=None,
+        timeline=None,
+        timeline_iterations=None,
+        ledger_directory=None,
+        # The traces of torch's profiler are outputs, too.
+        use_pytorch_profiler=False,
+    )
+    model = replace(config.model, vocab_size=vocab_size)
+    return replace(config, model=model, data=data, logging=logging, checkpoint=CheckpointConfig())
+
+
+def absent_files(config: Config) -> Iterator[str]:
+    """Yield what `without_files` leaves unchecked, in words."""
+    files = _tokenizer_files(config)
+    if files:
+        assumed = "" if config.model.vocab_size else f" (taken to have {ASSUMED_VOCABULARY} tokens)"
+        yield f"tokenizer {' '.join(files)}{assumed}"
+    if config.data.prefixes:
+        yield f"data {' '.join(config.data.prefixes)}"
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.load is not None:
+        yield f"checkpoints {checkpoint.load}"
+    outputs = (
+        *(checkpoint.save, logging.metrics_file, logging.report, logging.tensorboard_dir),
+        *(logging.wandb_save_dir, logging.timeline),
+    )
+    written = [name for name in outputs if name is not None]
+    if written:
+        yield f"outputs {' '.join(written)}"
+
+
+def _tokenizer_files(config: Config) -> list[str]:
+    """Return the files of the tokenizer; some need none."""
+    return [getattr(config.data, field) for field in TOKENIZER_FILES[config.data.tokenizer_type]]
+
+
+STRATEGY_FILE = "strategy.json"
+"""File in the directory of the checkpoints, which the next start of the run reads, and `--strategy` takes."""
+
+
+class FoundStrategy(NamedTuple):
+    """A strategy that was found for a run."""
+
+    strategy: Strategy
+    place: str
+    """Where it comes from, for errors."""
+    notices: tuple[str, ...]
+    """Lines for the start of the run."""
+
+
+def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
+    """Return the strategy of a run: that of its checkpoint if it was chosen for as many ranks, else the best one.
+
+    Args:
+        config: the configuration, its layout and batch left at their defaults.
+
+    Raises:
+        UserError: if a file cannot be read, or no strategy can run.
+    """
+    ranks = _ranks(config, constraints)
+    saved, notices = _saved(config), []
+    if saved is not None:
+        strategy, path = saved
+        if strategy.world_size == ranks.all:
+            return FoundStrategy(strategy, path, (f"--strategy auto goes on with {path}",))
+        notices.append(
+            f"--strategy auto searches again: {path} is for {strategy.world_size} ranks, and this run has {ranks.all}"
+        )
+    found = best_strategy(_with_vocabulary(config), ranks, constraints)
+    return FoundStrategy(found.strategy, AUTO, (*notices, found.line))
+
+
+def keep_strategy(run: Run) -> None:
+    """Write the strategy that was found beside the checkpoints, on the first rank, for the next start of the run."""
+    config = run.config
+    if config.parallel.strategy != AUTO or config.checkpoint.save is None or run.launch.rank:
+        return
+    directory = Path(config.checkpoint.save)
+    directory.mkdir(parents=True, exist_ok=True)
+    strategy = Strategy.of_config(config, run.layout.data_parallel_size)
+    (directory / STRATEGY_FILE).write_text(json.dumps(strategy.to_json(), indent=2) + "\n")
+
+
+def _saved(config: Config) -> tuple[Strategy, str] | None:
+    """Return the strategy of an earlier start of this run, and its file; None if there is none."""
+    if config.checkpoint.load is None or config.checkpoint.finetune:
+        return None
+    path = Path(config.checkpoint.load) / STRATEGY_FILE
+    if not path.is_file():
+        return None
+    try:
+        return Strategy.from_json(read_json(str(path), "--load")), str(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _with_vocabulary(config: Config) -> Config:
+    """Return the configuration with the vocabulary size of its tokenizer."""
+    if config.training.dry_run_without_files:
+        config = without_files(config)
+    tokenizer = build_tokenizer(TokenizerSettings.of(config.data, config.model.vocab_size))
+    return replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
+
+
+def _ranks(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> Ranks:
+    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile, cluster or sizes do."""
+    training = config.training
+    if not training.dry_run:
+        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+        return Ranks(launch.world_size, launch.local_size)
+    if training.hostfile is not None:
+        slots = [each for each in slots_of_hosts(training.hostfile, "--hostfile") if each]
+        # Unlike hosts are told of by the sum: it is no multiple of the largest.
+        return Ranks(sum(slots), max(slots))
+    # As `stated_ranks` and `least_world_size` count where the layout is given: sizes that no flag states are 1.
+    least = prod(constraints[each.name][0] for each in DIMENSIONS if each.ranks and each.name in constraints)
+    stated = least if "data_parallel_size" in constraints else None
+    if config.parallel.cluster is not None:
+        stated = named_cluster(config.parallel.cluster, 1).num_devices
+    launch = LaunchEnvironment.of_dry_run(stated=stated, least=least)
+    return Ranks(launch.world_size, launch.local_size)
+
+
+SCHEDULE_FILE = "schedule.csv"
+"""File in the directory of the checkpoints, which `--pipeline-schedule` takes again."""
+
+
+def check_agreement(run: Run) -> None:
+    """See that all ranks found the same; every rank must call it at the same time.
+
+    They compute the same from the same flags. But if one had other flags, or another release of a package, they would
+    wait for each other for ever.
+
+    Raises:
+        ConfigError: on every rank, if two differ.
+    """
+    parallel = run.config.parallel
+    if not (run.found_token_slices or isinstance(run.schedule, FoundSchedule) or parallel.strategy == AUTO):
+        return
+    order = write_schedule(rank_orders(run.schedule, run.pipeline))
+    text = f"{run.layout}\n{run.config.batch}\n{parallel.token_slices}\n{parallel.stage_partition}\n{order}"
+    mine = sha256(text.encode()).hexdigest()
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if len(set(found)) > 1:
+        other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+        raise ConfigError(
+            f"rank {other} found another strategy, other token slices or another schedule than rank 0: install the "
+            "same releases of numpy, numba and scipy everywhere, and the same files for --cluster, --op-profile and "
+            "--load, or give --strategy a file, --token-slices a list and --pipeline-schedule a file"
+        )
+
+
+def notes(run: Run) -> list[str]:
+    """Return lines for the log: the token slices and the schedule that were found, for which machine."""
+    lines, machine = [], machine_in_words(run.config)
+    if run.found_token_slices:
+        lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")
+        if run.found_stages:
+            lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
+    if isinstance(run.schedule, FoundSchedule):
+        found = run.schedule.found(run.pipeline)
+        # A bubble is 1 - work / (ranks x makespan), and no makespan is below the bound.
+        least = 1 - (1 - found.bubble_ratio) * found.makespan / found.lower_bound
+        lines.append(
+            f" found a schedule for {machine}: a predicted bubble of {found.bubble_ratio:.1%}, where no order has less "
+            f"than {max(least, 0.0):.1%}, and at most {max(found.peak_activation):.3g} activations of a micro-batch"
+        )
+    return lines
+
+
+def keep_schedule(run: Run) -> None:
+    """Write a schedule that was found beside the checkpoints, on the first rank, so that it can be run again."""
+    if run.config.checkpoint.save is not None and isinstance(run.schedule, FoundSchedule) and run.launch.rank == 0:
+        directory = Path(run.config.checkpoint.save)
+        directory.mkdir(parents=True, exist_ok=True)
+        token_slices = f"# for --token-slices {run.config.token_slices()}\n"
+        (directory / SCHEDULE_FILE).write_text(token_slices + write_schedule(rank_orders(run.schedule, run.pipeline)))

@@ -1,0 +1,177 @@
+"""Measurements of an iteration: throughput, timers of its phases, and a profiler."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import cuda
+
+from deepspeed_ext.runtime.clocks import PhaseClock, ProfilerRanges
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.gradients.gradient_norm import ZeroGradients
+from megatron_terapipe.config import LoggingConfig, ModelConfig
+from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.config.logging import TimingOption
+from megatron_terapipe.devices import device_in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Throughput of one iteration."""
+
+    tokens_per_second: float
+    """Tokens per second of all ranks together."""
+    tflops_per_device: float
+    """Model FLOPs, so that recomputation does not look like speed."""
+    mfu: float | None
+    """Model FLOPs utilization in [0, 1]; None if the peak is unknown."""
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, *, num_sequences: int, seconds: float, world_size: int, peak_tflops: float | None
+    ) -> "Throughput":
+        """Compute it from the time an iteration took."""
+        tflops = iteration_flops(model, num_sequences) / seconds / world_size / 1e12
+        return cls(
+            tokens_per_second=num_sequences * model.seq_length / seconds,
+            tflops_per_device=tflops,
+            mfu=None if peak_tflops is None else tflops / peak_tflops,
+        )
+
+
+def peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of a device in TFLOP/s, by its data sheet; None if the device is not known.
+
+    Args:
+        device_name: name that the driver prints, such as `NVIDIA A100-SXM4-80GB`.
+        dtype: `fp32`, `fp16` or `bf16`. In fp32 it depends on how torch multiplies, so it is not known.
+    """
+    device = device_in(device_name)
+    return None if device is None or dtype == "fp32" else device.half_flops / 1e12
+
+
+def peak_tflops_here(dtype: str) -> float | None:
+    """Dense peak of this rank's device in TFLOP/s, None on a CPU."""
+    if get_accelerator().device_name() != "cuda":
+        return None
+    return peak_tflops(cuda.get_device_name(), dtype)
+
+
+Timers = dict[str, tuple[float, ...]]
+"""By phase, seconds: the most of all ranks; or the least and the most; or of each rank."""
+
+
+def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, option: TimingOption) -> Timers:
+    """Return the seconds that ranks spent in each phase since they were last asked; every rank must ask."""
+    own = torch.tensor(list(clock.take().values()), dtype=torch.float64, device=engine.device)
+    if option == "all":
+        each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, own)
+        rows = each
+    else:
+        extremes = torch.stack((-own, own))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        rows = [extremes[1]] if option == "max" else [-extremes[0], extremes[1]]
+    return dict(zip(clock.names, zip(*(row.tolist() for row in rows), strict=True), strict=True))
+
+
+class Recorder(Protocol):
+    """Records what the device does between start and stop."""
+
+    def start(self) -> None:
+        """Begin to record."""
+
+    def stop(self) -> None:
+        """End, and keep what was recorded."""
+
+
+class Profiler:
+    """Records the iterations that the flags name, on the ranks that they name; ops and phases have names there."""
+
+    def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
+        self._engine, self._note = engine, note
+        chosen = logging.profile and engine.global_rank in logging.profile_ranks
+        self._iterations = logging.profiled_iterations if chosen else range(0)
+        self._recorder = recorder(logging, engine.global_rank) if chosen else None
+        self._records = False
+
+    @contextmanager
+    def around(self, iteration: int) -> Iterator[None]:
+        """Record an iteration, if it is one of those.
+
+        Args:
+            iteration: its number, from 1.
+        """
+        if iteration not in self._iterations:
+            yield
+            return
+        assert self._recorder is not None, "there are iterations to record"
+        if not self._records:
+            self._recorder.start()
+            self._records = True
+        with self._engine.observers.joined_by(ProfilerRanges()):
+            yield
+        if iteration == self._iterations[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, if it records."""
+        if self._records and self._recorder is not None:
+            self._recorder.stop()
+            self._records = False
+            self._note(f" profiled iterations {self._iterations[0]} to {self._iterations[-1]}")
+
+
+def recorder(logging: LoggingConfig, rank: int) -> Recorder:
+    """Return what records a profile.
+
+    Args:
+        rank: rank of this process, for the name of its file.
+    """
+    if not logging.use_pytorch_profiler:
+        return torch.cuda.profiler
+    assert logging.tensorboard_dir is not None, "checked with the flags"
+    handler = torch.profiler.tensorboard_trace_handler(str(Path(logging.tensorboard_dir)), worker_name=f"rank{rank}")
+    return torch.profiler.profile(record_shapes=True, with_stack=True, on_trace_ready=handler)
+
+
+class Instruments:
+    """Instruments that the flags ask for."""
+
+    def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
+        self._engine, self._option = engine, logging.timing_log_option
+        level = logging.timing_log_level
+        self._clock = PhaseClock(parts=level > 1) if level else None
+        self._zeros = ZeroGradients(engine) if logging.log_num_zeros_in_grad else None
+        self._profiler = Profiler(logging, engine, note)
+
+    @contextmanager
+    def around(self, iteration: int) -> Iterator[None]:
+        """Measure an iteration.
+
+        Args:
+            iteration: its number, from 1.
+        """
+        with ExitStack() as entered:
+            entered.enter_context(self._profiler.around(iteration))
+            for observer in (self._clock, self._zeros):
+                if observer is not None:
+                    entered.enter_context(self._engine.observers.joined_by(observer))
+            yield
+
+    def timers(self) -> Timers | None:
+        """Return the seconds of each phase of the last iteration, if asked for; every rank must ask."""
+        return None if self._clock is None else seconds_over_ranks(self._clock, self._engine, self._option)
+
+    def num_zero_gradients(self) -> int | None:
+        """Return the zeros in the gradient of the last iteration, if asked for."""
+        return None if self._zeros is None else self._zeros.number()
+
+    def close(self) -> None:
+        """Keep what is recorded."""
+        self._profiler.close()

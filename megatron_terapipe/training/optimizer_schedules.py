@@ -1,0 +1,148 @@
+"""Schedules of the optimizer: the learning rate and the weight decay at every step. Nothing here needs torch."""
+
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+
+from megatron_terapipe.config.training import LearningRateSteps, OptimizerConfig, TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRateSchedule:
+    """Rise on a line to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
+
+    Steps are iterations or samples, whichever the training is counted in.
+
+    Example:
+        >>> schedule = LearningRateSchedule(
+        ...     max_lr=1.0, min_lr=0.0, decay_style="linear", warmup_steps=2, decay_steps=6
+        ... )
+        >>> [schedule.at(step) for step in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    max_lr: float
+    """Highest learning rate."""
+
+    min_lr: float
+    """Learning rate at the end of the decay, and from there on."""
+
+    decay_style: str
+    """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD."""
+
+    warmup_steps: float
+    """Steps of the rise; a fraction of the decay's need not be whole."""
+
+    decay_steps: float
+    """Step at which the decay ends."""
+
+    samples_per_step: int = 1
+    """Samples of a step, in which Megatron counts in any case; it shows where there is no warmup."""
+
+    init_lr: float = 0.0
+    """Learning rate that the rise starts from."""
+
+    wsd_decay_steps: int = 0
+    """Steps of the decay at the end of WSD."""
+
+    wsd_decay_style: str = "exponential"
+    """Shape of that decay: exponential, linear, cosine or minus_sqrt."""
+
+    @classmethod
+    def from_config(
+        cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
+    ) -> "LearningRateSchedule":
+        """Read the schedule from the sections that decide it."""
+        in_samples = training.unit == "samples"
+        samples_per_step = 1 if in_samples else global_batch_size
+        steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
+        wsd_decay_steps = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
+        return cls(
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            decay_style=optimizer.lr_decay_style,
+            warmup_steps=steps.warmup,
+            decay_steps=steps.decay,
+            samples_per_step=samples_per_step,
+            init_lr=optimizer.lr_warmup_init,
+            wsd_decay_steps=wsd_decay_steps or 0,
+            wsd_decay_style=optimizer.lr_wsd_decay_style,
+        )
+
+    def at(self, step: int) -> float:
+        """Learning rate of the update that follows `step` completed steps.
+
+        As in Megatron, the first update of a run is `at(0)`, which is `init_lr` if there is a warmup.
+        """
+        if self.warmup_steps and step <= self.warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup_steps
+        if self.decay_style == "constant":
+            return self.max_lr
+        if step > self.decay_steps:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            # Equal to max_lr where the warmup ends, whatever its length.
+            warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
+            return max(self.min_lr, self.max_lr * sqrt(warmup / now))
+        return self.min_lr + self._remaining(step) * (self.max_lr - self.min_lr)
+
+    def _remaining(self, step: int) -> float:
+        """Share of the way from `min_lr` to `max_lr` that is left at a step of the decay."""
+        if self.decay_style == "WSD":
+            begin = self.decay_steps - self.wsd_decay_steps
+            if step <= begin:
+                return 1.0
+            style, progress = self.wsd_decay_style, (step - begin) / self.wsd_decay_steps
+        else:
+            style = self.decay_style
+            progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        if style == "linear":
+            return 1 - progress
+        if style == "cosine":
+            return (1 + cos(pi * progress)) / 2
+        if style == "exponential":
+            return 2 * 0.5**progress - 1
+        assert style == "minus_sqrt", style
+        return 1 - sqrt(progress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightDecaySchedule:
+    """Constant, or rising from `start` to `end` in one of Megatron's shapes.
+
+    Example:
+        >>> schedule = WeightDecaySchedule(start=0.0, end=0.4, style="linear", steps=4)
+        >>> [schedule.at(step) for step in range(6)]
+        [0.0, 0.1, 0.2, 0.30000000000000004, 0.4, 0.4]
+    """
+
+    start: float
+    """Weight decay of the first update."""
+
+    end: float
+    """Weight decay after `steps` steps, and from there on."""
+
+    style: str
+    """Shape of the rise: constant, linear or cosine."""
+
+    steps: int
+    """Iterations or samples of the rise: those of the whole training."""
+
+    @classmethod
+    def from_config(cls, optimizer: OptimizerConfig, training: TrainingConfig) -> "WeightDecaySchedule":
+        """Read the schedule from the sections that decide it."""
+        constant, style = optimizer.weight_decay, optimizer.weight_decay_incr_style
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+        return cls(
+            start=constant if start is None else start,
+            end=constant if end is None else end,
+            style=style,
+            steps=training.length,
+        )
+
+    def at(self, step: int) -> float:
+        """Weight decay of the update that follows `step` completed steps."""
+        if self.style == "constant" or step > self.steps:
+            return self.end
+        progress = step / self.steps
+        risen = progress if self.style == "linear" else (1 + cos(pi * (1 - progress))) / 2
+        return self.start + risen * (self.end - self.start)

@@ -1,0 +1,237 @@
+"""Records of a run: its progress, the metrics of iterations and evaluations, and its events.
+
+Reporters are given them, and the metrics file holds them line by line. Lines of events have the key `event`; lines of
+iterations and of evaluations have no such key. Nothing here needs torch: the report reads them, too.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import exp, isfinite
+from typing import Any, ClassVar, Literal, Self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Iterations and samples done, over all runs. An iteration whose update fp16 skipped counts like any other."""
+
+    iteration: int = 0
+    """Iterations done."""
+
+    consumed_samples: int = 0
+    """Samples read in them."""
+
+    skipped_iterations: int = 0
+    """Iterations that did not update the weights."""
+
+    skipped_samples: int = 0
+    """Samples read in those."""
+
+    def after(self, batch_size: int, *, skipped: bool = False) -> Self:
+        """Return the progress after one more iteration.
+
+        Args:
+            skipped: whether its update was skipped.
+        """
+        return replace(
+            self,
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + batch_size,
+            skipped_iterations=self.skipped_iterations + skipped,
+            skipped_samples=self.skipped_samples + skipped * batch_size,
+        )
+
+    def schedule_step(self, unit: Literal["iters", "samples"]) -> int:
+        """Return the step of the learning rate's schedule, which as in Megatron only an update moves on."""
+        if unit == "iters":
+            return self.iteration - self.skipped_iterations
+        return self.consumed_samples - self.skipped_samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationMetrics:
+    """Numbers of a training iteration. The names are those of the metrics file."""
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float | None
+    """None if the update was skipped."""
+    learning_rate: float
+    iteration_time_s: float
+    tokens_per_second: float
+    global_batch_size: int
+    tflops_per_device: float
+    """Model FLOPs: without those of recomputation."""
+    mfu: float | None
+    """Share of the device's peak; None where that is unknown."""
+    loss_scale: float | None
+    """None unless in fp16."""
+    skipped_iterations: int
+    """Over all runs."""
+    params_norm: float | None = None
+    """None unless asked for."""
+    decoupled_learning_rate: float | None = None
+    """Learning rate of the word embedding and of the output layer; None if it is not set apart."""
+    num_zeros_in_grad: int | None = None
+    """Before clipping; None unless asked for."""
+    timers: Mapping[str, tuple[float, ...]] | None = None
+    """Seconds of each phase of the iteration, of the ranks that were asked for; None if none were."""
+    peak_memory_bytes: tuple[int, ...] | None = None
+    """Most that a rank of each stage ever held; None in iterations in which it is not measured."""
+    spiky_loss: bool = False
+    """Whether the loss jumped above those before."""
+    large_grads: bool = False
+    """Whether the norm of the gradient did; False unless asked for."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient that was no number kept the weights as they were."""
+        return self.grad_norm is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file; JSON has no NaN, so a loss that is no number is null."""
+        return asdict(self) | {"lm_loss": _or_none(self.lm_loss)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationMetrics:
+    """Numbers of an evaluation."""
+
+    iteration: int
+    consumed_samples: int
+    part: Literal["validation", "test"]
+    lm_loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity e**loss. The loss is capped at 20 as in Megatron, because e**20 is as good as infinite."""
+        return exp(min(20.0, self.lm_loss))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file, without the samples of training."""
+        return {"iteration": self.iteration, f"{self.part}_lm_loss": _or_none(self.lm_loss)}
+
+
+def _or_none(loss: float) -> float | None:
+    return loss if isfinite(loss) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Machine of a run."""
+
+    host: str
+    """Name of the host of the first rank."""
+    num_hosts: int
+    """Hosts."""
+    num_devices: int
+    """Devices of all hosts: one for each rank."""
+    device: str
+    """Name of the first rank's device, as its driver prints it, or `cpu`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart:
+    """Start of a run, or of one more piece of it: what trains, where, and how."""
+
+    event: ClassVar[str] = "start"
+
+    iteration: int
+    """Iterations done before."""
+    train_iters: int
+    """The last iteration that is planned."""
+    command: str
+    """Command that started it, as a shell reads it."""
+    directory: str
+    """Directory in which it was started."""
+    versions: Mapping[str, str]
+    """Versions of Python and of the packages that compute, by name."""
+    machine: Machine
+    """Machine that it runs on."""
+    model_name: str
+    """Name of the preset, or layers x hidden size."""
+    parameters: int
+    """Parameters, those of a shared weight once."""
+    model: Mapping[str, Any]
+    """Fields of the model section."""
+    precision: Literal["fp32", "fp16", "bf16"]
+    """Type of matrix products."""
+    strategy: Mapping[str, Any] | None
+    """Strategy, as `--strategy` reads it; null if the settings of the run make none that the search knows."""
+    strategy_file: str | None = None
+    """File of the strategy, if it was read from one: the answer of the search lies beside it."""
+    timeline: str | None = None
+    """Directory of measured timelines, if some are written."""
+    peak_tflops_per_device: float | None = None
+    """Peak of a device in TFLOP/s; null where that is unknown."""
+    restarts: int = 0
+    """Starts before this one, as torch's elastic launcher counts them."""
+    checkpoint: str | None = None
+    """Checkpoint that it goes on from."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970, in UTC."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        return {"event": self.event, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint for which training waited."""
+
+    event: ClassVar[str] = "save"
+
+    iteration: int
+    """Iterations done."""
+    seconds: float
+    """Seconds for which training waited."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970, in UTC, when training went on."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        return {"event": self.event, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """A line of the log that is about no iteration or evaluation alone."""
+
+    event: ClassVar[str] = "note"
+
+    iteration: int
+    """Iterations done."""
+    text: str
+    """The line."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970, in UTC."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        return {"event": self.event, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """End of a run, or of one piece of it. A run that was killed as a whole has none."""
+
+    event: ClassVar[str] = "end"
+
+    iteration: int
+    """Iterations done."""
+    reason: str
+    """Why it ended, in words; empty = the last iteration was reached."""
+    failed: bool
+    """Whether it ended because something was wrong."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970, in UTC."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        return {"event": self.event, **asdict(self)}
+
+
+Event = RunStart | Saved | Note | RunEnd
+"""Any of them."""

@@ -1,1 +1,0 @@
-"""Numbers and events of a run, as they are reported and kept: metrics, throughput, progress."""

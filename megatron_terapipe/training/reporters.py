@@ -1,0 +1,348 @@
+"""Reporters of a run: log, progress bar, TensorBoard, Weights & Biases, and a report that is kept up to date.
+
+The log has Megatron's words and order, so that what reads its logs reads ours; the curves have Megatron's names.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.config.logging import TimingOption
+from megatron_terapipe.errors import ConfigError, not_installed
+from megatron_terapipe.training.records import EvaluationMetrics, Event, IterationMetrics
+
+
+class Reporter:
+    """Hears of everything, on the one rank that speaks, and passes on what it is there for."""
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """An iteration is done."""
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """An evaluation is done."""
+
+    def note(self, line: str) -> None:
+        """Something happened that is told in words."""
+
+    def event(self, event: Event) -> None:
+        """Something happened that is told in figures."""
+
+    def close(self) -> None:
+        """Close what is open; nothing more will be reported."""
+
+
+class Reporters(Reporter):
+    """Several as one. A rank that does not speak has none."""
+
+    def __init__(self, reporters: Sequence[Reporter] = ()) -> None:
+        self._reporters = tuple(reporters)
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.iteration(metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.evaluation(metrics)
+
+    def note(self, line: str) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.note(line)
+
+    def event(self, event: Event) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.event(event)
+
+    def close(self) -> None:
+        """Close each."""
+        for each in self._reporters:
+            each.close()
+
+
+class LogLines(Reporter):
+    """Prints a line every `interval` iterations, one after the first, and all that is not an iteration at once.
+
+    Args:
+        train_iters: the last iteration of the run.
+    """
+
+    def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
+        self._interval, self._train_iters, self._timing_option = interval, train_iters, timing_option
+        self._since_last_line: list[IterationMetrics] = []
+        self._any_line = False
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Print a line if one is due."""
+        self._since_last_line.append(metrics)
+        if metrics.iteration % self._interval == 0 or not self._any_line:
+            self.note(iteration_line(self._since_last_line, self._train_iters))
+            if metrics.timers is not None:
+                self.note("\n".join(timer_lines(self._since_last_line, self._timing_option)))
+            self._since_last_line.clear()
+            self._any_line = True
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Print a line."""
+        self.note(evaluation_line(metrics))
+
+    def note(self, line: str) -> None:
+        """Print it, above the progress bar if there is one."""
+        tqdm.write(line)
+        sys.stdout.flush()
+
+
+def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str:
+    """Say how a few iterations went: means of loss and times, sums of what went wrong, the rest from the last.
+
+    Args:
+        metrics: numbers of the iterations since the last line.
+        train_iters: the last iteration of the run.
+    """
+    last = metrics[-1]
+    seconds = fmean(each.iteration_time_s for each in metrics)
+    # The share of the whole time, because iterations on a batch-size ramp differ.
+    tflops = fmean(each.tflops_per_device * each.iteration_time_s for each in metrics) / seconds
+    tokens = fmean(each.tokens_per_second * each.iteration_time_s for each in metrics) / seconds
+    losses = [each.lm_loss for each in metrics if not each.skipped and isfinite(each.lm_loss)]
+    parts = [
+        f" iteration {last.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {_tenths(tflops)}",
+        f"learning rate: {last.learning_rate:.6E}",
+    ]
+    if last.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
+    parts.append(f"global batch size: {last.global_batch_size:5d}")
+    if losses:
+        parts.append(f"lm loss: {fmean(losses):.6E}")
+    parts.append(f"loss scale: {1.0 if last.loss_scale is None else last.loss_scale:.1f}")
+    if last.grad_norm is not None:
+        parts.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros_in_grad is not None:
+        parts.append(f"num zeros: {last.num_zeros_in_grad}")
+    if last.params_norm is not None:
+        parts.append(f"params norm: {last.params_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {sum(each.skipped for each in metrics):3d}",
+        f"number of nan iterations: {sum(not isfinite(each.lm_loss) for each in metrics):3d}",
+        f"tokens per second: {tokens:.0f}",
+    ]
+    if last.mfu is not None:
+        parts.append(f"MFU: {last.mfu * tflops / last.tflops_per_device:.1%}")
+    # The first iteration takes longer than those that follow.
+    if last.iteration < train_iters and len(metrics) > 1:
+        parts.append(f"time left: {timedelta(seconds=round(seconds * (train_iters - last.iteration)))}")
+    return " | ".join(parts) + " |"
+
+
+def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> list[str]:
+    """Say how long ranks were in each phase of an iteration, as means over a few iterations.
+
+    Args:
+        metrics: numbers of the iterations since the last line.
+    """
+    measured = [each.timers for each in metrics if each.timers is not None]
+    heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
+    lines = [heads.get(option, "times across ranks (ms):")]
+    for name in measured[0]:
+        times = [1000 * fmean(of_rank) for of_rank in zip(*(each[name] for each in measured), strict=True)]
+        if option == "all":
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {time:.2f}" for rank, time in enumerate(times))]
+        else:
+            figures = ", ".join(f"{time:.2f}" for time in times)
+            lines.append(f"    {name + ' ':.<48}: " + (f"({figures})" if option == "minmax" else figures))
+    return lines
+
+
+def _tenths(number: float) -> str:
+    """One digit after the point, as in Megatron, or the first two digits of what a CPU does."""
+    return f"{number:.1f}" if number >= 1 else f"{number:.1e}"
+
+
+def evaluation_line(metrics: EvaluationMetrics) -> str:
+    """Say how an evaluation went."""
+    where = " on test set" if metrics.part == "test" else ""
+    return (
+        f" validation loss at iteration {metrics.iteration}{where} | lm loss value: {metrics.lm_loss:.6E} |"
+        f" lm loss PPL: {metrics.perplexity:.6E} |"
+    )
+
+
+class ProgressBar(Reporter):
+    """Moves on with every iteration; shows nothing where standard error is no terminal.
+
+    Args:
+        train_iters: the last iteration of the run.
+    """
+
+    def __init__(self, done: int, train_iters: int) -> None:
+        # Only threads of this process write. tqdm's own lock is for several, and may leave a semaphore in /dev/shm.
+        tqdm.set_lock(threading.RLock())
+        self._bar = tqdm(total=train_iters, initial=done, unit="iteration", disable=not sys.stderr.isatty())
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Move on, and show the loss."""
+        self._bar.set_postfix(loss=f"{metrics.lm_loss:.3f}", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()
+
+
+def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
+    """Return the points of one iteration, by the name of their curve."""
+    points: dict[str, float | None] = {"lm loss": metrics.lm_loss, "grad-norm": metrics.grad_norm}
+    points["params-norm"] = metrics.params_norm
+    points["num-zeros"] = metrics.num_zeros_in_grad
+    if not logging.no_log_learning_rate_to_tensorboard:
+        points["learning-rate"] = metrics.learning_rate
+        points["decoupled-learning-rate"] = metrics.decoupled_learning_rate
+    if not logging.no_log_loss_scale_to_tensorboard:
+        points["loss-scale"] = metrics.loss_scale
+    if logging.log_batch_size_to_tensorboard:
+        points["batch-size"] = metrics.global_batch_size
+    if logging.log_world_size_to_tensorboard:
+        points["world-size"] = world_size
+    if logging.log_timers_to_tensorboard:
+        points["iteration-time"] = metrics.iteration_time_s
+        points["tokens-per-second"] = metrics.tokens_per_second
+        points["throughput"] = metrics.tflops_per_device
+        points["mfu"] = metrics.mfu
+        points |= {f"{name}-time": max(seconds) for name, seconds in (metrics.timers or {}).items()}
+    if logging.log_memory_to_tensorboard:
+        for stage, peak in enumerate(metrics.peak_memory_bytes or ()):
+            points[f"mem-max-allocated-bytes stage {stage}"] = peak
+    return {name: value for name, value in points.items() if value is not None}
+
+
+def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dict[str, float]:
+    """Return the points of one evaluation, by the name of their curve."""
+    points = {f"lm loss {metrics.part}": metrics.lm_loss}
+    if logging.log_validation_ppl_to_tensorboard:
+        points[f"lm loss {metrics.part} ppl"] = metrics.perplexity
+    return points
+
+
+class TensorBoard(Reporter):
+    """Writes each curve over iterations, and once more over samples, by which runs of different batches compare."""
+
+    def __init__(self, directory: str, logging: LoggingConfig, world_size: int) -> None:
+        # Imported here: the package is optional, and slow to import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
+        self._logging, self._world_size = logging, world_size
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Write the points of an iteration, if they are due."""
+        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
+            self._write(iteration_points(metrics, self._logging, self._world_size), metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Write the points of an evaluation."""
+        self._write(evaluation_points(metrics, self._logging), metrics)
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self._writer.close()
+
+    def _write(self, points: dict[str, float], metrics: IterationMetrics | EvaluationMetrics) -> None:
+        for name, value in points.items():
+            self._writer.add_scalar(name, value, metrics.iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, metrics.consumed_samples)
+
+
+class WeightsAndBiases(Reporter):
+    """Reports a run to a project."""
+
+    def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
+        # Imported here: the package is optional, and slow to import.
+        self._wandb = wandb = import_module("wandb")
+        try:
+            self._run = wandb.init(
+                project=logging.wandb_project, name=logging.wandb_exp_name, dir=logging.wandb_save_dir, config=settings
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"--wandb-project {logging.wandb_project} cannot be reported to ({reason}): log in, or set "
+                "WANDB_MODE=offline"
+            ) from error
+        self._logging, self._world_size = logging, world_size
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Report the points of an iteration, if they are due."""
+        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
+            points = iteration_points(metrics, self._logging, self._world_size)
+            self._run.log(points | {"samples": metrics.consumed_samples}, step=metrics.iteration)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Report the points of an evaluation."""
+        self._run.log(evaluation_points(metrics, self._logging), step=metrics.iteration)
+
+    def close(self) -> None:
+        """Send what is left, and wait until the process of W&B that writes the files has ended."""
+        self._run.finish()
+        self._wandb.teardown()
+
+
+def check_packages(logging: LoggingConfig) -> None:
+    """See that each package is installed that a flag needs.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    needed = {
+        "tensorboard": ("--tensorboard-dir", logging.tensorboard_dir),
+        "wandb": ("--wandb-project", logging.wandb_project),
+    }
+    for package, (flag, value) in needed.items():
+        if value is not None and find_spec(package) is None:
+            raise ConfigError(f"{flag} {value} needs {not_installed(package)}")
+
+
+_MOST_OF_TIME = 0.01
+"""Part of a run's time that its report may take while it trains."""
+
+_FIRST_TAKES_S = 1.0
+"""Seconds that the first one takes, as far as anybody knows: it imports what draws it."""
+
+
+class FreshReport(Reporter):
+    """Writes the report anew whenever that takes less than a hundredth of the time since the last one.
+
+    Args:
+        clock: tells seconds.
+    """
+
+    def __init__(self, refresh: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._refresh, self._clock = refresh, clock
+        self._takes_s, self._last_s = _FIRST_TAKES_S, clock()
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Write it if it is time to."""
+        began = self._clock()
+        if self._takes_s > _MOST_OF_TIME * (began - self._last_s):
+            return
+        with suppress(Exception):  # Told when the run ends.
+            self._refresh()
+        self._last_s = self._clock()
+        self._takes_s = self._last_s - began

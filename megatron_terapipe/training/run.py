@@ -1,0 +1,389 @@
+"""A prepared run: its plan, data and settings, with every check that needs no process group.
+
+`prepare` builds the `Run`; `with_whole_checkpoint` verifies its checkpoint, or falls back to the one before.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape, slow_planning
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
+from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from deepspeed_ext.runtime.supported_versions import check_versions
+from megatron_terapipe.checkpoint.agreement import from_first_rank
+from megatron_terapipe.checkpoint.directories import keep_aside, names_model_folder, passed_over, previous_tag
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
+from megatron_terapipe.config import Config, LoggingConfig
+from megatron_terapipe.config.batch import BatchSizes
+from megatron_terapipe.config.data import DEFAULT_SPLIT
+from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
+from megatron_terapipe.data.tokenizer import NullTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
+from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
+from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule, plan_run, simulated_schedule
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.records import Progress
+from megatron_terapipe.training.reporters import check_packages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A prepared run: all of it that a rank knows without the others."""
+
+    config: Config
+    """The configuration, its vocabulary size known."""
+    launch: LaunchEnvironment
+    layout: ParallelLayout
+    """The parallel axes over the ranks."""
+    tokenizer: Tokenizer
+    datasets: DatasetSplits
+    """The samples of training, validation and test."""
+    deepspeed_settings: dict[str, Any]
+    """The configuration of DeepSpeed."""
+    checkpoint: tuple[Path, CheckpointInfo] | None
+    """Directory and contents of the checkpoint to go on from, if there is one."""
+    found_token_slices: bool = False
+    """Whether the token slices of the configuration were found, and not given."""
+    found_stages: bool = False
+    """Whether the layers of its stages were, too."""
+    tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
+    """Settings by which the tokenizer was built."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one iteration, once the ramp to it is over."""
+        return self.batch_sizes.final
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every iteration."""
+        return self.config.batch.sizes(self.layout.data_parallel_size)
+
+    @property
+    def pipeline(self) -> PipelineShape:
+        """Extent of the pipeline, in iterations of `global_batch_size` samples."""
+        return self.config.parallel.pipeline(self.config.num_micro_batches(self.layout.data_parallel_size))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Order of the ops."""
+        return pipeline_schedule(self.config, self.layout.data_parallel_size)
+
+    @cached_property
+    def simulated_schedule(self) -> SimulatedSchedule:
+        """Order of the ops, with its simulated timelines."""
+        return simulated_schedule(self.schedule, self.config, self.layout.data_parallel_size)
+
+    @cached_property
+    def host_copies(self) -> HostCopySettings | None:
+        """What waits on the host; None for nothing."""
+        return host_copies(self.config, self.layout.data_parallel_size)
+
+    @property
+    def train_iters(self) -> int:
+        """The last iteration."""
+        return _train_iters(self.config, self.batch_sizes)
+
+    @property
+    def start(self) -> Progress:
+        """Progress at the start of this run."""
+        return _start(self.config, self.checkpoint)
+
+    def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
+        """Return the facts that a checkpoint keeps of this run, once it has come so far."""
+        return CheckpointInfo(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations,
+            skipped_samples=progress.skipped_samples,
+            model=asdict(self.config.model),
+            layout=asdict(self.layout),
+            optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
+            partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
+            tokenizer=asdict(self.tokenizer_settings),
+            family=None if self.checkpoint is None else self.checkpoint[1].family,
+            vocabulary_parts=self.config.parallel.vocabulary_parts,
+        )
+
+
+def prepare(config: Config, launch: LaunchEnvironment) -> Run:
+    """Check a configuration against the ranks, the files and the packages that are really there.
+
+    A dry run is for devices that are not here, and reads no samples.
+
+    Raises:
+        UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError`, depending on the cause.
+    """
+    check_versions()
+    # At once: what is told here is told before a tokenizer's file is read.
+    config.parallel.layout(launch.world_size)
+    tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
+    tokenizer = build_tokenizer(tokenizer_settings)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
+    planned = plan_run(config, launch.world_size)
+    config, layout = planned.config, planned.layout
+    _check_outputs(config)
+    _check_profiled_ranks(config.logging, launch.world_size)
+    if not config.training.dry_run:
+        _check_accelerator(config)
+    check_packages(config.logging)
+    checkpoint = find_checkpoint(
+        config.checkpoint,
+        config.model,
+        layout,
+        config.optimizer.optimizer,
+        # Found by one rank and told to all once they have met; on one host already now, where its end ends all.
+        looks_at_files=launch.rank == 0 and launch.local_size == launch.world_size,
+    )
+    run = Run(
+        config=config,
+        launch=launch,
+        layout=layout,
+        tokenizer=tokenizer,
+        tokenizer_settings=tokenizer_settings,
+        datasets=_datasets(
+            config,
+            config.batch.sizes(layout.data_parallel_size),
+            _start(config, checkpoint),
+            vocab_size=tokenizer.vocab_size,
+            reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
+        ),
+        deepspeed_settings=deepspeed_config(config, layout),
+        checkpoint=checkpoint,
+        found_token_slices=planned.found_token_slices,
+        found_stages=planned.found_stages,
+    )
+    if launch.rank == 0 and not config.data.mock_data:
+        check_tokenizer_records(config.data.prefixes, tokenizer, reads_ends=config.data.reads_ends)
+        check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
+    slow = slow_planning(run.pipeline)
+    if slow is not None and launch.rank == 0:
+        print(slow, file=sys.stderr, flush=True)
+    numbers = planned.numbers_of_micro_batches
+    check_schedule(run.simulated_schedule, config, numbers, _hardware_queues(), run.host_copies)
+    return run
+
+
+def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
+    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for.
+
+    Raises:
+        ConfigError: if a smaller one is asked for.
+    """
+    asked = config.model.vocab_size
+    # NullTokenizer was told the size, and adds the end of a document to it, as in Megatron.
+    if asked is None or config.data.tokenizer_type == NullTokenizer.name:
+        return tokenizer.vocab_size
+    if asked < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {asked} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
+            "raise it, or leave it out"
+        )
+    return asked
+
+
+def _hardware_queues() -> int | None:
+    """Queues that the streams of this process will share; None where there are no streams."""
+    return hardware_queues() if get_accelerator().device_name() == "cuda" else None
+
+
+def _check_accelerator(config: Config) -> None:
+    if config.parallel.distributed_backend == "nccl" and get_accelerator().device_name() == "cpu":
+        raise ConfigError("--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it")
+    for_nsight = config.logging.profile and not config.logging.use_pytorch_profiler
+    if for_nsight and get_accelerator().device_name() != "cuda":
+        raise ConfigError("--profile alone is for CUDA devices: add --use-pytorch-profiler and --tensorboard-dir")
+    if config.precision.fp16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"--fp16 is not supported by DeepSpeed on this {get_accelerator().device_name()}: use --bf16, or drop it"
+        )
+
+
+def _check_profiled_ranks(logging: LoggingConfig, world_size: int) -> None:
+    wrong = [rank for rank in logging.profile_ranks if rank not in range(world_size)]
+    if logging.profile and wrong:
+        raise ConfigError(f"--profile-ranks {wrong[0]} is no rank: give some of 0 to {world_size - 1}")
+
+
+def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:
+    if checkpoint is None or config.checkpoint.finetune:
+        return Progress()
+    info = checkpoint[1]
+    return Progress(
+        iteration=info.iteration,
+        consumed_samples=info.consumed_samples,
+        skipped_iterations=info.skipped_iterations,
+        skipped_samples=info.skipped_samples,
+    )
+
+
+def _planned_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
+    """Iterations that data is prepared for."""
+    return training.train_iters or sizes.iterations_within(training.length)
+
+
+def _train_iters(config: Config, sizes: BatchSizes) -> int:
+    """Iterations until the run ends: those planned, or fewer if its tokens are reached before."""
+    planned, tokens = _planned_iters(config.training, sizes), config.training.train_tokens
+    if tokens is None:
+        return planned
+    return min(planned, sizes.iterations_until(-(-tokens // config.model.seq_length)))
+
+
+def reading_ranks(config: Config) -> set[int]:
+    """Return the pipeline ranks that read data: those of both ends, and all where attention keeps documents apart.
+
+    The stage behind the last transformer layers is the last one, or the first with a part of the vocabulary.
+    """
+    pipeline = config.parallel.pipeline()
+    ends = {0, config.parallel.num_stages, pipeline.last_stage} - {pipeline.num_stages}
+    every = range(pipeline.num_stages) if config.data.separates_documents else ends
+    return {pipeline.rank_of(stage) for stage in every}
+
+
+def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
+    """Build as many samples as the run reads; where none are read, their numbers alone."""
+    data = config.data
+    ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
+    train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
+    evaluated = config.logging.eval_iters * sizes.final
+    valid = evaluated if data.has_validation() else 0
+    test = evaluated if data.has_test() else 0
+
+    seq_length, seed = config.model.seq_length, config.training.seed
+    if data.mock_data:
+        drawn_from = config.model.vocab_size
+        assert drawn_from is not None, "the tokenizer's, where no flag says it"
+        num_samples = (train, valid, test)
+        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
+
+    def build(num_test: int) -> DatasetSplits:
+        return build_datasets(
+            data,
+            seq_length=seq_length,
+            num_samples=(train, valid, num_test),
+            seed=seed,
+            vocab_size=vocab_size,
+            reads=reads,
+        )
+
+    try:
+        return build(test)
+    except DataError:
+        # The default keeps a thousandth for testing. Where that is too little, nobody has asked for a test.
+        if not test or data.split != DEFAULT_SPLIT:
+            raise
+    return build(0)
+
+
+def _check_outputs(config: Config) -> None:
+    """Find out now that an output cannot be written, and not when the first checkpoint is due."""
+    outputs = {
+        "--save": config.checkpoint.save,
+        "--metrics-file": config.logging.metrics_file,
+        "--report": config.logging.report,
+        "--timeline": config.logging.timeline,
+        "--ledger-directory": config.logging.ledger_directory,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--wandb-save-dir": config.logging.wandb_save_dir,
+    }
+    for flag, name in outputs.items():
+        if name is None:
+            continue
+        path = Path(name).absolute()
+        above = next(parent for parent in path.parents if parent.exists())
+        if not above.is_dir():
+            reason = f"{above} is not a directory"
+        elif path.exists() and path.is_dir() == (flag in ("--metrics-file", "--report")):
+            reason = "it is a directory" if path.is_dir() else "it is a file"
+        elif not _lets_write(path if path.exists() else above):
+            reason = f"{path if path.exists() else above} does not let you write"
+        else:
+            continue
+        raise ConfigError(f"{flag} {name} cannot be written, because {reason}: name another")
+
+
+def _lets_write(path: Path) -> bool:
+    """Whether a file can be written to, or made in a directory. Rights alone do not tell: root has them in /proc."""
+    if not path.is_dir():
+        return os.access(path, os.W_OK)
+    try:
+        with TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def with_whole_checkpoint(run: Run, given: Config, say: Callable[[str], None]) -> Run:
+    """Return a run whose checkpoint, if it has one, is what was saved; every rank must call it at the same time.
+
+    Raises:
+        AgreedCheckpointError: on every rank alike, if the checkpoint is damaged, and no other may or can be taken.
+    """
+    if run.checkpoint is None:
+        return run
+    asked = run.config.checkpoint.tag
+    taken = _verified(run, given, say)
+    if run.config.checkpoint.load_previous_if_damaged:
+        for line in from_first_rank(partial(_keep_damaged_aside, taken, asked)):
+            say(line)
+    return taken
+
+
+def _verified(run: Run, given: Config, say: Callable[[str], None]) -> Run:
+    """Return the run, or one that goes on from an older checkpoint."""
+    assert run.checkpoint is not None
+    directory, info = run.checkpoint
+    config = run.config.checkpoint
+    try:
+        line = verify_checkpoint(
+            directory,
+            info,
+            run.config.model,
+            weights_only=config.weights_only,
+            reads=not config.no_verify_checkpoint,
+        )
+    except AgreedCheckpointError as error:
+        before = None
+        if config.load_previous_if_damaged and not names_model_folder(directory):
+            before = from_first_rank(partial(previous_tag, directory.parent, directory.name))
+        if before is None:
+            raise
+        say(f" warning: {error}")
+        return _verified(prepare(_loading(given, before), run.launch), given, say)
+    if line is not None:
+        say(line)
+    return run
+
+
+def _loading(config: Config, tag: str) -> Config:
+    return replace(config, checkpoint=replace(config.checkpoint, load_tag=tag, ckpt_step=None))
+
+
+def _keep_damaged_aside(run: Run, asked: str | None) -> list[str]:
+    """Take those that were passed over out of the way of later saves; return lines for the log."""
+    assert run.checkpoint is not None
+    taken, save = run.checkpoint[0], run.config.checkpoint.save
+    if names_model_folder(taken):
+        return []
+    # Nothing is changed where this run does not save.
+    saves_here = save is not None and Path(save).resolve() == taken.parent.resolve()
+    lines = []
+    for damaged in passed_over(taken, asked):
+        kept = keep_aside(damaged, taken) if saves_here else damaged
+        lines.append(f" warning: {damaged.name} is damaged, and kept as {kept}: going on from {taken}")
+    return lines

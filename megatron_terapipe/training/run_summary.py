@@ -1,0 +1,176 @@
+"""The summary of a run before training: the first lines of its log, and the output of `--dry-run`."""
+
+from itertools import pairwise
+from pathlib import Path
+
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, interleaved
+from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.checkpoint.directories import latest_checkpoint
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.flops import model_parameters
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.planning import machine_in_words
+from megatron_terapipe.training.auto_plan import absent_files, without_files
+from megatron_terapipe.training.run import Run, prepare
+
+START = "start"
+"""Row of the weights with which a run starts."""
+
+_MOST_STAGES_LISTED = 8
+"""Stages whose layers are listed one by one."""
+
+
+def rows_of_run(run: Run) -> dict[str, str]:
+    """Return how a prepared run is laid out over ranks and over time, by what each row tells."""
+    layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
+    batch, model = run.config.batch, run.config.model
+    lengths = ", ".join(map(str, run.config.token_slices().lengths)) + " tokens"
+    cuts = run.config.document_cuts()
+    if cuts is not None:
+        lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]} tokens, by the documents of each micro-batch"
+    found = f", found for {machine_in_words(run.config)}"
+    sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
+    offload = ", copies in host memory" * run.config.training.offload_token_slices
+    return {
+        "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
+        f"{model.hidden_size}",
+        "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {sequence}"
+        f"{layout.tensor_parallel_size} tensor x "
+        f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
+        "stages": _stages(run),
+        "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
+        "schedule": f"{parallel.pipeline_schedule}, {_number(pipeline.num_micro_batches, 'micro-batch', 'es')} of "
+        f"{_number(batch.micro_batch_size, 'sequence')} on each replica"
+        f"{found * (parallel.pipeline_schedule == OPTIMISED)}{_same_as_1f1b(run)}",
+        "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
+        "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
+        f"{run.config.training.recompute_granularity}{offload}",
+        START: _start(run),
+    }
+
+
+def table(rows: dict[str, str]) -> list[str]:
+    """Return rows as lines, their texts below each other."""
+    width = max(map(len, rows))
+    return [f"  {name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def start_of_log(run: Run) -> list[str]:
+    """Return the lines with which the log of a run starts."""
+    return ["this run", *table(rows_of_run(run)), *warnings_of_run(run)]
+
+
+def warnings_of_run(run: Run) -> list[str]:
+    """Return lines about what is perhaps not meant: checkpoints elsewhere or in the way, and other vocabularies."""
+    config, lines = run.config.checkpoint, []
+    if config.load is not None and run.checkpoint is None and not _same(config.load, config.save):
+        lines.append(
+            f"warning: --load {config.load} holds no checkpoint, and training starts from new weights: correct the "
+            "path if that is not meant; with --exit-on-missing-checkpoint such a run ends"
+        )
+    if config.save is not None and (run.checkpoint is None or not _same(run.checkpoint[0].parent, config.save)):
+        there = _saved_before(config.save)
+        if there is not None:
+            lines.append(
+                f"warning: --save {config.save} holds {there.name} of an earlier run, and this run does not go on from "
+                f"it but may replace it: add --load {config.save} to go on, or save to another directory"
+            )
+    if run.checkpoint is not None:
+        then, now = run.checkpoint[1].tokenizer.get("tokenizer_type"), run.tokenizer_settings.tokenizer_type
+        if then is not None and then != now:
+            lines.append(
+                f"warning: the checkpoint was trained with --tokenizer-type {then}, this run has {now}: the same ids "
+                "may mean other words"
+            )
+    tokens, known = run.config.model.vocab_size or 0, run.tokenizer.vocab_size
+    if tokens >= 2 * known and not run.config.data.mock_data:
+        lines.append(
+            f"warning: the data has the {known} tokens of --tokenizer-type {run.tokenizer.name}, and the model "
+            f"{tokens} (--vocab-size): most of them are never trained; give the tokenizer of the model if it has one"
+        )
+    if run.start.iteration >= run.train_iters and not run.config.training.skip_train:
+        lines.append(
+            f"nothing is left to train: {run.start.iteration} of {run.train_iters} iterations are done; raise "
+            "--train-iters to train on"
+        )
+    return lines
+
+
+def _number(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{plural * (number != 1)}"
+
+
+def _same_as_1f1b(run: Run) -> str:
+    """Say so where a pipeline whose ranks have one stage each was asked to be interleaved."""
+    parallel, ranks = run.config.parallel, run.layout.pipeline_parallel_size
+    if (
+        SCHEDULES.get(parallel.pipeline_schedule or "") is not interleaved
+        or parallel.num_model_chunks > 1
+        or ranks == 1
+    ):
+        return ""
+    return "; with one stage on each rank it is 1f1b: add --num-model-chunks 2"
+
+
+def _start(run: Run) -> str:
+    if run.checkpoint is None:
+        return "new weights"
+    directory, info = run.checkpoint
+    if run.start.iteration:
+        return f"after iteration {run.start.iteration}, from {directory}"
+    return f"iteration 0, with the weights of {directory}" + f" (iteration {info.iteration})" * (info.iteration > 0)
+
+
+def _same(one: str | Path, other: str | Path | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
+
+
+def _saved_before(save: str) -> Path | None:
+    try:
+        return latest_checkpoint(save)
+    except CheckpointError:
+        return None
+
+
+def _stages(run: Run) -> str:
+    parallel, num_layers = run.config.parallel, run.config.model.num_layers
+    several = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
+    if parallel.stage_partition == "parameters":
+        dealt = "as many parameters for each"
+    else:
+        partition = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
+        dealt = _layers(partition.bounds)
+    vocabulary = f", and {parallel.vocabulary_parts} with a part of the vocabulary each" * parallel.vocabulary_stages
+    return f"{parallel.num_stages}{several}: {dealt}{vocabulary}"
+
+
+def _layers(bounds: tuple[int, ...]) -> str:
+    """Say which transformer layers each stage has: all alike in few words, others one by one."""
+    numbers = [end - first for first, end in pairwise(bounds)]
+    if len(numbers) > _MOST_STAGES_LISTED and len(set(numbers)) == 1:
+        return f"{numbers[0]} transformer layers each"
+    spans = (str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in pairwise(bounds))
+    return "transformer layers " + ", ".join(spans)
+
+
+def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
+    """Lines that say what would run, once every check has passed.
+
+    Args:
+        launch: this process, and how many ranks the run has.
+
+    Raises:
+        UserError: if anything does not fit.
+    """
+    if not config.training.dry_run_without_files:
+        run = prepare(config, launch)
+        return [*_lines(rows_of_run(run), ["devices", "hosts"]), *warnings_of_run(run)]
+    run = prepare(without_files(config), launch)
+    # Which weights it starts with is written in checkpoints, and they are not here.
+    rows = {name: text for name, text in rows_of_run(run).items() if name != START}
+    return _lines(rows, ["devices", "hosts", *absent_files(config)])
+
+
+def _lines(rows: dict[str, str], unchecked: list[str]) -> list[str]:
+    rows = rows | {"not checked here": ", ".join(unchecked)}
+    return ["dry run: every check passed, and nothing was started", *table(rows)]

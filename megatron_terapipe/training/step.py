@@ -1,0 +1,231 @@
+"""An iteration: the settings before it, and its measurements."""
+
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_html, render_svg
+from deepspeed_ext.plan.measured import Comparison, StepRecord
+from deepspeed_ext.plan.memory import activation_over_time
+from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.config.parallel import BY_DOCUMENTS
+from megatron_terapipe.training.instruments import Instruments, Throughput, peak_tflops_here
+from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
+from megatron_terapipe.training.optimizer import set_step_sizes
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, WeightDecaySchedule
+from megatron_terapipe.training.records import IterationMetrics, Progress
+from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.run import Run
+
+MEMORY_SETTLES_AFTER = 2
+"""Iterations of a run: the first makes the optimizer's state, the second the activations beside it."""
+
+
+class TrainingStep:
+    """Trains one iteration after another.
+
+    Args:
+        reporter: is told of every iteration.
+    """
+
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
+        self._run, self._engine, self._reporter = run, engine, reporter
+        self._training, self._logging = run.config.training, run.config.logging
+        self._learning_rates = LearningRateSchedule.from_config(
+            run.config.optimizer,
+            self._training,
+            global_batch_size=run.global_batch_size,
+            seq_length=run.config.model.seq_length,
+        )
+        highest, last = run.config.optimizer.ends
+        self._rates_of_ends = replace(self._learning_rates, max_lr=highest, min_lr=last)
+        self._bad_numbers = BadNumbers(run.config.numbers, engine, reporter.note)
+        self._spikes = SpikeGuard(run.config.numbers)
+        self._instruments = Instruments(self._logging, engine, reporter.note)
+        self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
+        self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
+        self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
+
+    def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
+        """Train on the next global batch.
+
+        Returns:
+            Progress after it.
+
+        Raises:
+            NumbersError: on every rank, if its numbers are wrong and the run is to end.
+        """
+        learning_rate, rate_of_ends = self._set_step_sizes(progress)
+        batch_size = self._set_batch_size(progress)
+        batches.begin()
+        with self._instruments.around(progress.iteration + 1):
+            loss, seconds = self._train(progress.iteration + 1, batches)
+        self._bad_numbers.check(progress.iteration + 1, loss, batches)
+        skipped = not self._engine.was_step_applied()
+        # Of a skipped step it is no number, or still that of the step before.
+        grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
+        progress = progress.after(batch_size, skipped=skipped)
+        throughput = Throughput.of(
+            self._run.config.model,
+            num_sequences=batch_size,
+            seconds=seconds,
+            world_size=self._run.launch.world_size,
+            peak_tflops=self._peak_tflops,
+        )
+        spikes = self._spikes.look(progress.iteration, loss, grad_norm)
+        self._reporter.iteration(
+            IterationMetrics(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                lm_loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
+                iteration_time_s=seconds,
+                tokens_per_second=throughput.tokens_per_second,
+                global_batch_size=batch_size,
+                tflops_per_device=throughput.tflops_per_device,
+                mfu=throughput.mfu,
+                loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
+                skipped_iterations=progress.skipped_iterations,
+                params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,
+                num_zeros_in_grad=self._instruments.num_zero_gradients(),
+                timers=self._instruments.timers(),
+                peak_memory_bytes=self._peak_memory(progress.iteration),
+                spiky_loss=spikes.spiky_loss,
+                large_grads=spikes.large_grads,
+            )
+        )
+        spikes.tell(self._reporter.note)
+        return progress
+
+    def close(self) -> None:
+        """Keep what instruments have recorded."""
+        self._instruments.close()
+
+    def _set_step_sizes(self, progress: Progress) -> tuple[float, float]:
+        """Set learning rates and weight decay, and return the former: of most weights, and of the model's ends."""
+        step = progress.schedule_step(self._training.unit)
+        learning_rate, of_ends = self._learning_rates.at(step), self._rates_of_ends.at(step)
+        decay = self._weight_decays.at(step)
+        set_step_sizes(self._engine.optimizer, learning_rate=learning_rate, of_ends=of_ends, weight_decay=decay)
+        return learning_rate, of_ends
+
+    def _set_batch_size(self, progress: Progress) -> int:
+        batch_size = self._run.batch_sizes.at(progress.consumed_samples)
+        if batch_size != self._engine.train_batch_size():
+            self._engine.set_train_batch_size(batch_size)
+        return batch_size
+
+    def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
+        """Return the loss, and the time it took in seconds."""
+        start = time.perf_counter()
+        if self._logging.timeline is None or iteration not in self._measured:
+            loss = self._engine.train_batch(batches).item()
+            return loss, time.perf_counter() - start
+        with self._engine.timeline() as timelines:
+            loss = self._engine.train_batch(batches).item()
+        seconds = time.perf_counter() - start
+        if self._run.launch.rank == 0:
+            self._write_timeline(timelines[0], iteration, Path(self._logging.timeline))
+        return loss, seconds
+
+    def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:
+        """Write a measured iteration; draw only the last of them, which takes longer."""
+        config = self._run.config
+        # Unknown where each micro-batch has its own.
+        lengths = () if config.parallel.token_slices == BY_DOCUMENTS else config.token_slices().lengths
+        step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
+        write_step(step, directory)
+        if iteration == self._measured.last:
+            self._reporter.note(write_drawings(step, directory))
+
+    def _peak_memory(self, iteration: int) -> tuple[int, ...] | None:
+        settles = iteration == self._run.start.iteration + MEMORY_SETTLES_AFTER
+        if not settles and iteration % self._logging.log_interval:
+            return None
+        by_stage = peak_memory_by_stage(self._engine)
+        if settles:
+            self._reporter.note(memory_line(MEMORY_SETTLES_AFTER, by_stage))
+        return by_stage
+
+
+def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
+    """2-norm of the parameters, each counted once; every rank must ask.
+
+    Tied weights stand on several stages, and what tensor parallelism does not cut on each of its ranks.
+    """
+    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
+    squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+    engine.complete_weights()
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            replicated = getattr(parameter, "ds_pipe_replicated", False)
+            if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
+                squares += torch.linalg.vector_norm(parameter.float()).double() ** 2
+    dist.all_reduce(squares, group=engine.grid.get_model_parallel_group())
+    return squares.sqrt().item()
+
+
+def peak_memory_bytes() -> int:
+    """Most that this rank held: of tensors on its accelerator; on a CPU, of the whole process."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return int(accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+
+
+def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
+    """Most that any rank of each stage held; every rank must ask."""
+    peaks = torch.zeros(engine.num_stages, dtype=torch.int64, device=engine.device)
+    peaks[engine.stage_id] = peak_memory_bytes()
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return tuple(peaks.tolist())
+
+
+def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
+    """Return the line of the log with the peak memory of each stage in MiB.
+
+    Args:
+        by_stage: peak memory of each stage, in bytes.
+    """
+    stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
+    return f" peak memory after {iteration} iterations (MiB) | {stages} |"
+
+
+def write_step(step: StepRecord, directory: Path) -> None:
+    """Write a measured iteration as JSON, for `terapipe plan --timeline`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"iteration_{step.iteration:06d}.json").write_text(step.to_json())
+
+
+def write_drawings(step: StepRecord, directory: Path) -> str:
+    """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it.
+
+    Returns:
+        The line for the log.
+    """
+    timeline = step.timeline
+    title = f"{step.schedule}, iteration {step.iteration}, as executed"
+    comparison = Comparison((timeline,))
+    panels = [
+        Panel(name, each, activation_over_time(each, step.token_slices or None))
+        for name, each in ((title, timeline), ("simulated with the measured op times", comparison.simulated))
+    ]
+    (directory / "timeline.json").write_text(step.to_json())
+    (directory / "timeline.svg").write_text(render_svg(timeline, title))
+    (directory / "timeline.html").write_text(render_html(panels, title))
+    (directory / "timeline.trace.json").write_text(render_chrome_trace(timeline))
+    return (
+        f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%}, simulated "
+        f"time {comparison.efficiency:.1%} of the measured"
+    )

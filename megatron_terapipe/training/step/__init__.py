@@ -1,1 +1,0 @@
-"""A step: its micro-batches, learning rate, weight decay, optimizer, and measurements."""
