@@ -51,7 +51,6 @@ class Node:
     """A machine with devices of one kind."""
 
     name: str
-    """Its host name, or what the cluster file calls it."""
     device: Device
     num_devices: int
     inside: Link
@@ -59,16 +58,11 @@ class Node:
     network: Link
     """One network card, to other nodes."""
     num_network_cards: int = 1
-    """Cards, which all devices of the node share."""
     host: HostMemory = USUAL_HOST
 
 
 def check_num_devices(num_devices: int, name: str) -> None:
-    """See that a cluster does not have too many devices.
-
-    Raises:
-        ConfigError: if it has.
-    """
+    """See that a cluster does not have too many devices."""
     if num_devices > MOST_DEVICES_OF_CLUSTER:
         raise ConfigError(
             f"cluster {name} has {num_devices:,} devices, more than {MOST_DEVICES_OF_CLUSTER:,}: give fewer nodes, or "
@@ -78,11 +72,7 @@ def check_num_devices(num_devices: int, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes in the order of the hostfile; ranks fill one node after the other.
-
-    Raises:
-        ConfigError: if there are too many devices.
-    """
+    """Nodes in the order of the hostfile; ranks fill one node after the other."""
 
     nodes: tuple[Node, ...]
     name: str = ""
@@ -145,7 +135,6 @@ def cluster_document(nodes: Sequence[Node], name: str = "") -> dict[str, Any]:
     """Return the object of a cluster file; equal nodes next to each other share an entry.
 
     Args:
-        nodes: in the order of their ranks.
         name: of the cluster; empty = none.
     """
     groups = [(parts, [node.name for node in group]) for parts, group in groupby(nodes, key=_parts)]

@@ -280,11 +280,7 @@ class NodeGroup:
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
-        """Return a node by the name of a machine, or of a device in its usual machine.
-
-        Raises:
-            ConfigError: if the library knows neither.
-        """
+        """Return a node by the name of a machine, or of a device in its usual machine."""
         if name.lower() in MACHINES:
             machine = MACHINES[name.lower()]
             if machine.device is not None:
@@ -301,11 +297,7 @@ def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
 
 
 def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
-    """Return the groups of nodes of a cluster file, `overrides` of single hosts applied.
-
-    Raises:
-        ConfigError: if a field is wrong.
-    """
+    """Return the groups of nodes of a cluster file, `overrides` of single hosts applied."""
     groups: list[NodeGroup] = []
     num_nodes = 0
     for index, entry in enumerate(cluster.nodes):
@@ -430,9 +422,6 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
     """Return the cluster that flat fields describe, and a line for each link that the library had to say.
 
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
-
-    Raises:
-        ConfigError: if fields contradict each other, or the device is not known.
     """
     device, machine = flat.device.read(place(file, path, "device"))
     per_node = flat.devices_per_node or machine.num_devices
@@ -484,14 +473,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
     """Read a cluster, and what was assumed of it.
 
     Args:
-        path: JSON, YAML (by the ending `.yaml` or `.yml`) or a hostfile.
         device: device, or machine, of the library that the hosts of a hostfile have.
-
-    Returns:
-        The cluster, and a line for each assumption.
-
-    Raises:
-        ConfigError: if the file cannot be read, or a field is wrong; it names file, field, value and remedy.
     """
     if not Path(path).exists():
         raise ConfigError(
@@ -515,9 +497,6 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
 
     Args:
         document: in our form (`nodes`) or in that of trials (`num_devices` or `num_nodes`, `device`, ...).
-
-    Raises:
-        ConfigError: if a field is wrong.
     """
     if is_flat(document):
         return read_flat(read_entry(FlatCluster, document, where), where)

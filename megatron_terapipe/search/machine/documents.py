@@ -15,11 +15,7 @@ YAML_ENDINGS = (".yaml", ".yml")
 
 
 def read_document(path: str) -> object:
-    """Read a JSON or YAML file.
-
-    Raises:
-        UserError: if it cannot be read, or is not what its name says.
-    """
+    """Read a JSON or YAML file."""
     return parse_text(read_text(path), path)
 
 
@@ -65,14 +61,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]
 
 
 def parse_quantity(text: str, kind: str) -> float | None:
-    """Return a number with a unit in bytes, FLOPs and seconds.
-
-    Args:
-        text: such as `25 Gbit/s`. A small b is a bit, a capital B a byte.
-
-    Returns:
-        The number; None if the text is not such a quantity.
-    """
+    """Return a number with a unit in bytes, FLOPs and seconds."""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in UNITS[kind]:
         return None

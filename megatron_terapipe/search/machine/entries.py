@@ -149,11 +149,7 @@ def quantity(kind: str) -> BeforeValidator:
 
 
 def fixed(wanted: object, remedy: str) -> BeforeValidator:
-    """Return what refuses any value but one.
-
-    Args:
-        remedy: what to do where it is another.
-    """
+    """Return what refuses any value but one."""
 
     def read(value: object) -> object:
         if value != wanted:
@@ -173,11 +169,7 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
     """Read an object of a file.
 
     Args:
-        file: the file, or what else it came from.
         path: way to the object inside the file, such as `nodes[2].network`; empty for the whole file.
-
-    Raises:
-        ConfigError: naming the first field that is wrong, its value, the rule and the remedy.
     """
     try:
         return kind.model_validate(document)

@@ -35,7 +35,6 @@ class Host:
     """A line of a hostfile."""
 
     name: str
-    """Name or address of the host."""
     slots: int
     """Its devices; 0 = none of them are used."""
     ignored: str = ""
@@ -43,11 +42,7 @@ class Host:
 
 
 def is_hostfile(text: str, path: str = "") -> bool:
-    """Whether a file is a hostfile, or was meant to be one, so that errors speak of hostfiles.
-
-    Args:
-        path: its path; `.json`, `.yaml` and `.yml` are endings of other files.
-    """
+    """Whether a file is a hostfile, or was meant to be one, so that errors speak of hostfiles."""
     first = next((line for _, line in _lines(text)), "")
     if _LINE.match(first):
         return True
@@ -56,11 +51,7 @@ def is_hostfile(text: str, path: str = "") -> bool:
 
 
 def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile in its order.
-
-    Raises:
-        ConfigError: if DeepSpeed would refuse a line or the file, a host has no host name, or none has slots.
-    """
+    """Return the hosts of a hostfile in its order."""
     hosts: dict[str, Host] = {}
     for number, line in _lines(text):
         match = _LINE.match(line)

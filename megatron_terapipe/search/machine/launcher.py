@@ -52,9 +52,6 @@ def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None
 
     Args:
         folder: where the launcher is started; None = not known yet.
-
-    Raises:
-        ConfigError: naming the first word that a shell would read otherwise.
     """
     wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
     if wrong is None and folder is not None and not _FOLDER.fullmatch(str(folder)):
@@ -77,11 +74,7 @@ _STRIPES = 64
 
 
 def launcher() -> str:
-    """Return the path of the command `deepspeed`.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
+    """Return the path of the command `deepspeed`."""
     found = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
     if not Path(found).exists():
         raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")
@@ -100,20 +93,12 @@ def variables(*, on_cpu: bool) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that is free on this host, and that no connection will be given by chance.
-
-    Raises:
-        ConfigError: if none is free.
-    """
+    """Return a port that is free on this host, and that no connection will be given by chance."""
     return free_ports(1)[0]
 
 
 def free_ports(number: int) -> list[int]:
-    """Return as many such ports, each another one.
-
-    Raises:
-        ConfigError: if fewer are free.
-    """
+    """Return as many such ports, each another one."""
     # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
     ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
     in_any_order = random.SystemRandom().sample(ports, k=len(ports))
@@ -137,11 +122,7 @@ def _is_free(port: int) -> bool:
 
 @contextmanager
 def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
-    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts.
-
-    Yields:
-        A process that ends when the launch does, with its exit code.
-    """
+    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts."""
     command = [sys.executable, "-I", supervisor.__file__, ",".join(hosts), *words]
     # A session of its own: Ctrl-C is for this process alone, which then ends the launch.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)

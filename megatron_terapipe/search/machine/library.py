@@ -53,7 +53,6 @@ class Machine:
     inside: Link
     network: Link
     num_network_cards: int = 1
-    """Cards that all its devices share."""
     host: HostMemory = USUAL_HOST
 
 
@@ -152,22 +151,12 @@ def device(name: str, where: str = "device") -> Device:
     """Return a device by its name, or another name of it.
 
     Upper and lower case, blanks, `-`, `_` and a leading NVIDIA, AMD or Tesla make no difference.
-
-    Args:
-        name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
-
-    Raises:
-        ConfigError: if there is none of that name.
     """
     return library_device(name, where).device
 
 
 def library_device(name: str, where: str = "device") -> LibraryDevice:
-    """Return a device with its source and its usual machine; see `device`.
-
-    Args:
-        name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
-    """
+    """Return a device with its source and its usual machine; see `device`."""
     key = _key(name)
     for entry in DEVICES.values():
         if key in map(_key, (entry.device.name, *entry.aliases)):
@@ -183,7 +172,6 @@ def names_one_device(name: str, other: str) -> bool:
     """Whether two names are of one device; those that the library does not know are compared as they are spelled.
 
     Args:
-        name: such as `A100-80GB`.
         other: such as `NVIDIA A100-SXM4-80GB`.
     """
 
@@ -197,14 +185,7 @@ def names_one_device(name: str, other: str) -> bool:
 
 
 def machine(name: str, where: str = "machine") -> Machine:
-    """Return a machine by its name.
-
-    Args:
-        name: such as `dgx-a100`.
-
-    Raises:
-        ConfigError: if there is none of that name.
-    """
+    """Return a machine by its name."""
     by_key = {_key(each): each for each in MACHINES}
     if _key(name) in by_key:
         return MACHINES[by_key[_key(name)]]
@@ -212,11 +193,7 @@ def machine(name: str, where: str = "machine") -> Machine:
 
 
 def usual_machine(name: str) -> Machine:
-    """The machine whose links a device is given where nobody says any.
-
-    Args:
-        name: of the device; one that the library does not know gets PCIe 4.
-    """
+    """The machine whose links a device is given where nobody says any."""
     try:
         return MACHINES[library_device(name).machine]
     except ConfigError:

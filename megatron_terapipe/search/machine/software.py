@@ -33,32 +33,18 @@ class Operator:
     """
 
     forward: float = 0.0
-    """Numbers that the forward reads and writes."""
     backward: float = 0.0
-    """Numbers that the backward reads and writes."""
     forward_bytes: float = 0.0
-    """Other bytes of the forward."""
     backward_bytes: float = 0.0
-    """Other bytes of the backward."""
     forward_kernels: float = 1.0
-    """Kernels that the forward launches."""
     backward_kernels: float = 1.0
-    """Kernels that the backward launches."""
 
     def bytes_forward(self, element_bytes: int) -> float:
-        """Bytes that the forward moves for each number of its output.
-
-        Args:
-            element_bytes: bytes of a number that layers compute with.
-        """
+        """Bytes that the forward moves for each number of its output."""
         return element_bytes * self.forward + self.forward_bytes
 
     def bytes_backward(self, element_bytes: int) -> float:
-        """Bytes that the backward moves for each number of the output.
-
-        Args:
-            element_bytes: bytes of a number that layers compute with.
-        """
+        """Bytes that the backward moves for each number of the output."""
         return element_bytes * self.backward + self.backward_bytes
 
 
@@ -104,7 +90,6 @@ class Products:
     forward_kernels: float = 1.0
     """Kernels of one product: itself, casts and copies around it."""
     backward_kernels: float = 2.0
-    """Kernels of its two gradients together."""
     accumulation_bytes: float = 8.0
     """Bytes that each backward moves for a weight to add its gradient to the sum."""
     accumulates_in_place: bool = False
@@ -148,7 +133,6 @@ class AttentionCore:
         """Return the bytes that a channel of an earlier key or value moves, as `prefix` says.
 
         Args:
-            element_bytes: bytes of a number that layers compute with.
             kept_bytes: bytes of a number that is kept between two backwards.
         """
         in_fp32 = self.prefix.backward_bytes
@@ -193,7 +177,6 @@ class ParameterBytes:
     weights: float
     gradients: float
     optimizer: float
-    """Copies in fp32, and moments."""
     step: float = 0.0
     """More while the optimizer steps; by then no activations are held."""
     divided: tuple[str, ...] = ()
@@ -210,11 +193,8 @@ class StateBytes:
     """Bytes of weights, gradients and optimizer state, for a precision and a ZeRO stage."""
 
     precision: str
-    """`fp16`, `bf16` or `fp32`."""
     zero_stage: int
-    """0 or 1."""
     parameter: ParameterBytes
-    """Bytes of each parameter."""
     bucket_element_bytes: int = 0
     """Bytes of an element of the buckets that reduce gradients and gather weights; 0 = none."""
     whole_step_bytes: float = 0.0
@@ -238,7 +218,6 @@ class Software:
     name: str
     """As `software` in trials names it."""
     title: str
-    """What it is, in a few words."""
     operators: Operators
     products: Products
     attention: AttentionCore
@@ -273,10 +252,5 @@ class Software:
         return values is None or value in values
 
     def state(self, precision: str, zero_stage: int) -> StateBytes:
-        """Return the bytes of weights, gradients and optimizer state.
-
-        Args:
-            precision: `fp16`, `bf16` or `fp32`.
-            zero_stage: 0 or 1.
-        """
+        """Return the bytes of weights, gradients and optimizer state."""
         return next(each for each in self.states if (each.precision, each.zero_stage) == (precision, zero_stage))

@@ -381,9 +381,6 @@ def find_software(name: str) -> Software:
 
     A file names the description that it is `like`, and what differs: `{"like": "megatron-core", "name": "ours",
     "communication": {"tensor_parallel_overlap": 0.8}}`. Lists are replaced whole.
-
-    Raises:
-        ConfigError: if there is no such description, or the file has a field that is not known or not right.
     """
     if name in SOFTWARE:
         return SOFTWARE[name]

@@ -54,7 +54,6 @@ def measure_engine(model: ModelConfig, precision: str, num_token_slices: int, bu
     """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links.
 
     Args:
-        precision: `fp32`, `fp16` or `bf16`.
         budget_s: seconds after which no further step is begun, once there are enough.
     """
     blocks = replace(model, heterogeneous_layers_config_path=None)

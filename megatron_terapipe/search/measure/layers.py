@@ -76,9 +76,7 @@ class MeasuredLayers:
     count: int = 1
     """By how many the times are divided."""
     reads_tokens: bool = False
-    """Whether the input is token ids."""
     ends_in_loss: bool = False
-    """Whether the loss follows."""
 
 
 def build_layers(
@@ -129,7 +127,6 @@ class LayerTimer:
         All runs are visited in turn, again and again, so that what disturbs the machine for a while disturbs all alike.
 
         Args:
-            runs: sizes, the most telling first.
             is_over: told what was visited; says on all ranks alike whether time is over. One run is visited at least.
         """
         sums = {}

@@ -25,14 +25,7 @@ from megatron_terapipe.search.price.profile import OpPoint, Profile, ProfiledEng
 def run_on_ranks(
     work: Callable[..., None], num_processes: int, *arguments: Any, together: bool = True
 ) -> Iterator[Any]:
-    """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it.
-
-    Args:
-        together: they can join as the ranks of one run; else each is a run of its own, at the same time.
-
-    Raises:
-        ConfigError: if a rank fails; what it said last is in the message.
-    """
+    """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it."""
     context = multiprocessing.get_context("spawn")
     ports = free_ports(1 if together else num_processes)
     pipes: list[Connection] = []
@@ -106,16 +99,11 @@ class Progress(NamedTuple):
     """How far it is."""
 
     share: float
-    """Of the whole, 0 to 1."""
     doing: str
 
 
 def measure_machine(sizes: MeasuredSizes, num_processes: int) -> Iterator[Progress | Profile]:
-    """Measure on ranks of this machine, and yield how far it is; the profile comes last.
-
-    Raises:
-        ConfigError: if a rank fails.
-    """
+    """Measure on ranks of this machine, and yield how far it is; the profile comes last."""
     begun = time.perf_counter()
     yield Progress(0.0, "the engine")
     engine = engine_here(sizes, num_processes)
@@ -127,9 +115,6 @@ def engine_here(sizes: MeasuredSizes, num_processes: int) -> ProfiledEngine:
     """Return the time of the engine on this machine.
 
     Every rank is a run of its own, so that no message is in its times; and all at once, as in a run.
-
-    Raises:
-        ConfigError: if a rank fails.
     """
     (engine,) = run_on_ranks(_measure_engine, num_processes, sizes, together=False)
     assert isinstance(engine, ProfiledEngine)

@@ -42,9 +42,6 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
 
     Args:
         on_cpu: whether DeepSpeed must be told to take the CPU.
-
-    Raises:
-        ConfigError: if the launcher is not installed, other hosts would read a word otherwise, or a rank fails.
     """
     environment = variables(on_cpu=on_cpu)
     # The launcher hands it on to the other hosts, where the package lies in the same place.

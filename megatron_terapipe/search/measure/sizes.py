@@ -25,9 +25,7 @@ class MeasuredSizes:
 
     model: ModelConfig
     precision: str
-    """`fp32`, `fp16` or `bf16`."""
     tensor_parallel_sizes: tuple[int, ...]
-    """Ranks that share a layer; each rank measures its part alone."""
     micro_batch_sizes: tuple[int, ...]
     nums_token_slices: tuple[int, ...]
     """Into how many token slices of the same length sequences are cut."""
@@ -35,11 +33,7 @@ class MeasuredSizes:
     """Seconds after which no further size is begun."""
 
     def __post_init__(self) -> None:
-        """Check that the model can be cut so.
-
-        Raises:
-            ConfigError: if heads, the MLP or the sequence cannot be divided.
-        """
+        """Check that the model can be cut so."""
         for size in self.tensor_parallel_sizes:
             for what, number in (
                 ("heads", self.model.num_attention_heads),
@@ -75,10 +69,6 @@ class MeasuredSizes:
         """Runs of one size of the ranks, in an order in which the first ones alone tell most: the extremes come first.
 
         What lies between measured sizes is interpolated; what lies beyond them is a guess.
-
-        Args:
-            tensor_parallel_size: ranks that share a layer.
-            recompute: `none`, or `selective`, of which the extremes are enough.
         """
         batches, counts = self.micro_batch_sizes, self.nums_token_slices
         extremes = [(size, count) for size in (min(batches), max(batches)) for count in (min(counts), max(counts))]
@@ -98,10 +88,8 @@ class MeasuredLayout(NamedTuple):
     """What layers are built for, before sizes of micro-batches and token slices are run through them."""
 
     tensor_parallel_size: int
-    """Ranks that share a layer."""
     recompute: str
     share_of_rest: float
-    """Share of the time that is left when it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +97,6 @@ class MeasuredRun:
     """Whole sequences forward and backward in token slices, through each kind of layer."""
 
     tensor_parallel_size: int
-    """Ranks that share a layer."""
     micro_batch_size: int
     num_token_slices: int
     recompute: str
@@ -130,7 +117,6 @@ class LinkClass(NamedTuple):
     """Groups of ranks that all send at the same time."""
 
     where: Literal["inside", "network"]
-    """`inside` a node, or over its `network`."""
     what: Literal["all_reduce", "transfer"]
     """`all_reduce` in each group, or `transfer` from its first to its second rank and back."""
     groups: tuple[tuple[int, ...], ...]

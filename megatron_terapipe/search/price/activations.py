@@ -93,12 +93,7 @@ def token_memory(
     Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
 
     Args:
-        element_bytes: bytes of an activation.
-        tensor_parallel_size: ranks that share the layer.
-        recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
-        sequence_parallel_size: ranks that share the tokens of a token slice.
-        key_value_gradients: type in which gradients of keys and values are kept.
         activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
     """
     size = np.asarray(tensor_parallel_size, dtype=float)
@@ -148,11 +143,7 @@ class LogitLimits(NamedTuple):
 
 
 def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
-    """Limits of a trainer on logits, in bytes; infinite if it has none.
-
-    Args:
-        element_bytes: bytes of an activation.
-    """
+    """Limits of a trainer on logits, in bytes; infinite if it has none."""
     if software.logits_at_once is None:
         return LogitLimits(inf, inf)
     return LogitLimits(
@@ -295,15 +286,10 @@ class StageBytes(NamedTuple):
     """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline."""
 
     activations: Numbers
-    """Kept from forward to backward."""
     key_values: Numbers
-    """Keys and values of all its layers."""
     key_value_gradients: Numbers
-    """Their gradients."""
     logits: Numbers
-    """Kept by head and loss."""
     working: Numbers
-    """Held in addition by a backward while it runs."""
     freed: Numbers
     """Part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more."""
     scores: Numbers | float = 0.0
@@ -316,7 +302,6 @@ class StageBytes(NamedTuple):
     limits: LogitLimits = LogitLimits(inf, inf)
     """Of logits and of `head_working` on a rank, in bytes."""
     recomputed: Numbers | float = 0.0
-    """Held by a backward while it runs, of all layers of its stage."""
     is_recomputed: bool = False
     """Whether stages are computed again: logits are there in the backward alone."""
 
@@ -344,11 +329,7 @@ def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
 
 
 def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
-    """Return the ops of all ranks as arrays of [ranks, ops], some ranks at a time, so that none is very large.
-
-    Args:
-        schedule: its name in `SCHEDULES`; every rank has as many ops.
-    """
+    """Return the ops of all ranks as arrays of [ranks, ops], some ranks at a time, so that none is very large."""
     orders = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
     together = max(MOST_OPS_AT_ONCE // max(len(orders[0].kind), 1), 1)
     names = [field.name for field in fields(OpColumns)]
@@ -380,9 +361,6 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
 
     Args:
         order: their ops, arrays of [..., ops].
-        lengths: tokens of each token slice.
-        of_stage: bytes of a token on each stage, micro-batch size included.
-        copies: what the device lets go of for some time, where the order is that of one rank.
     """
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]

@@ -43,7 +43,6 @@ def pipeline_time(
     Args:
         slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
         others: the same, added up over all other ranks.
-        latency_s: of the messages that a token slice waits for on its way through all stages and back.
         activation_limit: of `zero-bubble`: activations that a rank may hold, as a multiple of 1F1B's peak. With twice
             as many, weight gradients of two ranks' worth fill the drain (the same paper, ZB-H2: F + BI - 2 BW); then
             ranks start the next iteration one after the other, as they end this one.
@@ -93,7 +92,6 @@ def lower_bound(
     its last backward is done, that token slice must go back through them. The same holds for a single stage of a rank.
 
     Args:
-        ops: of one micro-batch on the rank.
         before: of the first token slice on the stages that it passes before the rank, messages included.
         put_off_s: of `zero-bubble`: weight gradients of the rank that are still to do after its last input gradient,
             at most.
@@ -126,7 +124,6 @@ def round_trip_bound(
     still has the rest to do.
 
     Args:
-        schedule: `1f1b` or `zero-bubble`.
         num_micro_batches: M, an array [...].
         num_token_slices: S, an array [...] that broadcasts, as all that follow.
         filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
@@ -149,11 +146,9 @@ class StepCosts(NamedTuple):
     """Seconds of one pipeline rank beside its ops, as if nothing ran under them; numbers or arrays."""
 
     gradient_reduction: ScalarOrArray
-    """Of all its gradients."""
     shared_weight: ScalarOrArray
     """Of the gradient of a weight that both ends of the pipeline hold."""
     optimizer: ScalarOrArray
-    """Of the step."""
     late: ScalarOrArray = 0.0
     """Part of the gradient reduction that begins after all backwards: of weights that the ends sum first."""
     weight_gather: ScalarOrArray = 0.0
@@ -166,26 +161,21 @@ class CoveringOps(NamedTuple):
     completing: ScalarOrArray
     """The op that completes the gradients of the rank: its last backward, or its last weight gradient."""
     forward: ScalarOrArray
-    """All F of a micro-batch."""
     backward: ScalarOrArray
-    """The whole backward of a micro-batch."""
     layers: ScalarOrArray
     """Layers of the stage whose gradients are complete last, one after the other."""
     num_micro_batches: ScalarOrArray
-    """Micro-batches of an iteration."""
 
 
 class StepTraffic(NamedTuple):
     """Messages of data-parallel ranks for one parameter at the end of an iteration."""
 
     reduced_bytes: int
-    """Bytes of its gradient."""
     reduces_to_all: bool
     """Whether every rank gets the sum, not only the one that steps the parameter."""
     divides_step: bool
     """Whether each rank steps its part of the parameters, and gathers the others."""
     gathered_bytes: int
-    """Bytes of the parameter then."""
 
 
 def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTraffic:
@@ -196,9 +186,6 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
     gradients are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
     of `runtime/engine.py`, `_bf16_reduce_grads` of `runtime/pipe/engine.py`, release 0.19.8). They are added up and
     reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `price/memory.py`.
-
-    Args:
-        precision: `fp32`, `fp16` or `bf16`.
     """
     stated = software.communication.reduction_bytes
     if stated is not None:
@@ -229,8 +216,6 @@ def step_costs(
         shared_parameters: those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
         ends_topology: links between the first and the last pipeline rank.
         memory_bandwidth: bytes per second of the device.
-        zero_stage: 0 or 1.
-        precision: `bf16`, `fp16` or `fp32`.
     """
     traffic = step_traffic(software, precision, zero_stage)
     gradients = traffic.reduced_bytes * parameters
@@ -266,8 +251,6 @@ def shown_reduction_s(
     them. Gathers that overlap run layer by layer before the next forward of each.
 
     Args:
-        step: reductions and gathers of the rank.
-        efficiency: how much of what is hidden shows all the same.
         cool_down_s: for which ranks before it still run after the op that completes its gradients.
     """
     layers = np.maximum(ops.layers, 1.0)
@@ -298,9 +281,7 @@ def exposed_reduction_s(
     """Return the seconds of each rank's gradient reduction and weight gathering that no op hides: [P, ...].
 
     Args:
-        step: reductions and gathers of each rank.
         ops: arrays of [P, ...].
-        efficiency: how much of what is hidden shows all the same.
         drains: whether the op that completes gradients passes the ranks in turn, last to first; deferred weight
             gradients end on all together.
     """

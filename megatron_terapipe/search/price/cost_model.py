@@ -86,7 +86,6 @@ class CostModel:
         Args:
             efficiency: what is reached of data sheets; None = the defaults.
             op_times: times of layers; None = the roofline.
-            precision: `bf16`, `fp16` or `fp32`.
             simulator: keeps the orders of schedules that other models have met; None = a new one.
         """
         self.workload = workload
@@ -97,7 +96,6 @@ class CostModel:
         self.precision = precision
         self.element_bytes = ELEMENT_BYTES[precision]
         self.counter = LayerCounter(workload)
-        """Counts the layers of stages."""
         self.prices = LayerPrices(
             self.counter.kinds,
             self.op_times,
@@ -105,7 +103,6 @@ class CostModel:
             self.element_bytes,
             software.communication,
         )
-        """Prices the kinds of layers."""
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(cluster)
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
@@ -156,10 +153,6 @@ class CostModel:
                 1f1b keeps.
             model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
                 those of a V differ only where ranks do.
-
-        Raises:
-            ConfigError: if it does not fit the cluster or the model.
-            PlanError: if its schedule does not take its shape.
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
@@ -220,11 +213,7 @@ class CostModel:
         return self._simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
-        """Look up what a strategy's layout makes of the cluster and the model.
-
-        Raises:
-            ConfigError: if it does not fit the cluster or the model.
-        """
+        """Look up what a strategy's layout makes of the cluster and the model."""
         num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
         lengths = strategy.cut(self.workload.seq_length).lengths
         return PlacedStrategy(
@@ -356,11 +345,7 @@ class CostModel:
         )
 
     def step(self, counts: LayerCounts, groups: RankGroups, zero_stage: int) -> StepCosts:
-        """Return the end of the iteration, arrays of [P] seconds.
-
-        Args:
-            zero_stage: 0 or 1.
-        """
+        """Return the end of the iteration, arrays of [P] seconds."""
         return step_costs(
             counts.parameters,
             counts.shared_parameters,
@@ -402,7 +387,6 @@ class Pricing:
             efficiency: what is reached of data sheets; None = the defaults.
             memory_overheads: what no count of tensors says; None = the defaults of its devices.
             op_times: times of layers; None = the roofline.
-            precision: `bf16`, `fp16` or `fp32`.
             measured_cluster: the same nodes with links as they were measured; None = as data sheets say.
         """
         self.workload = workload
@@ -424,15 +408,7 @@ class Pricing:
         )
 
     def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
-        """Price one strategy.
-
-        Args:
-            memory: memory of each pipeline rank, if it is known already.
-
-        Raises:
-            ConfigError: if it does not fit the cluster or the model.
-            PlanError: if its schedule does not take its shape.
-        """
+        """Price one strategy."""
         time = self.cost_model.predict_time(strategy)
         return Prediction(
             iteration_time_s=time.iteration_time_s,
@@ -443,11 +419,7 @@ class Pricing:
         )
 
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
-        """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile.
-
-        Raises:
-            ConfigError: if it does not fit the cluster or the model.
-        """
+        """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile."""
         return self.memory_model.predict(strategy, copies=self.host_copies(strategy))
 
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
@@ -466,7 +438,6 @@ class Pricing:
         """Return which pipeline rank needs more memory than its smallest device has; None if none does.
 
         Args:
-            memory: memory of each pipeline rank.
             headroom: share of each device that must stay free.
         """
         usable_share = self.memory_model.overheads.usable_share * (1 - headroom)

@@ -69,9 +69,7 @@ class Prior(Generic[Constants]):
     """Prior distribution of constants, before any trial. Make it with `of`."""
 
     start: Constants
-    """The most probable constants."""
     names: tuple[str, ...]
-    """The p constants that are fitted."""
     widths: NDArray[np.float64]
     """[p] standard deviations of their logarithms."""
     most: NDArray[np.float64]
@@ -135,7 +133,6 @@ def reduction_factor(factors: tuple[float, ...], num_bytes: ScalarOrArray, num_r
 
     Args:
         factors: [ranks x bytes] at `RANKS` and `BYTES`, the bytes running fastest.
-        num_bytes: bytes of the message.
     """
     if all(factor == 1.0 for factor in factors):
         return 1.0
@@ -249,7 +246,6 @@ class KernelEfficiency:
     area: float
     """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
     memory: float
-    """Share of the memory bandwidth."""
     processors: int
     """Multiprocessors, which compute a tile each."""
     is_measured: bool = False
@@ -288,13 +284,9 @@ class RelativeEfficiency:
     """What kernels reach on a device, in what they reach on an A100."""
 
     products: float = 1.0
-    """Share of the peak of large products."""
     depth: float = 1.0
-    """Inputs of a product at which half its time is prologue and epilogue."""
     area: float = 1.0
-    """Rows x outputs of a product at which half its time is unfilled."""
     memory: float = 1.0
-    """Share of the memory bandwidth."""
 
 
 AS_AN_A100 = RelativeEfficiency()

@@ -18,18 +18,14 @@ class LayerTimes(NamedTuple):
     """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank."""
 
     forward: ScalarOrArray
-    """F."""
     input_gradient: ScalarOrArray
     """BI; with recomputation it includes the forward that runs again."""
     weight_gradient: ScalarOrArray
-    """BW."""
     launch_forward: ScalarOrArray = 0.0
     """Time that the host needs to launch F; it is hidden where the device needs longer. 0 where the times are measured
     ones, which have it in them."""
     launch_input_gradient: ScalarOrArray = 0.0
-    """The same for BI."""
     launch_weight_gradient: ScalarOrArray = 0.0
-    """The same for BW."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,24 +33,17 @@ class LayerQuery:
     """One layer, and what the times of its ops depend on. The arrays broadcast against each other."""
 
     layer: Layer
-    """The layer."""
     device: Device
-    """The device that computes."""
     _: KW_ONLY
     tensor_parallel_size: ScalarOrArray
-    """Ranks that share the layer."""
     micro_batch_size: ScalarOrArray
-    """Sequences."""
     start: ScalarOrArray
-    """First token of the token slice."""
     end: ScalarOrArray
     """Token behind its last one."""
     sequence_parallel_size: ScalarOrArray = 1.0
     """Ranks that share the tokens of its matrices, and the heads of its attention."""
     recompute: str = "none"
-    """`none`, `selective`, `full` or `stage`."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     key_value_gradients: str = "fp32"
     """Type in which gradients of keys and values are kept between two token slices."""
 

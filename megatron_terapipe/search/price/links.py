@@ -43,19 +43,13 @@ class ClusterTable:
     node_of_device: Whole
     """[devices] index of the node that each device is in."""
     devices: tuple[Device, ...]
-    """The different devices."""
     device_of_node: Whole
     """[N] number among them of what each node holds."""
     inside_bandwidth: Floats
-    """[N] bytes per second from one device to another of the node."""
     inside_latency_s: Floats
-    """[N]."""
     network_bandwidth: Floats
-    """[N] bytes per second of one network card."""
     network_latency_s: Floats
-    """[N]."""
     num_network_cards: Whole
-    """[N]."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> "ClusterTable":
@@ -95,17 +89,14 @@ class GroupTopology(NamedTuple):
     """Number of ranks and nodes of a group, and the links between them; numbers or arrays."""
 
     size: ScalarOrArray
-    """Ranks of the group."""
     num_nodes: ScalarOrArray
     """Nodes that they are on."""
     inside_bandwidth: ScalarOrArray
     """Bytes per second of the slowest link inside those nodes."""
     inside_latency_s: ScalarOrArray
-    """Seconds of latency of those links."""
     network_bandwidth: ScalarOrArray
     """Bytes per second that the group gets of the network cards of a node, others sharing them."""
     network_latency_s: ScalarOrArray
-    """Seconds of latency of the network."""
 
     def at(self, index: Any) -> "GroupTopology":
         """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
@@ -120,9 +111,7 @@ class LayerLinks(NamedTuple):
     """Links between the ranks that share a layer."""
 
     tensor: GroupTopology
-    """Those between tensor-parallel ranks."""
     sequence: GroupTopology = ALONE
-    """Those between sequence-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +119,11 @@ class GroupLinks:
     """Links of the groups of one axis, per pipeline rank; the slowest group's."""
 
     size: int
-    """Ranks of a group."""
     num_nodes: Floats
-    """[P] nodes that it is on."""
     inside_bandwidth: Floats
-    """[P] bytes per second inside the nodes."""
     inside_latency_s: Floats
-    """[P]."""
     network_bandwidth: Floats
-    """[P] bytes per second that a group gets of a node's network cards."""
     network_latency_s: Floats
-    """[P]."""
 
     def at(self, rank: int) -> GroupTopology:
         """Return the links of the groups of one pipeline rank, as numbers."""
@@ -163,9 +146,7 @@ class RankKind(NamedTuple):
     ranks: Whole
     """[n] which they are."""
     devices: tuple[Device, ...]
-    """Their different devices."""
     links: LayerLinks
-    """Links between the ranks that share their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +156,15 @@ class BoundaryLinks:
     bandwidth: Floats
     """[P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first."""
     latency_s: Floats
-    """[P]."""
     crosses_nodes: NDArray[np.bool_]
-    """[P] whether it is the network."""
 
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups of a layout on a cluster.
-
-    Raises:
-        ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
-    """
+    """The groups of a layout on a cluster."""
 
     cluster: ClusterTable
-    """Where."""
     layout: ParallelLayout
-    """Sizes of the axes."""
     placement: Sequence[int] | None = None
     """Device of the cluster for each rank; None = in the order of the hostfile."""
     replicas: tuple[int, ...] | None = None
@@ -371,7 +344,6 @@ class _PartsOnNodes(NamedTuple):
     """The parts of groups that stand on one node each, group by group. There are no more of them than ranks."""
 
     nodes: Whole
-    """[parts] node of each."""
     num_ranks: Whole
     """[parts] ranks of the group on this node."""
     starts: Whole
@@ -408,7 +380,6 @@ def _round_s(
     """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank.
 
     Args:
-        num_bytes: bytes of the whole sum.
         network_share: part of the bytes that a node's network cards carry; None = as in a ring.
     """
     size = np.maximum(topology.size, 1)
@@ -430,31 +401,19 @@ def _round_s(
 def reduce_scatter_s(
     num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency
 ) -> ScalarOrArray:
-    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast.
-
-    Args:
-        num_bytes: bytes of the whole sum.
-    """
+    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast."""
     return np.where(
         np.greater(topology.size, 1), _round_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
     )
 
 
 def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has all `num_bytes`, of which each had a part; arguments broadcast.
-
-    Args:
-        num_bytes: bytes of the whole.
-    """
+    """Seconds until each rank has all `num_bytes`, of which each had a part; arguments broadcast."""
     return reduce_scatter_s(num_bytes, topology, efficiency)
 
 
 def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast.
-
-    Args:
-        num_bytes: bytes of the sum.
-    """
+    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast."""
     size = np.maximum(topology.size, 1)
     round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes))
     return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
@@ -466,9 +425,6 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
     Of the n parts of its bytes a rank keeps one, sends those for its own node over the link inside, and the others over
     the network cards, which carry those of all its ranks. All messages are posted at once, so their latencies do not
     add up.
-
-    Args:
-        num_bytes: bytes of one rank, its own part among them.
     """
     size = np.maximum(topology.size, 1)
     in_a_node = size / topology.num_nodes
@@ -505,7 +461,6 @@ def transfer_s(
     """Seconds of one message between stages; arguments broadcast.
 
     Args:
-        num_bytes: its bytes.
         bandwidth: bytes per second of its link, by the data sheet.
         latency_s: seconds of latency of its link.
         crosses_nodes: whether the link is a network, not one inside a node.
@@ -521,9 +476,7 @@ class Messages(NamedTuple):
     bandwidth: Floats
     """[B] bytes per second of the link, by the data sheet."""
     latency_s: Floats
-    """[B]."""
     crosses_nodes: NDArray[np.bool_]
-    """[B] whether it is the network."""
 
 
 def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:

@@ -47,22 +47,17 @@ class DeviceTimes(NamedTuple):
     moving: ScalarOrArray
     """Of everything else in the forward, which moves memory; without a loss behind it."""
     input_gradient: ScalarOrArray
-    """BI of the products."""
     weight_gradient: ScalarOrArray
-    """BW of the products."""
     loss_forward: ScalarOrArray = 0.0
     """Of the loss, where the layer is the head."""
     loss_gradient: ScalarOrArray = 0.0
-    """Its gradient."""
 
 
 class Scale(NamedTuple):
     """Device time in that of the roofline."""
 
     products: float = 1.0
-    """Of matrix products."""
     moving: float = 1.0
-    """Of everything else."""
 
     def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
         """Return this scale if it keeps the limit; else one that reaches it.
@@ -110,11 +105,6 @@ def device_times(
 
     What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
     as a whole by every tensor-parallel rank.
-
-    Args:
-        tensor_parallel_size: ranks that share the layer.
-        start: first token of the token slice.
-        end: token behind its last one.
     """
     sharing = tensor_parallel_size
     if layer.products and not is_divided(layer):
@@ -168,9 +158,7 @@ class MeasuredDevice:
     """A device on which all layers were measured."""
 
     device: Device
-    """Its data sheet."""
     roofline: Roofline
-    """Its roofline."""
     inside: Link
     """Link between the tensor-parallel ranks of the measurement, who were on one node."""
     forward_s: Mapping[str, Mapping[int, float]]
@@ -182,25 +170,17 @@ class _Known:
     """Measurements of a layer on a device, by tensor-parallel size."""
 
     scale: Mapping[int, Scale]
-    """Device time in that of the roofline."""
     launch_s: Mapping[int, float]
-    """Host time of the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayers:
-    """Times of the layers of one model on devices that it was measured on; an `OpTimes`.
-
-    Raises:
-        DataError: if a layer was not measured.
-    """
+    """Times of the layers of one model on devices that it was measured on; an `OpTimes`."""
 
     workload: Workload
     """The model; its layers have different names."""
     devices: Mapping[str, MeasuredDevice]
-    """By name of the device."""
     element_bytes: int = 2
-    """Of an activation."""
     _known: dict[tuple[str, str], _Known] = field(init=False, default_factory=dict, repr=False)
     _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
 
@@ -224,11 +204,7 @@ class MeasuredLayers:
         return True
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same.
-
-        Raises:
-            DataError: if it was not measured on this device, or not with this tensor-parallel size.
-        """
+        """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same."""
         layer, device = query.layer, query.device
         measured = self.devices.get(device.name)
         if measured is None:
@@ -384,13 +360,6 @@ def given_layers(
     """Return the op times of a model whose file gives the seconds of its layers (`forward_s`); None if it gives none.
 
     The seconds are those of the cluster's device: a file has one number for each tensor-parallel size.
-
-    Args:
-        efficiency: constants of the roofline beside which measurements are laid.
-        precision: `bf16`, `fp16` or `fp32`.
-
-    Raises:
-        ConfigError: if some layers have seconds and others none, or the cluster has several kinds of devices.
     """
     without = [layer.name for layer in workload.layers if layer.forward_s is None]
     if len(without) == len(workload.layers):

@@ -58,22 +58,13 @@ class RankBytes(NamedTuple):
     """Bytes of one parameter on a rank; arguments that were arrays make arrays."""
 
     weights: ScalarOrArray
-    """What products read."""
     gradients: ScalarOrArray
-    """Sums over micro-batches."""
     optimizer: ScalarOrArray
-    """Copies in fp32, and moments."""
     step: ScalarOrArray
-    """More while the optimizer steps; by then no activations are held."""
 
 
 def state_bytes(software: Software, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> RankBytes:
-    """Bytes of one parameter, an array as `data_parallel_size` [...] is.
-
-    Args:
-        precision: `fp16`, `bf16` or `fp32`.
-        zero_stage: 0 or 1.
-    """
+    """Bytes of one parameter, an array as `data_parallel_size` [...] is."""
     each = software.state(precision, zero_stage).parameter
     return RankBytes(*(each.on_rank(name, data_parallel_size) for name in RankBytes._fields))
 
@@ -82,7 +73,6 @@ def bucket_bytes(software: Software, precision: str, parameters: ScalarOrArray, 
     """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
 
     Args:
-        precision: `fp32`, `fp16` or `bf16`.
         parameters: parameters of a rank, a number or an array of any shape [...].
     """
     element = software.state(precision, zero_stage).bucket_element_bytes
@@ -99,11 +89,7 @@ SHARE_OF_HOST = 0.8
 
 
 def stage_input_elements(workload: Workload, counts: LayerCounts) -> Floats:
-    """Return the numbers of one token in the input of each stage, before ranks share it: [stages].
-
-    Args:
-        counts: layers of each stage; the first one reads tokens, which are few bytes.
-    """
+    """Return the numbers of one token in the input of each stage, before ranks share it: [stages]."""
     before = [workload.layers[index].output_elements for index in counts.last_layers]
     return np.array([0.0, *before]) / workload.seq_length
 
@@ -117,11 +103,7 @@ def host_copy_settings(
     element_bytes: int,
     efficiency: HardwareEfficiency,
 ) -> HostCopySettings:
-    """Return what may wait on the hosts, for timelines in seconds.
-
-    Args:
-        element_bytes: bytes of an activation.
-    """
+    """Return what may wait on the hosts, for timelines in seconds."""
     strategy, counts, seq_length = placed.strategy, placed.counts, workload.seq_length
     of_kinds = np.array([_key_value_elements(layer, placed) * layer.tokens / seq_length for layer in kinds])
     sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
@@ -188,11 +170,7 @@ ON_CPU = MemoryOverheads(
 
 
 def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
-    """Constants before anything was measured.
-
-    Args:
-        software: the trainer, which says what its allocator cannot use of a GPU.
-    """
+    """Constants before anything was measured."""
     if not any(node.device.is_gpu for node in cluster.nodes):
         return ON_CPU
     return MemoryOverheads(activation_factor=software.allocator_factor)
@@ -202,11 +180,8 @@ class Counted(NamedTuple):
     """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other."""
 
     weights: ScalarOrArray
-    """What products read."""
     gradients: ScalarOrArray
-    """Sums over micro-batches."""
     optimizer: ScalarOrArray
-    """Copies in fp32, and moments."""
     step: ScalarOrArray
     """More while the optimizer steps, when no activation is left."""
     activations: ScalarOrArray = 0.0
@@ -214,7 +189,6 @@ class Counted(NamedTuple):
     key_values: ScalarOrArray = 0.0
     """Of live token slices, with gradients."""
     logits: ScalarOrArray = 0.0
-    """Logits, and what the loss keeps."""
     working: ScalarOrArray = 0.0
     """What the op of the peak holds while it runs."""
     buffers: ScalarOrArray = 0.0
@@ -223,12 +197,7 @@ class Counted(NamedTuple):
     """How many the rank is in."""
 
     def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
-        """Add the bytes that are allocated and freed within an iteration; arguments broadcast.
-
-        Args:
-            held: bytes at the moment of the peak.
-            messages: bytes of messages between stages.
-        """
+        """Add the bytes that are allocated and freed within an iteration; arguments broadcast."""
         return self._replace(**held._asdict(), buffers=self.buffers + messages)
 
 
@@ -280,13 +249,9 @@ class MemoryModel:
     """Memory of strategies of one workload on one cluster."""
 
     workload: Workload
-    """The model."""
     cluster: Cluster
-    """What it runs on."""
     software: Software = TERAPIPE
-    """What trains it."""
     precision: str = "bf16"
-    """`fp16`, `bf16` or `fp32`."""
     overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
     """What no count of tensors says; left out, the defaults of the cluster's devices."""
     counter: LayerCounter = field(init=False, repr=False)
@@ -308,9 +273,6 @@ class MemoryModel:
             activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
                 first; None = as the schedule does.
             copies: what waits on hosts, of as many micro-batches as `micro_batches_of_peak`; None = nothing.
-
-        Raises:
-            ConfigError: if its stages or token slices do not fit the workload.
         """
         counted = self.count(strategy, activation_limit=activation_limit, copies=copies)
         return tuple(assemble(rank, self.overheads) for rank in counted)
@@ -344,7 +306,6 @@ class MemoryModel:
 
         Args:
             parameters: [...] parameters of each rank.
-            zero_stage: 0 or 1.
         """
         copies = layout.num_weight_copies
         each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=copies)
@@ -375,9 +336,7 @@ class MemoryModel:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
 
         Args:
-            recompute: `none`, `selective`, `full` or `stage`.
             sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
-            key_value_gradients: type in which gradients of keys and values are kept.
         """
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
         key = *sizes, recompute, sequence_parallel, key_value_gradients

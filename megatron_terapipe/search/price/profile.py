@@ -43,25 +43,15 @@ class Point(NamedTuple):
     """One measured op."""
 
     micro_batch_size: int
-    """Sequences."""
     start: int
-    """First token of the token slice."""
     end: int
-    """Token behind its last."""
     seconds: float
-    """Time that it took."""
 
 
 def terms(
     micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, window: int | None = None
 ) -> tuple[ScalarOrArray, ...]:
-    """Terms of an op without their coefficients; arguments broadcast.
-
-    Args:
-        start: first token of the token slice.
-        end: token behind its last one.
-        window: tokens that a token attends to, itself included; None for all before it.
-    """
+    """Terms of an op without their coefficients; arguments broadcast."""
     begin, stop = np.asarray(start), np.asarray(end)
     rows = np.multiply(micro_batch_size, stop - begin)
     positions = micro_batch_size * attended_positions(begin, stop, window)
@@ -87,7 +77,6 @@ class Surface:
     sizes: Numbers
     """[M] micro-batch sizes that were measured."""
     by_size: tuple[_Lengths, ...]
-    """What was measured of each."""
     window: int | None = None
     """Tokens that a token attends to, itself included; None for all before it."""
 
@@ -96,9 +85,6 @@ class Surface:
         """Fit a surface through points.
 
         A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
-
-        Args:
-            window: tokens that a token attends to, itself included; None for all before it.
         """
         seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
         sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
@@ -125,7 +111,6 @@ class Surface:
         """Seconds; arguments broadcast.
 
         Args:
-            start: first token of the token slice.
             parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
         """
         size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
@@ -282,15 +267,10 @@ class OpPoint(NamedTuple):
     """The measured ops of one token slice of one micro-batch, in one layer."""
 
     micro_batch_size: int
-    """Sequences."""
     start: int
-    """First token of the token slice."""
     end: int
-    """Token behind its last."""
     forward_s: float
-    """F."""
     input_gradient_s: float
-    """BI."""
     weight_gradient_s: float
     """BW; both together are what the backward takes in one piece."""
 
@@ -304,13 +284,9 @@ class ProfiledLayer:
     """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times."""
 
     shape: Shape
-    """Of the whole layer."""
     tensor_parallel_size: int
-    """Ranks that share it."""
     recompute: Literal["none", "selective"]
-    """`none`, or `selective`."""
     points: tuple[OpPoint, ...]
-    """What was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,15 +294,12 @@ class ProfiledLink:
     """Messages of several sizes over one kind of link."""
 
     where: Literal["inside", "network"]
-    """`inside` a node, or over its `network`."""
     what: Literal["all_reduce", "transfer"]
     """`all_reduce` among the ranks of a group, or `transfer` from one to another."""
     num_ranks: int
-    """Ranks of a group; 2 for a transfer."""
     points: tuple[tuple[int, float], ...]
     """(bytes, seconds)."""
     ranks_per_node: int = 1
-    """How many of them one node has."""
     flows: int = 1
     """Groups that used the links of a node at the same time; of the network, they share its cards."""
 
@@ -356,13 +329,9 @@ class Profile:
     num_devices: int
     """Ranks of a node that computed at the same time, one on each device."""
     precision: str
-    """`fp32`, `fp16` or `bf16`."""
     software: tuple[tuple[str, str], ...]
-    """Versions of packages by name."""
     layers: tuple[ProfiledLayer, ...]
-    """Times of ops."""
     links: tuple[ProfiledLink, ...] = ()
-    """Times of messages."""
     engine: ProfiledEngine | None = None
     """What else an iteration takes; None if it was not measured."""
     num_nodes: int = 1
@@ -415,7 +384,6 @@ class MeasuredProfile:
     """
 
     profile: Profile
-    """What was measured."""
 
     @property
     def includes_collectives(self) -> bool:
@@ -423,11 +391,7 @@ class MeasuredProfile:
         return False
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Times of one layer; see `OpTimes`.
-
-        Raises:
-            ConfigError: if no layer of this shape was measured.
-        """
+        """Times of one layer; see `OpTimes`."""
         layer, start, end = query.layer, query.start, query.end
         if layer.attention is None:
             # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.

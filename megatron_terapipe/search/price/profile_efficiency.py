@@ -64,9 +64,7 @@ class ScaledTimes:
     """Op times of which every one takes longer by the same factor; an `OpTimes`."""
 
     op_times: OpTimes
-    """Measured."""
     factor: float
-    """Seconds per second of those."""
 
     @property
     def includes_collectives(self) -> bool:
@@ -131,7 +129,6 @@ def measured_efficiency(
 
     Args:
         cluster: of whose nodes some are such machines; of several kinds of nodes the first that has measured devices.
-        software: the trainer, which says what the optimizer keeps of a parameter.
     """
     efficiency = efficiency or HardwareEfficiency()
     node = measured_node(profile, measured_cluster(profile, cluster))

@@ -65,11 +65,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def write_profile(profile: Profile, path: str) -> None:
-    """Write a profile, each point on its own line.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """Write a profile, each point on its own line."""
     text = json.dumps(profile_to_json(profile), indent=1)
     write_json(path, _points_on_lines(text))
 
@@ -169,20 +165,12 @@ class ProfileEntry(Entry):
 
 
 def read_profile(path: str) -> Profile:
-    """Read a profile.
-
-    Raises:
-        UserError: if it cannot be read, or a field is wrong; one line with file, field, value and remedy.
-    """
+    """Read a profile."""
     return replace(parse_profile(read_document(path), path), source=path)
 
 
 def parse_profile(document: object, where: str) -> Profile:
-    """Read a profile from the object of a file.
-
-    Raises:
-        ConfigError: if a field is wrong.
-    """
+    """Read a profile from the object of a file."""
     entry = read_entry(ProfileEntry, document, where)
     return Profile(
         device=entry.device,

@@ -92,13 +92,11 @@ class FusedKernel:
     """Speed of one kernel on one generation."""
 
     forward: Shares
-    """Shares of the peak."""
     backward: Shares
     """Shares of the peak, of two and a half times the forward's FLOPs."""
     fixed: float
     """Tokens that each row takes longer in the forward."""
     fixed_backward: float
-    """Tokens that each row takes longer in the backward."""
 
 
 # fmt: off
@@ -145,17 +143,13 @@ class FusedAttention:
     """A fused kernel on a device, for heads of one size."""
 
     forward: float
-    """Share of the peak."""
     backward: float
-    """Share of the peak."""
     fixed: float = 0.0
     """Tokens that each row takes longer in the forward."""
     fixed_backward: float = 0.0
-    """Tokens that each row takes longer in the backward."""
     processors: int = 0
     """Multiprocessors that a wave of tiles fills; 0 on a CPU, which has none."""
     tile: int = 1
-    """Queries that are computed at once."""
 
     def pairs_of_time(
         self,
@@ -181,12 +175,7 @@ class FusedAttention:
 
 
 def kernel_that_runs(kernel: str, generation: str) -> str:
-    """Name of the kernel that runs on devices of a generation where a trainer asks for another.
-
-    Args:
-        kernel: name of the kernel that the trainer asks for.
-        generation: as in `devices.GENERATION_NAMES`; any other is taken to be an A100's.
-    """
+    """Name of the kernel that runs on devices of a generation where a trainer asks for another."""
     generation = generation if generation in GENERATIONS else REFERENCE
     while (kernel, generation) not in FUSED_KERNELS:
         kernel = RUNS_INSTEAD[kernel]
@@ -194,12 +183,7 @@ def kernel_that_runs(kernel: str, generation: str) -> str:
 
 
 def fused_attention(kernel: str, device: Device, precision: str, head_size: int) -> FusedAttention:
-    """Return what a fused kernel reaches on a device.
-
-    Args:
-        kernel: name of the kernel that the trainer asks for.
-        precision: `bf16`, `fp16` or `fp32`.
-    """
+    """Return what a fused kernel reaches on a device."""
     if precision == "fp32" or not device.is_gpu:
         return FusedAttention(forward=PLAIN_SHARE, backward=PLAIN_SHARE)
     generation = device.generation if device.generation in GENERATIONS else REFERENCE
@@ -238,21 +222,13 @@ class _Part(NamedTuple):
     """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats."""
 
     forward: ScalarOrArray = 0.0
-    """Seconds of F."""
     input_gradient: ScalarOrArray = 0.0
-    """Seconds of BI."""
     weight_gradient: ScalarOrArray = 0.0
-    """Seconds of BW."""
     selective: ScalarOrArray = 0.0
-    """Seconds that selective recomputation repeats."""
     forward_kernels: ScalarOrArray = 0.0
-    """Kernels of F."""
     input_kernels: ScalarOrArray = 0.0
-    """Kernels of BI."""
     weight_kernels: ScalarOrArray = 0.0
-    """Kernels of BW."""
     selective_kernels: ScalarOrArray = 0.0
-    """Kernels that selective recomputation repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +246,8 @@ class Roofline:
     """
 
     efficiency: HardwareEfficiency
-    """What is reached of the data sheet."""
     software: Software
-    """What the trainer computes beside the matrix products."""
     precision: str = "bf16"
-    """`bf16`, `fp16` or `fp32`."""
 
     @property
     def includes_collectives(self) -> bool:
@@ -341,12 +314,7 @@ class Roofline:
     def product_s(
         self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
     ) -> ScalarOrArray:
-        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
-
-        Args:
-            rows: rows of the first matrix.
-            outputs: columns of the second matrix.
-        """
+        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast."""
         depth, area = self.efficiency.gemm_depth, self.efficiency.gemm_area
         if not device.is_gpu:
             depth, area = depth * CORE_TILES, area * CORE_TILES

@@ -49,13 +49,11 @@ class SimulatedTime:
     """How long the ops of an iteration take."""
 
     makespan: float
-    """Seconds."""
     makespan_without_transfers: float
     """Seconds if messages took no time, ops being the same, and nothing went to hosts."""
     host_copy_s: float = 0.0
     """Of the makespan, what ranks wait for copies from their hosts."""
     notes: tuple[str, ...] = ()
-    """What was extrapolated."""
 
 
 class ScheduleSimulator:
@@ -87,9 +85,6 @@ class ScheduleSimulator:
             memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
                 that 1f1b keeps, as the trainer does.
             host_copies: what may wait on hosts; None for nothing.
-
-        Raises:
-            PlanError: if there is no such schedule, or it does not take the shape.
         """
         if schedule == OPTIMISED:
             cut = token_slices or TokenSlices((1,) * shape.num_token_slices)
@@ -132,11 +127,7 @@ class ScheduleSimulator:
     def with_host_copies(
         self, schedule: str, shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
     ) -> tuple[SimulatedOrders, HostCopyPlan]:
-        """Return a schedule simulated without copies, and the copies that are planned on it, as the trainer does.
-
-        Raises:
-            PlanError: if there is no such schedule, or it does not take the shape.
-        """
+        """Return a schedule simulated without copies, and the copies that are planned on it, as the trainer does."""
         key = schedule, shape, costs, settings
         if self._planned is None or self._planned[0] != key:
             simulated = self.orders(schedule, shape).simulate(costs)
@@ -170,11 +161,7 @@ class ScheduleSimulator:
         return self.orders(schedule, shape).simulate(costs).makespan
 
     def orders(self, schedule: str, shape: PipelineShape) -> CompiledOrders:
-        """Return the orders of a schedule, compiled once.
-
-        Raises:
-            PlanError: if there is no such schedule, or it does not take the shape.
-        """
+        """Return the orders of a schedule, compiled once."""
         key = schedule, shape
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -218,13 +205,9 @@ class TimePrediction:
     """Time of one iteration, and where it goes."""
 
     iteration_time_s: float
-    """Seconds."""
     bubble_ratio: float
-    """Idle time / (pipeline ranks x makespan)."""
     breakdown: TimeBreakdown
-    """On the busiest pipeline rank."""
     notes: tuple[str, ...] = ()
-    """What is extrapolated, a line each."""
 
 
 def time_prediction(
@@ -242,10 +225,8 @@ def time_prediction(
 
     Args:
         stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
-        costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         step: the end of the iteration, arrays of [P] seconds.
         layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
-        efficiency: fixed times, and how much shows of what runs under ops.
     """
     ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
     split = costs.weight_gradient is not None

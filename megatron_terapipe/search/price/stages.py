@@ -42,7 +42,6 @@ class LayerCounts:
     """Layers and parameters of a stage partition, whose stages are dealt round and round to pipeline ranks."""
 
     per_stage: Floats
-    """[stages, K] layers of each kind."""
     parameters: Floats
     """[P] parameters that a tensor-parallel rank holds; a weight that two of its layers share counts once."""
     shared_parameters: Floats
@@ -71,7 +70,6 @@ class LayerCounter:
         # Blocks of a GPT are one object many times.
         kinds = {id(layer): layer for layer in workload.layers}
         self.kinds: tuple[Layer, ...] = tuple(kinds.values())
-        """The K different layers."""
         place = {key: kind for kind, key in enumerate(kinds)}
         self.kind_of_layer: NDArray[np.int64] = np.array([place[id(layer)] for layer in workload.layers])
         """[layers] number of the kind of each layer."""
@@ -95,11 +93,7 @@ class LayerCounter:
 
         Args:
             partition: the layers of each stage.
-            tensor_parallel_size: ranks that share a layer.
             vocabulary_stages: whether each rank has one more stage, with its part of the head.
-
-        Raises:
-            ConfigError: if the head cannot be cut so.
         """
         bounds = np.array(partition.bounds) + self._workload.first_dealt
         bounds[0], bounds[-1] = 0, len(self._workload.layers)
@@ -145,13 +139,10 @@ class StageOps(NamedTuple):
     """Seconds of the ops of a micro-batch, or of one token slice of it: numbers or arrays that add up over layers."""
 
     forward: ScalarOrArray
-    """F."""
     backward: ScalarOrArray
     """BI and BW as one op."""
     input_gradient: ScalarOrArray
-    """BI alone."""
     weight_gradient: ScalarOrArray
-    """BW alone."""
     tensor_parallel: ScalarOrArray = 0.0
     """How much of F and the whole backward is collectives between tensor-parallel ranks."""
     head_exchange: ScalarOrArray = 0.0
@@ -167,21 +158,14 @@ class OpSizes:
     """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other."""
 
     tensor_parallel_size: ScalarOrArray
-    """Ranks that share each layer."""
     sequence_parallel_size: ScalarOrArray
-    """Ranks that share the tokens of each token slice."""
     micro_batch_size: ScalarOrArray
-    """Sequences."""
     start: ScalarOrArray
     """Begin of the token slice, as a share of the sequence."""
     end: ScalarOrArray
-    """End of the token slice, as a share of the sequence."""
     recompute: str
-    """`none`, `selective`, `full` or `stage`."""
     sequence_parallel: bool
-    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     key_value_gradients: str
-    """Type in which gradients of keys and values are kept."""
 
 
 class LayerPrices:
@@ -198,7 +182,6 @@ class LayerPrices:
         """Prepare.
 
         Args:
-            element_bytes: bytes of an activation.
             communication: which share of the messages between ranks that share a layer products hide.
         """
         self._kinds, self._op_times = kinds, op_times
@@ -206,11 +189,7 @@ class LayerPrices:
         self._communication = communication
 
     def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
-        """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes].
-
-        Args:
-            links: links between the ranks that share its layers.
-        """
+        """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes]."""
         rows = []
         for layer in self._kinds:
             query = LayerQuery(
@@ -287,7 +266,6 @@ def layer_ops(
 
     Args:
         communication: which share of their messages products hide.
-        element_bytes: bytes of an activation.
     """
     kernels = op_times(query)
     forward_reduction: ScalarOrArray = 0.0
@@ -361,9 +339,6 @@ def head_exchange_s(
     Before attention each rank has all heads of its part of the tokens, and sends queries, keys and values in one
     message to each other rank; behind it each rank has some heads of all tokens, and sends its output back. A head of
     key and value goes to every rank that needs it.
-
-    Args:
-        element_bytes: bytes of an activation.
     """
     attention = query.layer.attention
     if attention is None or not np.any(np.greater(topology.size, 1)):
@@ -415,11 +390,8 @@ class PlacedStrategy:
     """A strategy with what its layout makes of the cluster and the model, looked up once."""
 
     strategy: Strategy
-    """The strategy."""
     groups: RankGroups
-    """Links and devices of its ranks."""
     counts: LayerCounts
-    """Layers and parameters of its stages."""
     shares: Floats
     """[S + 1] bounds of its token slices, as shares of the sequence."""
 

@@ -79,21 +79,14 @@ class Replicas(NamedTuple):
     kinds: tuple[RankKind, ...]
     """Ranks that compute alike; the links between those that share a layer broadcast with [n]."""
     tensor: GroupTopology
-    """Links of tensor-parallel ranks, arrays of [P, n]."""
     bandwidth: Floats
     """[stages, n] bytes per second of the link from a stage to the next."""
     latency: Floats
-    """[stages, n] seconds."""
     crosses_nodes: NDArray[np.bool_]
-    """[stages, n] whether it is the network."""
 
     @classmethod
     def of(cls, models: Sequence[CostModel], placed: Sequence[PlacedStrategy]) -> "Replicas":
-        """Look up the replicas that the groups of strategies count.
-
-        Args:
-            models: cost model of each strategy.
-        """
+        """Look up the replicas that the groups of strategies count."""
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         kinds = placed[0].groups.kinds
         if len(kinds) == 1:
@@ -117,7 +110,6 @@ class StrategyBatch:
     model: CostModel
     """Cost model of one of them; for what they have in common."""
     strategy: Strategy
-    """One of them, likewise."""
     per_rank: Floats
     """[P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none."""
     first_stage: Floats
@@ -127,7 +119,6 @@ class StrategyBatch:
     shared: Floats
     """[P, n] of them those of a weight that two ranks hold."""
     numbers: dict[str, Floats]
-    """[n] by name."""
     replicas: tuple[Replicas, ...]
     """What those of each kind stand on; one entry where all are alike."""
     data: GroupTopology
@@ -143,11 +134,7 @@ class StrategyBatch:
 
     @classmethod
     def of(cls, models: Sequence[CostModel], strategies: Sequence[Strategy]) -> "StrategyBatch":
-        """Look up what layouts make of clusters.
-
-        Args:
-            models: cost model of each strategy; they share the workload.
-        """
+        """Look up what layouts make of clusters."""
         placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
         sent = [model.messages(each).num_bytes for model, each in zip(models, placed, strict=True)]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]

@@ -32,9 +32,7 @@ class Product:
     inputs: int
     """Rows of the weight, before tensor-parallel ranks share it."""
     outputs: int
-    """Columns of the weight, likewise."""
     parallel: Parallel = "none"
-    """Which of the two they share."""
 
     @property
     def weights(self) -> int:
@@ -72,7 +70,6 @@ class Attention:
     sliding_window: int | None = None
     """Tokens up to its own that a token attends to, itself included, where it is causal; None = all."""
     normed: bool = False
-    """Whether queries and keys have norms."""
     written_out: bool = False
     """Whether no fused kernel computes it, as with a soft cap of the scores or dropout of the weights: its scores are
     then in memory, tile by tile."""
@@ -117,7 +114,6 @@ class Layer:
     """Those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions)."""
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
-    """Its attention, if it has one."""
     num_norms: int = 0
     kept_states: int = None  # type: ignore[assignment]
     """Hidden states of a token that stay from forward to backward; None = one for each norm."""
@@ -129,7 +125,6 @@ class Layer:
     activation_width: int = 0
     """Width of the MLP's activation; 0 without."""
     gated: bool = False
-    """Whether that has a gate beside it."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     num_biases: int = 0
     biased_channels: int = 0
@@ -169,11 +164,7 @@ class Layer:
         return self.tokens * self.hidden_size
 
     def forward_flops(self, start: float, end: float) -> float:
-        """Forward FLOPs of the tokens [start, end) of one sequence.
-
-        Args:
-            end: token behind the last one.
-        """
+        """Forward FLOPs of the tokens [start, end) of one sequence."""
         attention = 0.0
         if self.attention is not None:
             attention = self.attention.flops_per_position * self.attention.positions(start, end, self.tokens)
@@ -196,11 +187,9 @@ class Workload:
     name: str
     layers: tuple[Layer, ...]
     seq_length: int
-    """Tokens of one training sequence."""
     first_dealt: int
     """First layer that a stage partition counts."""
     end_dealt: int
-    """Layer behind the last one that it counts."""
     config: ModelConfig | None = None
     """The model section of the trainer; None = a model that the trainer cannot build."""
 
@@ -231,11 +220,7 @@ class Workload:
         )
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
-        """Layers of each stage, counted among the layers that a partition distributes.
-
-        Raises:
-            ConfigError: if they do not fit the model or the stages.
-        """
+        """Layers of each stage, counted among the layers that a partition distributes."""
         try:
             if isinstance(stage_partition, str):
                 if stage_partition in ("uniform", "auto"):
@@ -267,9 +252,6 @@ def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
     Args:
         model: its shape; the vocabulary size must be known.
         name: for tables; empty = by its sizes.
-
-    Raises:
-        ConfigError: if the vocabulary size is not known.
     """
     words = model.padded_vocab_size() * model.hidden_size
     positions = flops.embedding_parameters(model) - words

@@ -229,9 +229,6 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
         path_or_preset: a JSON or YAML file; or a `config.json` of Hugging Face, or the folder that holds it; or the
             name of a preset, such as `gpt3-13b`.
         changes: fields of the model section that are other than the file or the preset says.
-
-    Raises:
-        ConfigError: if there is no such file or preset, or a field is wrong; it names file, field and remedy.
     """
     if is_model_folder(path_or_preset):
         return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
@@ -257,9 +254,6 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     Args:
         document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of
             Hugging Face, with `model_type`.
-
-    Raises:
-        ConfigError: if a field is wrong.
     """
     if isinstance(document, Mapping) and "layers" in document:
         if changes:

@@ -92,7 +92,6 @@ class GridMemory:
         """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not.
 
         Args:
-            counts: layers of each rank, by number of model chunks and place on the axis `partition`.
             headroom: share of each device that must stay free for the second.
         """
         grid, overheads = self._grid, self._model.overheads
@@ -118,11 +117,7 @@ class GridMemory:
         return fits, roomy
 
     def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
-        """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid].
-
-        Args:
-            counts: layers of each rank, by number of model chunks and place on the axis `partition`; others are inf.
-        """
+        """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid]."""
         grid, overheads = self._grid, self._model.overheads
         smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
         shares = np.full(grid.shape, np.inf)

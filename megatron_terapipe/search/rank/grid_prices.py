@@ -49,7 +49,6 @@ class PricedGrid:
 
     grid: StrategyGrid
     node_order: int
-    """Number of the node order."""
     partitions: dict[tuple[int, int], StagePartition]
     """Bounds of stages by model chunks and place on the axis `partition`."""
     places: NDArray[np.int64]
@@ -84,7 +83,6 @@ def price_space(
 
     Args:
         pricings: one for each node order.
-        counts: counts what is rejected, those that cannot fit the memory among them.
     """
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
@@ -114,9 +112,6 @@ def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     """Return which ZeRO stages of a grid add gradients up as exactly as any stage of it: [zero].
 
     DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`megatron_terapipe/training/deepspeed_config.py`).
-
-    Args:
-        precision: `bf16`, `fp16` or `fp32`.
     """
     coarse = precision == "bf16" and 1 in grid.zero
     return np.array([not coarse or stage == 1 for stage in grid.zero])

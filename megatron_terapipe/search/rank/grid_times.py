@@ -55,11 +55,8 @@ class OpTable:
     """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S splits, R recomputations, Q switches]."""
 
     whole: Floats
-    """Seconds of all token slices of one micro-batch."""
     first: Floats
-    """Seconds of the first token slice."""
     last: Floats
-    """Seconds of the last token slice."""
     longest: Floats
     """Seconds of the token slice that takes longest, for each part by itself."""
 
@@ -72,22 +69,14 @@ class OpTables:
     """Computes tables, and keeps them."""
 
     def __init__(self, cost_model: CostModel, micro_batch_sizes: Sequence[int]) -> None:
-        """Prepare.
-
-        Args:
-            micro_batch_sizes: all that any grid has; one table is for all of them, so that layouts can share it.
-        """
+        """Prepare."""
         self._model = cost_model
         self._sizes = tuple(micro_batch_sizes)
         self._splits: dict[tuple[object, ...], Splits] = {}
         self._tables: dict[tuple[object, ...], OpTable] = {}
 
     def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> OpTable:
-        """Return the table of op times [...] that a grid of strategies needs.
-
-        Args:
-            links: links between the ranks that share its layers.
-        """
+        """Return the table of op times [...] that a grid of strategies needs."""
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
         sizes = grid.tensor_parallel_size, grid.sequence_parallel_size, grid.key_value_gradients
@@ -152,11 +141,7 @@ def _relevant(topology: GroupTopology) -> GroupTopology:
 
 
 def _bounds(splits: Sequence[tuple[int, ...]], seq_length: int) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Token slices of all splits, one split after the other.
-
-    Returns:
-        Start and end of each, as shares of the sequence; index of the first of each split.
-    """
+    """Token slices of all splits, one split after the other."""
     lengths = np.concatenate([np.array(split) for split in splits])
     counts = np.array([len(split) for split in splits])
     begins = np.cumsum(counts) - counts
@@ -180,9 +165,7 @@ class RankOps:
     multiplicity: Floats
     """[rows] ranks that each row stands for."""
     first: int
-    """Row of the first rank."""
     last: int
-    """Row of the last rank."""
     completing: Floats
     """[4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients of the first
     rank; of two devices, the slower one."""
@@ -350,9 +333,7 @@ class GridTimes:
     """Seconds of one iteration of each strategy of a grid."""
 
     estimate: Floats
-    """[grid] in closed form."""
     bound: Floats
-    """[grid] no schedule of it takes less."""
 
 
 def grid_times(
@@ -367,8 +348,6 @@ def grid_times(
     """Price a grid.
 
     Args:
-        counts: layers of each rank, by number of model chunks and place on the axis `partition`; pairs that are missing
-            are not priced.
         wanted: [O, P] pairs of a schedule and a partition that are priced.
     """
     # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.

@@ -69,9 +69,6 @@ def stage_times(
 
     Args:
         layer_times_s: seconds of the layers, [L] or [stages, L].
-
-    Raises:
-        ConfigError: if there are fewer layers than stages.
     """
     layers = np.atleast_2d(np.asarray(layer_times_s, dtype=np.float64))
     num_layers = layers.shape[1]
@@ -115,7 +112,6 @@ class SolvedPartition:
     objective_s: float
     """(M - 1) x period of the slowest stage + sum of fills."""
     slowest_s: float
-    """Period of the slowest stage."""
 
 
 def best_partition(
@@ -131,25 +127,17 @@ def best_partition(
 
     Args:
         layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
-        num_stages: stages, each of one layer at least.
         cut_times_s: [L + 1], or [num_stages - 1, L + 1] by boundary of stages: transfers of one micro-batch, both
             ways, where the layers before that index end a stage.
         blocking: whether a transfer keeps both its stages from computing; else it only delays the first micro-batch.
         allowed: [num_stages, L + 1, L + 1]: whether stage s may hold the layers i to j - 1 (memory); None = always.
-
-    Raises:
-        ConfigError: if there are fewer layers than stages, or no partition is allowed.
     """
     times = stage_times(layer_times_s, num_stages, cut_times_s=cut_times_s, blocking=blocking, allowed=allowed)
     return solve(times, num_micro_batches)
 
 
 def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
-    """Return the best partition for any times of stages.
-
-    Raises:
-        ConfigError: if no partition is allowed.
-    """
+    """Return the best partition for any times of stages."""
     weight = num_micro_batches - 1
     thresholds = np.unique(times.period_s[np.isfinite(times.period_s)]).tolist()
     loosest = len(thresholds) - 1
@@ -224,12 +212,7 @@ Floats = NDArray[np.float64]
 
 
 def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Floats:
-    """Return the seconds of forward and backward of one micro-batch of each layer on each pipeline rank: [P, layers].
-
-    Args:
-        counter: knows the kind of each layer.
-        grid: the grid; the first value of each axis counts.
-    """
+    """Return the seconds of forward and backward of a micro-batch, of each layer on each pipeline rank: [P, layers]."""
     times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
     for kind in groups.kinds:
         whole = [tables.table(grid, device, kind.links).whole[..., 0, 0, 0, 0] for device in kind.devices]

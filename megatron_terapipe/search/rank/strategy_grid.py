@@ -49,9 +49,7 @@ class StrategyGrid:
     shared: Mapping[str, Any]
     """The values that all strategies of the grid have, by the name of the dimension."""
     order: tuple[tuple[str, int], ...]
-    """Schedules and model chunks, in pairs."""
     partition: tuple[Partition, ...]
-    """Rules or bounds of stages."""
     micro_batch: tuple[int, ...]
     token_slices: tuple[int, ...]
     recompute: tuple[tuple[str, bool], ...]
@@ -61,11 +59,7 @@ class StrategyGrid:
 
     @classmethod
     def of_choices(cls, choices: Choices, sizes: Mapping[str, int], global_batch_size: int) -> "StrategyGrid":
-        """Return all strategies of a layout: [order, partition, micro_batch, ...].
-
-        Args:
-            sizes: values of the dimensions that are on no axis, such as the parallel sizes, by their names.
-        """
+        """Return all strategies of a layout: [order, partition, micro_batch, ...]."""
         lengths = choices.values.get("token_slices")
         return cls(
             shared={**sizes, "global_batch_size": global_batch_size, "token_slices": lengths},
@@ -150,7 +144,6 @@ class StrategyGrid:
         """Return values as an array that broadcasts over the grid.
 
         Args:
-            axes: the axis that the values are along, or several in the order of `AXES`.
             values: one for each value of the axis; for several, one for each of their pairs, nested: [axis, axis].
         """
         names = (axes,) if isinstance(axes, str) else axes
@@ -179,12 +172,7 @@ class StrategyGrid:
         return replace(self, **changed)
 
     def strategy(self, place: Sequence[int], problem: SearchProblem) -> Strategy:
-        """Return the strategy at a place of the grid; a partition that is yet to be solved must be set afterwards.
-
-        Args:
-            place: index on each axis.
-            problem: what is trained; the lengths of token slices follow from it.
-        """
+        """Return the strategy at a place of the grid; a partition that is yet to be solved must be set afterwards."""
         values = dict(self.shared)
         for axis, index in zip(AXES, place, strict=True):
             names = ON_AXIS[axis]
