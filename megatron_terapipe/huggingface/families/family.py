@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families.settings import Reading, Setting, SettingsFile
+from megatron_terapipe.huggingface.families.settings import Setting, SettingsFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,7 @@ class TensorNames:
     """Ends of the names of tensors that are no weights, such as masks."""
 
     def is_weight(self, tensor: str, *, tied: bool) -> bool:
-        """Whether a tensor of a file is a weight of its own, and not a mask or a copy.
-
-        Args:
-            tied: whether the output layer shares the word embedding, so that its tensor is a copy.
-        """
+        """Whether a tensor of a file is a weight of its own, and not a mask or, in a tied model, a copy."""
         return not tensor.endswith(self.not_weights) and not (tied and tensor.startswith(f"{self.output}."))
 
     def canonical(self, tensor: str) -> str:
@@ -97,24 +93,16 @@ class Family:
     """Names of its tensors, or a function from a model to them."""
 
     def fields(self, file: SettingsFile) -> dict[str, Any]:
-        """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
-
-        Raises:
-            ConfigError: if it asks for what our models do not have.
-        """
+        """Return the fields of the model section that a `config.json` sets, without the length of sequences."""
         for key, accepted in _OF_ALL.items():
             file.expect(key, accepted, accepted[0])
         found: dict[str, Any] = {}
         for each in self.settings:
-            found |= each.read(Reading(file, found))
+            found |= each.read(file, found)
         return found
 
     def read(self, file: SettingsFile) -> ModelConfig:
-        """Return the model of a `config.json`; its sequences are as long as there are positions.
-
-        Raises:
-            ConfigError: if it asks for what our models do not have, or makes no sense.
-        """
+        """Return the model of a `config.json`; its sequences are as long as there are positions."""
         file.refuse_experts()
         fields = self.fields(file)
         try:
@@ -142,10 +130,7 @@ class Family:
         """Return what a model has that the family has not, each as `this, and Hugging Face's that`.
 
         The model is written and read again. So every setting of the model section is held against the family, also
-        one that this module knows nothing of.
-
-        Raises:
-            ConfigError: if what is written makes no model at all.
+        one that this module knows nothing of. Raises a `ConfigError` if what is written makes no model at all.
         """
         back = self.read(SettingsFile(self.write(model), self.name))
         theirs = dict(_facts(back))
@@ -166,11 +151,7 @@ _OF_ALL: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_expressible(family: Family, model: ModelConfig) -> None:
-    """Refuse a model that a family cannot express.
-
-    Raises:
-        ConfigError: naming the first difference.
-    """
+    """Refuse a model that a family cannot express."""
     for difference in family.differences(model):
         raise ConfigError(
             f"the model has {difference}: it cannot be written in their files without becoming another model, so keep "

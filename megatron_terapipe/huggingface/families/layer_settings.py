@@ -1,10 +1,6 @@
-"""Settings of a `config.json` with several keys.
-
-Rotary positions and their scaling; windows, and layers without rotations.
-"""
+"""Settings of several keys: rotary positions and their scaling; windows, and layers without rotations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import log
 from typing import Any
@@ -23,7 +19,6 @@ from megatron_terapipe.huggingface.families.settings import (
     WORD,
     WORDS,
     Fields,
-    Reading,
     Setting,
     SettingsFile,
 )
@@ -38,90 +33,77 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 """Sections of the scaling. Files of transformers 4 have the first, those of 5 the second; of two, it reads the first
 that is not empty."""
 
-
 _ORIGINAL = "original_max_position_embeddings"
 """Key of the tokens of sequences before scaling."""
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Sections of `rope_parameters` in Gemma 3, whose layers with a window have rotations of their own."""
+_WINDOW, _WHOLE = "sliding_attention", "full_attention"
+"""Types of layers, and sections of `rope_parameters` in Gemma 3: layers with a window have rotations of their own."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rotation:
-    """Positions that rotate queries and keys."""
+def rotations(
+    *,
+    base: float = 10000.0,
+    base_key: str = "rope_theta",
+    part: float | None = None,
+    part_key: str = "partial_rotary_factor",
+    scalings: tuple[str, ...] = SCALINGS,
+    original_length: int | None = None,
+    older_names: tuple[str, ...] = (),
+) -> Setting:
+    """Return the setting of positions that rotate queries and keys.
 
-    base: float = 10000.0
-    """Base of the wavelengths where it is left out."""
-    base_key: str = "rope_theta"
-    """Its key outside the section."""
-    part: float | None = None
-    """Fraction of the head that is rotated where it is left out; None where it is always all of it."""
-    part_key: str = "partial_rotary_factor"
-    """Its key outside the section."""
-    scalings: tuple[str, ...] = SCALINGS
-    """Scalings that the family has."""
-    original_length: int | None = None
-    """Tokens of sequences before scaling where the key for it, which the family has outside the section, is left out;
-    None where it is within the section."""
-    older_names: tuple[str, ...] = ()
-    """Names of `longrope` in older files."""
+    Args:
+        base: of the wavelengths, where it is left out.
+        base_key: its key outside the section.
+        part: fraction of the head that is rotated where it is left out; None where it is always all of it.
+        part_key: its key outside the section.
+        scalings: scalings that the family has.
+        original_length: tokens of sequences before scaling where the key for it, which the family has outside the
+            section, is left out; None where it is within the section.
+        older_names: names of `longrope` in older files.
+    """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        outside = () if self.original_length is None else (_ORIGINAL,)
-        return (self.base_key, self.part_key, *outside, *_SECTIONS)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of rotations."""
-        file, fields = reading
+    def read(file: SettingsFile, fields: Fields) -> Fields:
         section = next((found for name in _SECTIONS if (found := file.section(name))), file.section(_SECTIONS[0]))
-        for layer_type in _LAYER_TYPES:
+        for layer_type in (_WHOLE, _WINDOW):
             section.expect(layer_type, (None,))
-        if self.original_length is not None:
+        if original_length is not None:
             # Transformers hands what is outside to the section, whatever it says.
-            section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, self.original_length))
-        if scaling_of(section) in self.older_names:
+            section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, original_length))
+        if _scaling_of(section) in older_names:
             section = section.with_value("rope_type", "longrope")
-        return {
+        found = {
             "position_embedding_type": "rope",
-            "rotary_base": float(section.value("rope_theta", NUMBER, file.value(self.base_key, NUMBER, self.base))),
-            **self._part(file, section),
-            **read_scaling(section, int(fields["max_position_embeddings"]), self.scalings),
+            "rotary_base": float(section.value("rope_theta", NUMBER, file.value(base_key, NUMBER, base))),
         }
+        if part is None:
+            for each in (section, file):
+                each.expect(part_key, (1, None))
+        else:
+            outside = file.value(part_key, NUMBER, part)
+            found["rotary_percent"] = float(section.value("partial_rotary_factor", NUMBER, outside))
+        return {**found, **_read_scaling(section, int(fields["max_position_embeddings"]), scalings)}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys, in the form that transformers 4 and 5 read."""
-        part = {} if self.part is None else {self.part_key: model.rotary_percent}
-        keys = {self.base_key: model.rotary_base, **part, "rope_scaling": written_scaling(model)}
-        if self.original_length is not None and model.rotary_scaling != "none":
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        fraction = {} if part is None else {part_key: model.rotary_percent}
+        # In the form that transformers 4 and 5 read.
+        keys = {base_key: model.rotary_base, **fraction, "rope_scaling": _written_scaling(model)}
+        if original_length is not None and model.rotary_scaling != "none":
             keys[_ORIGINAL] = model.rotary_original_length
         return keys
 
-    def _part(self, file: SettingsFile, section: SettingsFile) -> Fields:
-        if self.part is None:
-            for each in (section, file):
-                each.expect(self.part_key, (1, None))
-            return {}
-        outside = file.value(self.part_key, NUMBER, self.part)
-        return {"rotary_percent": float(section.value("partial_rotary_factor", NUMBER, outside))}
+    outside = () if original_length is None else (_ORIGINAL,)
+    return Setting((base_key, part_key, *outside, *_SECTIONS), read, write)
 
 
-def scaling_of(section: SettingsFile) -> str:
+def _scaling_of(section: SettingsFile) -> str:
     """Name of the scaling that a section describes."""
     return str(section.value("rope_type", WORD, section.value("type", WORD, "default")))
 
 
-def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[str] = SCALINGS) -> Fields:
-    """Return the fields of the scaling that a section describes.
-
-    Args:
-        section: the section; it may be empty.
-
-    Raises:
-        ConfigError: if our models have no such scaling.
-    """
-    kind = scaling_of(section)
+def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[str]) -> Fields:
+    """Return the fields of the scaling that a section, which may be empty, describes."""
+    kind = _scaling_of(section)
     if kind == "default":
         return {"rotary_scaling": "none"}
     if kind not in accepted:
@@ -137,140 +119,120 @@ def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[s
     if kind != "linear":
         # With dynamic the longest sequence of the file is the one before scaling, whatever else it says.
         fields["rotary_original_length"] = before
+    if kind in ("yarn", "longrope"):
+        stretch = max_positions / before  # the factor where none is given
+        read = _read_yarn if kind == "yarn" else _read_longrope
+        return {**fields, **read(section, before, stretch)}
     if kind == "llama3":
         fields["rotary_low_frequency_factor"] = float(section.value("low_freq_factor", NUMBER))
         fields["rotary_high_frequency_factor"] = float(section.value("high_freq_factor", NUMBER))
-    if kind == "yarn":
-        return {**fields, **_read_yarn(section, max_positions / before)}
-    if kind == "longrope":
-        return {**fields, **_read_longrope(section, before, max_positions / before)}
     return {**fields, "rotary_scaling_factor": float(section.value("factor", NUMBER))}
 
 
-def _read_longrope(section: SettingsFile, before: int, stretch: float) -> Fields:
-    """Return the fields that only `longrope` has (Ding et al., arXiv 2402.13753).
+def _optional(section: SettingsFile, key: str) -> float | None:
+    """Return a number above 0; None if it is left out or null."""
+    value = section.value(key, NUMBER, None, nullable=True)
+    return None if value is None else float(value)
 
-    Args:
-        stretch: how many times longer the sequences are than before; the factor where none is given.
-    """
-    factor = float(section.value("factor", NUMBER, stretch, nullable=True) or stretch)
-    given = section.value("attention_factor", NUMBER, None, nullable=True)
+
+def _read_longrope(section: SettingsFile, before: int, stretch: float) -> Fields:
+    """Return the fields that only `longrope` has (Ding et al., arXiv 2402.13753)."""
+    factor = _optional(section, "factor") or stretch
+    given = _optional(section, "attention_factor")
     return {
         "rotary_scaling_factor": factor,
-        "rotary_attention_factor": longrope_attention_factor(factor, before) if given is None else float(given),
-        "rotary_short_factors": _listed(section.value("short_factor", NUMBERS)),
-        "rotary_long_factors": _listed(section.value("long_factor", NUMBERS)),
+        "rotary_attention_factor": longrope_attention_factor(factor, before) if given is None else given,
+        "rotary_short_factors": ",".join(str(float(each)) for each in section.value("short_factor", NUMBERS)),
+        "rotary_long_factors": ",".join(str(float(each)) for each in section.value("long_factor", NUMBERS)),
     }
 
 
-def _listed(factors: Sequence[float]) -> str:
-    return ",".join(str(float(each)) for each in factors)
-
-
-def _read_yarn(section: SettingsFile, stretch: float) -> Fields:
-    """Return the fields of YaRN (Peng et al., arXiv 2309.00071) that only it has.
-
-    Args:
-        stretch: how many times longer the sequences are than before; the factor where none is given.
-    """
+def _read_yarn(section: SettingsFile, before: int, stretch: float) -> Fields:
+    """Return the fields that only YaRN has (Peng et al., arXiv 2309.00071)."""
     section.expect("truncate", (True, None))
-    fields = {"rotary_scaling_factor": float(section.value("factor", NUMBER, stretch, nullable=True) or stretch)}
-    for key, field in (("beta_fast", "rotary_beta_fast"), ("beta_slow", "rotary_beta_slow")):
-        beta = section.value(key, NUMBER, None, nullable=True)
-        if beta is not None:
-            fields[field] = float(beta)
-    given = section.value("attention_factor", NUMBER, None, nullable=True)
-    weight, weight_of_all = (section.value(key, NUMBER, None, nullable=True) for key in ("mscale", "mscale_all_dim"))
+    factor = _optional(section, "factor") or stretch
+    fast, slow = _optional(section, "beta_fast"), _optional(section, "beta_slow")
+    given = _optional(section, "attention_factor")
+    weight, weight_of_all = _optional(section, "mscale"), _optional(section, "mscale_all_dim")
     if given is None and weight is not None and weight_of_all is not None:
         # DeepSeek's form, with a weight for the rotated channels and one for all.
-        length = log(max(1.0, fields["rotary_scaling_factor"]))
+        length = log(max(1.0, factor))
         given = (0.1 * weight * length + 1) / (0.1 * weight_of_all * length + 1)
-    if given is not None:
-        fields["rotary_attention_factor"] = float(given)
-    return fields
+    fields = {
+        "rotary_scaling_factor": factor,
+        "rotary_beta_fast": fast,
+        "rotary_beta_slow": slow,
+        "rotary_attention_factor": given,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
+def _written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
     """Return the section that describes the scaling of a model; None if it has none."""
-    if model.rotary_scaling == "none":
+    kind = model.rotary_scaling
+    if kind == "none":
         return None
-    section: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
-    if model.rotary_scaling != "linear":
+    section: dict[str, Any] = {"rope_type": kind, "factor": model.rotary_scaling_factor}
+    if kind not in ("linear", "dynamic"):
         section[_ORIGINAL] = model.rotary_original_length
-    if model.rotary_scaling == "dynamic":
-        del section[_ORIGINAL]
-    if model.rotary_scaling == "longrope":
+    if kind in ("yarn", "longrope"):
         section["attention_factor"] = model.rotary_attention_factor
+    if kind == "longrope":
         section["short_factor"] = list(listed_factors(model, "rotary_short_factors"))
         section["long_factor"] = list(listed_factors(model, "rotary_long_factors"))
-    if model.rotary_scaling == "llama3":
+    if kind == "llama3":
         section["low_freq_factor"] = model.rotary_low_frequency_factor
         section["high_freq_factor"] = model.rotary_high_frequency_factor
-    if model.rotary_scaling == "yarn":
-        section["attention_factor"] = model.rotary_attention_factor
+    if kind == "yarn":
         section["beta_fast"], section["beta_slow"] = model.rotary_beta_fast, model.rotary_beta_slow
     return section
 
 
-class RotationByLayer:
-    """Rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled."""
+def rotations_by_layer(windows: Setting) -> Setting:
+    """Return the rotations of Gemma 3: those of layers with a window have a base of their own, and are never scaled."""
+    usual_base, usual_local_base = 1_000_000.0, 10_000.0
 
-    _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
-
-    def __init__(self, windows: Setting) -> None:
-        self._windows = windows
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_SECTIONS, *self._windows.keys)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of windows and rotations."""
-        file, fields = reading
-        windows = self._windows.read(reading)
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        found = windows.read(file, fields)
         nested, scaling = file.section("rope_parameters"), file.section("rope_scaling")
-        whole, local = map(nested.section, _LAYER_TYPES)
+        whole, local = nested.section(_WHOLE), nested.section(_WINDOW)
         for each in (nested, scaling, whole, local, file):
             each.expect("partial_rotary_factor", (1, None))
         if nested and not whole and not local:
             raise ConfigError(f"{nested.where} has neither full_attention nor sliding_attention: get the file again")
         local.expect("rope_type", ("default",), "default")
-        base = whole.value("rope_theta", NUMBER, file.value("rope_theta", NUMBER, self._BASE))
-        of_windows = local.value("rope_theta", NUMBER, file.value("rope_local_base_freq", NUMBER, self._LOCAL_BASE))
+        base = whole.value("rope_theta", NUMBER, file.value("rope_theta", NUMBER, usual_base))
+        of_windows = local.value("rope_theta", NUMBER, file.value("rope_local_base_freq", NUMBER, usual_local_base))
         return {
-            **windows,
+            **found,
             "position_embedding_type": "rope",
             "rotary_base": float(scaling.value("rope_theta", NUMBER, base)),
-            **({"rotary_base_local": float(of_windows)} if windows else {}),
-            **read_scaling(scaling or whole, int(fields["max_position_embeddings"]), WHATEVER_LENGTH),
+            **({"rotary_base_local": float(of_windows)} if found else {}),
+            **_read_scaling(scaling or whole, int(fields["max_position_embeddings"]), WHATEVER_LENGTH),
         }
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys, in the form that transformers 4 and 5 read."""
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        # In the form that transformers 4 and 5 read.
         return {
-            **self._windows.write(model),
+            **windows.write(model),
             "rope_theta": model.rotary_base,
-            "rope_local_base_freq": model.rotary_base_local or self._LOCAL_BASE,
-            "rope_scaling": written_scaling(model),
+            "rope_local_base_freq": model.rotary_base_local or usual_local_base,
+            "rope_scaling": _written_scaling(model),
         }
 
+    own = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", *_SECTIONS)
+    return Setting((*own, *windows.keys), read, write)
 
-_WINDOW, _WHOLE = "sliding_attention", "full_attention"
 
+def window_of_all(default: int | None = None) -> Setting:
+    """Return the setting of a window that all layers have, or none.
 
-@dataclass(frozen=True, slots=True)
-class WindowOfAll:
-    """A window that all layers have, or none."""
+    Args:
+        default: tokens of it where the file does not say; None for none.
+    """
 
-    default: int | None = None
-    """Tokens of it where the file does not say; None for none."""
-    keys = ("sliding_window", "layer_types")
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of windows."""
-        file, fields = reading
-        window = file.value("sliding_window", COUNT, self.default, nullable=True)
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        window = file.value("sliding_window", COUNT, default, nullable=True)
         types = _layer_types(file, fields)
         if types is not None and set(types) != {window is not None}:
             raise ConfigError(
@@ -279,57 +241,42 @@ class WindowOfAll:
             )
         return {"sliding_window": window}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
-        return {"sliding_window": model.sliding_window}
+    return Setting(("sliding_window", "layer_types"), read, lambda model: {"sliding_window": model.sliding_window})
 
 
-@dataclass(frozen=True, slots=True)
-class WindowByType:
-    """A window that some layers have: those of a type, or, without a list of types, all but every Nth."""
+def window_by_type(usual: int, every_key: str | None = None) -> Setting:
+    """Return the window that layers of a type have, or, without a list of types, all but every Nth.
 
-    every: int
-    """N where the file does not say."""
-    every_key: str | None = None
-    """Key of N; None if it has none."""
+    Args:
+        usual: N where the file does not say.
+        every_key: key of N; None if it has none.
+    """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return ("sliding_window", "layer_types", *([self.every_key] if self.every_key else []))
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of windows."""
-        file, fields = reading
-        every = self.every if self.every_key is None else file.value(self.every_key, COUNT, self.every)
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        every = usual if every_key is None else file.value(every_key, COUNT, usual)
         types = _layer_types(file, fields)
         has_window = types or [(index + 1) % every != 0 for index in range(fields["num_layers"])]
         return _windows(file, file.value("sliding_window", COUNT, 4096, nullable=True), has_window)
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
+    def write(model: ModelConfig) -> Mapping[str, Any]:
         return {"sliding_window": model.sliding_window, "layer_types": _written_types(model)}
 
+    return Setting(("sliding_window", "layer_types", *([every_key] if every_key else [])), read, write)
 
-class WindowAfterLayer:
-    """A window that layers from a number on have, if windows are switched on at all: as in Qwen."""
 
-    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-    _FIRST = 28
+def window_after_layer() -> Setting:
+    """Return the window of Qwen's layers from a number on, if windows are switched on at all."""
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of windows."""
-        file, fields = reading
+    def read(file: SettingsFile, fields: Fields) -> Fields:
         window = file.value("sliding_window", COUNT, 4096, nullable=True)
         if not file.value("use_sliding_window", SWITCH, False):
             window = None
-        first = file.value("max_window_layers", NATURAL, self._FIRST)
+        first = file.value("max_window_layers", NATURAL, 28)
         types = _layer_types(file, fields)
         has_window = types or [window is not None and index >= first for index in range(fields["num_layers"])]
         return _windows(file, window, has_window)
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
+    def write(model: ModelConfig) -> Mapping[str, Any]:
         has_window = [block.window is not None for block in model.blocks]
         return {
             "use_sliding_window": any(has_window),
@@ -338,34 +285,29 @@ class WindowAfterLayer:
             "layer_types": _written_types(model),
         }
 
+    return Setting(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
-class RotatedLayers:
-    """Layers that are not rotated: every fourth, unless the file lists a 1 for each one that is."""
 
-    keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
-    _EVERY = 4
+def rotated_layers() -> Setting:
+    """Return the layers that are not rotated: every fourth, unless the file lists a 1 for each one that is."""
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of rotations by layer."""
-        file, fields = reading
+    def read(file: SettingsFile, fields: Fields) -> Fields:
         file.expect("use_sliding_window", (False,), False)
         if any(_layer_types(file, fields) or ()):
             raise ConfigError(f"{file.where} has layer_types with a window, and use_sliding_window false: correct it")
-        every = file.value("no_rope_layer_interval", COUNT, self._EVERY)
+        every = file.value("no_rope_layer_interval", COUNT, 4)
         rotated = file.value("no_rope_layers", BITS, None, nullable=True)
-        layers = fields["num_layers"]
         if rotated is None:
-            rotated = [int((index + 1) % every != 0) for index in range(layers)]
-        _check_length(file, "no_rope_layers", rotated, layers)
+            rotated = [int((index + 1) % every != 0) for index in range(fields["num_layers"])]
+        _check_length(file, "no_rope_layers", rotated, fields["num_layers"])
         unrotated = [not each for each in rotated]
-        return {"no_rope_freq": pattern_of(unrotated, unrotated)} if any(unrotated) else {}
+        return {"no_rope_freq": _pattern_of(unrotated, unrotated)} if any(unrotated) else {}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
-        return {"no_rope_layers": [int(block.rotated) for block in model.blocks]}
+    keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
+    return Setting(keys, read, lambda model: {"no_rope_layers": [int(block.rotated) for block in model.blocks]})
 
 
-def pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
+def _pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
     """Return the text that flags of layers read: N for every Nth layer, or else a list of 0 and 1, `[0]*3+[1]`.
 
     Args:
@@ -388,7 +330,7 @@ def _windows(file: SettingsFile, window: int | None, has_window: Sequence[bool])
         return {"sliding_window": window}
     return {
         "sliding_window": window,
-        "window_attn_skip_freq": pattern_of(has_window, [not each for each in has_window]),
+        "window_attn_skip_freq": _pattern_of(has_window, [not each for each in has_window]),
     }
 
 

@@ -4,58 +4,48 @@ With learned positions: GPT-2, GPT-BigCode (SantaCoder, StarCoder), OPT. With ro
 StarCoder 2, StableLM, Nemotron, Falcon.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
-from megatron_terapipe.huggingface.families.layer_settings import Rotation, WindowOfAll
+from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all
 from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
-    HEAD_SIZE,
     NUMBER,
     SWITCH,
     UNGATED,
-    Always,
-    Biases,
     Fields,
-    Fixed,
-    Reading,
-    Same,
     Setting,
-    SizeKeys,
-    Word,
-    Written,
+    SettingsFile,
+    always,
+    biases,
+    fixed,
+    head_width,
     heads_of_keys,
+    ignored,
+    same,
     sizes,
+    word,
+    written,
 )
 
-_LEARNED = Always(position_embedding_type="learned_absolute", normalization="layernorm")
-
-
-class _ScaledScores:
-    """Scores of attention over the root of a head's width, unless the file says that they are not scaled."""
-
-    keys: Sequence[str] = ("scale_attn_weights",)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the scale, where it is not the usual one."""
-        return {} if reading.file.value("scale_attn_weights", SWITCH, True) else {"softmax_scale": 1.0}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {"scale_attn_weights": model.softmax_scale != 1 or model.kv_channels == 1}
+_LEARNED = always(position_embedding_type="learned_absolute", normalization="layernorm")
 
 
 def _gpt2_settings(activation: str) -> tuple[Setting, ...]:
     return (
         *sizes(
-            SizeKeys(
-                hidden_size="n_embd", num_layers="n_layer", heads="n_head", positions="n_positions", ffn="n_inner"
-            ),
+            {
+                "hidden_size": "n_embd",
+                "num_hidden_layers": "n_layer",
+                "num_attention_heads": "n_head",
+                "max_position_embeddings": "n_positions",
+                "intermediate_size": "n_inner",
+            },
             tied=True,
             vocab_size=50257,
             n_embd=768,
@@ -66,11 +56,16 @@ def _gpt2_settings(activation: str) -> tuple[Setting, ...]:
             initializer_range=0.02,
         ),
         _LEARNED,
-        Same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(True, True, True),
-        Word("activation_function", "activation", UNGATED, activation),
-        _ScaledScores(),
-        Written({"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout", "attn_pdrop": "attention_dropout"}),
+        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(True, True, True),
+        word("activation_function", "activation", UNGATED, activation),
+        # Scores of attention are over the root of a head's width, unless the file says that they are not scaled.
+        Setting(
+            ("scale_attn_weights",),
+            lambda file, fields: {} if file.value("scale_attn_weights", SWITCH, True) else {"softmax_scale": 1.0},
+            lambda model: {"scale_attn_weights": model.softmax_scale != 1 or model.kv_channels == 1},
+        ),
+        written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout", attn_pdrop="attention_dropout"),
     )
 
 
@@ -95,33 +90,15 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     settings=(
         *_gpt2_settings("gelu_new"),
-        Fixed("scale_attn_by_inverse_layer_idx", (False,)),
+        fixed("scale_attn_by_inverse_layer_idx", False),
         # Another order of computing the same; and heads for other tasks.
-        Written(
-            dict.fromkeys(
-                (
-                    *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-                    *("summary_proj_to_labels", "summary_first_dropout"),
-                )
-            )
+        ignored(
+            *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
+            *("summary_proj_to_labels", "summary_first_dropout"),
         ),
     ),
     tensors=replace(_TENSORS, transposed=True),
 )
-
-
-class _OneKeyHead:
-    """One key head for all query heads, unless the file says that each has its own."""
-
-    keys: Sequence[str] = ("multi_query",)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the key heads."""
-        return {"num_key_value_heads": 1} if reading.file.value("multi_query", SWITCH, True) else {}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {"multi_query": model.num_key_value_heads == 1}
 
 
 GPT_BIGCODE = Family(
@@ -129,28 +106,23 @@ GPT_BIGCODE = Family(
     architecture="GPTBigCodeForCausalLM",
     settings=(
         *_gpt2_settings("gelu_pytorch_tanh"),
-        _OneKeyHead(),
+        # One key head for all query heads, unless the file says that each has its own.
+        Setting(
+            ("multi_query",),
+            lambda file, fields: {"num_key_value_heads": 1} if file.value("multi_query", SWITCH, True) else {},
+            lambda model: {"multi_query": model.num_key_value_heads == 1},
+        ),
         # Another order of computing the same.
-        Written(dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"))),
+        ignored("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     ),
     tensors=replace(_TENSORS, grouped=True),
 )
 
 
-class _EqualWidths:
-    """Words as wide as the model: OPT 350M alone has narrower ones, and matrices between."""
-
-    keys: Sequence[str] = ("word_embed_proj_dim",)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return nothing, or refuse the model."""
-        file, fields = reading
-        file.expect("word_embed_proj_dim", (fields["hidden_size"], None))
-        return {}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {"word_embed_proj_dim": model.hidden_size}
+def _check_equal_widths(file: SettingsFile, fields: Fields) -> Fields:
+    """Refuse words narrower than the model: only OPT 350M has them, with matrices between."""
+    file.expect("word_embed_proj_dim", (fields["hidden_size"], None))
+    return {}
 
 
 OPT = Family(
@@ -158,7 +130,7 @@ OPT = Family(
     architecture="OPTForCausalLM",
     settings=(
         *sizes(
-            SizeKeys(ffn="ffn_dim", init="init_std"),
+            {"intermediate_size": "ffn_dim", "initializer_range": "init_std"},
             tied=True,
             vocab_size=50272,
             hidden_size=768,
@@ -169,14 +141,17 @@ OPT = Family(
             init_std=0.02,
         ),
         _LEARNED,
-        Always(layernorm_epsilon=1e-5),
-        Biases("enable_bias", "enable_bias", "enable_bias", default=True),
-        Word("activation_function", "activation", UNGATED, "relu"),
-        Fixed("do_layer_norm_before", (True,)),
-        Fixed("_remove_final_layer_norm", (False,)),
-        Fixed("layer_norm_elementwise_affine", (True,)),
-        _EqualWidths(),
-        Written({"dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "layerdrop": None}),
+        always(layernorm_epsilon=1e-5),
+        biases("enable_bias", "enable_bias", "enable_bias", default=True),
+        word("activation_function", "activation", UNGATED, "relu"),
+        fixed("do_layer_norm_before", True),
+        fixed("_remove_final_layer_norm", False),
+        fixed("layer_norm_elementwise_affine", True),
+        Setting(
+            ("word_embed_proj_dim",), _check_equal_widths, lambda model: {"word_embed_proj_dim": model.hidden_size}
+        ),
+        written(dropout="hidden_dropout", attention_dropout="attention_dropout"),
+        ignored("layerdrop"),
     ),
     tensors=TensorNames(
         prefix="model.decoder.",
@@ -192,7 +167,7 @@ OPT = Family(
 )
 
 
-_LAYERNORM = Always(normalization="layernorm")
+_LAYERNORM = always(normalization="layernorm")
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -207,14 +182,15 @@ GPT_NEOX = Family(
             max_position_embeddings=2048,
             initializer_range=0.02,
         ),
-        Rotation(base_key="rotary_emb_base", part=0.25, part_key="rotary_pct"),
+        rotations(base_key="rotary_emb_base", part=0.25, part_key="rotary_pct"),
         _LAYERNORM,
-        Same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(qkv="attention_bias", projection="attention_bias", mlp=True, default=True),
-        Word("hidden_act", "activation", UNGATED, "gelu"),
-        Same("use_parallel_residual", "parallel_residual", SWITCH, True),
-        Fixed("is_decoder", (False, True)),
-        Written({"hidden_dropout": "hidden_dropout", "classifier_dropout": None}),
+        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv="attention_bias", projection="attention_bias", mlp=True, default=True),
+        word("hidden_act", "activation", UNGATED, "gelu"),
+        same("use_parallel_residual", "parallel_residual", SWITCH, True),
+        fixed("is_decoder", False, True),
+        written(hidden_dropout="hidden_dropout"),
+        ignored("classifier_dropout"),
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(
@@ -246,33 +222,24 @@ STARCODER2 = Family(
             initializer_range=0.018042,
         ),
         heads_of_keys(2),
-        HEAD_SIZE,
-        Rotation(),
+        head_width(),
+        rotations(),
         _LAYERNORM,
-        Same("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(qkv="use_bias", projection="use_bias", mlp="use_bias", default=True),
-        Word("hidden_act", "activation", UNGATED, "gelu_pytorch_tanh"),
-        WindowOfAll(),
-        Written({"residual_dropout": "hidden_dropout", "embedding_dropout": "hidden_dropout"}),
+        same("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv="use_bias", projection="use_bias", mlp="use_bias", default=True),
+        word("hidden_act", "activation", UNGATED, "gelu_pytorch_tanh"),
+        window_of_all(),
+        written(residual_dropout="hidden_dropout", embedding_dropout="hidden_dropout"),
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(up=("mlp.c_fc",), down="mlp.c_proj"),
 )
 
 
-class _ParallelWithOneNorm:
-    """Attention and MLP side by side, which then have one norm."""
-
-    keys: Sequence[str] = ("use_parallel_residual",)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of the residual."""
-        parallel = reading.file.value("use_parallel_residual", SWITCH, False)
-        return {"parallel_residual": parallel, "shared_block_norm": parallel}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {"use_parallel_residual": model.parallel_residual}
+def _parallel_with_one_norm(file: SettingsFile, fields: Fields) -> Fields:
+    """Read whether attention and MLP are side by side, which then have one norm."""
+    parallel = file.value("use_parallel_residual", SWITCH, False)
+    return {"parallel_residual": parallel, "shared_block_norm": parallel}
 
 
 STABLELM = Family(
@@ -289,14 +256,18 @@ STABLELM = Family(
             initializer_range=0.02,
         ),
         heads_of_keys(32),
-        Rotation(part=0.25),
+        rotations(part=0.25),
         _LAYERNORM,
-        Same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(qkv="use_qkv_bias"),
+        same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv="use_qkv_bias"),
         swish(),
-        _ParallelWithOneNorm(),
-        Fixed("qk_layernorm", (False,)),
-        Written({"hidden_dropout": "hidden_dropout"}),
+        Setting(
+            ("use_parallel_residual",),
+            _parallel_with_one_norm,
+            lambda model: {"use_parallel_residual": model.parallel_residual},
+        ),
+        fixed("qk_layernorm", False),
+        written(hidden_dropout="hidden_dropout"),
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(),
@@ -316,61 +287,53 @@ NEMOTRON = Family(
             initializer_range=0.0134,
         ),
         heads_of_keys(None),
-        HEAD_SIZE,
-        Rotation(part=0.5),
-        Always(normalization="layernorm", apply_layernorm_1p=True),
-        Same("norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
-        Word("hidden_act", "activation", UNGATED, "relu2"),
+        head_width(),
+        rotations(part=0.5),
+        always(normalization="layernorm", apply_layernorm_1p=True),
+        same("norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+        word("hidden_act", "activation", UNGATED, "relu2"),
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(up=("mlp.up_proj",)),
 )
 
 
-class _FalconLayers:
-    """Key heads and norms of Falcon, whose 40 B has an architecture of its own.
+def _read_falcon_layers(file: SettingsFile, fields: Fields) -> Fields:
+    """Return the key heads and norms of Falcon, whose 40 B has an architecture of its own.
 
     The first has one key head, or as many as query heads, and one norm for attention and MLP side by side. The new one
     has any number of key heads, and two norms unless the file says one.
     """
+    file.expect("alibi", (False, None), False)
+    file.expect("n_embed", (None, fields["hidden_size"]))
+    new = file.value("new_decoder_architecture", SWITCH, False)
+    parallel = file.value("parallel_attn", SWITCH, True)
+    heads = file.value("num_kv_heads", COUNT, None, nullable=True)
+    if not new:
+        heads = 1 if file.value("multi_query", SWITCH, True) else None
+    norms = file.value("num_ln_in_parallel_attn", COUNT, None, nullable=True) or (2 if new else 1)
+    if (new and not parallel) or norms > (2 if new else 1):
+        raise ConfigError(
+            f"{file.where} has parallel_attn {parallel} and num_ln_in_parallel_attn {norms} with "
+            f"new_decoder_architecture {new}, for which transformers has no layer: get the file again"
+        )
+    found = {"parallel_residual": parallel, "shared_block_norm": parallel and norms == 1}
+    return found if heads is None else {**found, "num_key_value_heads": heads}
 
-    keys: Sequence[str] = (
-        *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads", "num_ln_in_parallel_attn"),
-        *("alibi", "n_embed"),
-    )
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of heads and norms."""
-        file, fields = reading
-        file.expect("alibi", (False, None), False)
-        file.expect("n_embed", (None, fields["hidden_size"]))
-        new = file.value("new_decoder_architecture", SWITCH, False)
-        parallel = file.value("parallel_attn", SWITCH, True)
-        heads = file.value("num_kv_heads", COUNT, None, nullable=True)
-        if not new:
-            heads = 1 if file.value("multi_query", SWITCH, True) else None
-        norms = file.value("num_ln_in_parallel_attn", COUNT, None, nullable=True) or (2 if new else 1)
-        if (new and not parallel) or norms > (2 if new else 1):
-            raise ConfigError(
-                f"{file.where} has parallel_attn {parallel} and num_ln_in_parallel_attn {norms} with "
-                f"new_decoder_architecture {new}, for which transformers has no layer: get the file again"
-            )
-        found = {"parallel_residual": parallel, "shared_block_norm": parallel and norms == 1}
-        return found if heads is None else {**found, "num_key_value_heads": heads}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys, in the first architecture where it has the model."""
-        key_heads, heads = model.num_key_value_heads, model.num_attention_heads
-        several = key_heads not in (1, heads) or (model.parallel_residual and not model.shared_block_norm)
-        return {
-            "new_decoder_architecture": several,
-            "multi_query": key_heads == 1,
-            "parallel_attn": model.parallel_residual,
-            "num_kv_heads": key_heads,
-            "num_ln_in_parallel_attn": (1 if model.shared_block_norm else 2) if several else None,
-            "alibi": False,
-        }
+def _write_falcon_layers(model: ModelConfig) -> Mapping[str, Any]:
+    """Return the keys, in the first architecture where it has the model."""
+    key_heads, heads = model.num_key_value_heads, model.num_attention_heads
+    several = key_heads not in (1, heads) or (model.parallel_residual and not model.shared_block_norm)
+    return {
+        "new_decoder_architecture": several,
+        "multi_query": key_heads == 1,
+        "parallel_attn": model.parallel_residual,
+        "num_kv_heads": key_heads,
+        "num_ln_in_parallel_attn": (1 if model.shared_block_norm else 2) if several else None,
+        "alibi": False,
+    }
 
 
 def _falcon_tensors(model: ModelConfig) -> TensorNames:
@@ -395,7 +358,7 @@ FALCON = Family(
     architecture="FalconForCausalLM",
     settings=(
         *sizes(
-            SizeKeys(ffn="ffn_hidden_size"),
+            {"intermediate_size": "ffn_hidden_size"},
             tied=True,
             vocab_size=65024,
             hidden_size=4544,
@@ -405,13 +368,20 @@ FALCON = Family(
             max_position_embeddings=2048,
             initializer_range=0.02,
         ),
-        Rotation(),
+        rotations(),
         _LAYERNORM,
-        Same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-        Biases(qkv="bias", projection="bias", mlp="bias"),
-        Word("activation", "activation", UNGATED, "gelu"),
-        _FalconLayers(),
-        Written({"hidden_dropout": "hidden_dropout"}),
+        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        biases(qkv="bias", projection="bias", mlp="bias"),
+        word("activation", "activation", UNGATED, "gelu"),
+        Setting(
+            (
+                *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads"),
+                *("num_ln_in_parallel_attn", "alibi", "n_embed"),
+            ),
+            _read_falcon_layers,
+            _write_falcon_layers,
+        ),
+        written(hidden_dropout="hidden_dropout"),
         ATTENTION_DROPOUT,
     ),
     tensors=_falcon_tensors,

@@ -3,39 +3,37 @@
 Gemma's are the last: embeddings scaled by the root of their width, norms whose weights are kept less 1, GeGLU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import (
-    RotatedLayers,
-    Rotation,
-    RotationByLayer,
-    WindowAfterLayer,
-    WindowByType,
-    WindowOfAll,
+    rotated_layers,
+    rotations,
+    rotations_by_layer,
+    window_after_layer,
+    window_by_type,
+    window_of_all,
 )
 from megatron_terapipe.huggingface.families.settings import (
-    COUNT,
     GATED,
-    HEAD_SIZE,
     NUMBER,
-    Always,
-    Biases,
-    Fields,
-    Fixed,
-    Reading,
-    Reciprocal,
-    Same,
     Setting,
-    Word,
-    Written,
+    always,
+    biases,
+    fixed,
+    head_width,
     heads_of_keys,
+    ignored,
+    power,
+    same,
     sizes,
+    word,
+    written,
 )
 
-ATTENTION_DROPOUT = Written({"attention_dropout": "attention_dropout"})
+ATTENTION_DROPOUT = written(attention_dropout="attention_dropout")
 
 _USUAL_SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -53,9 +51,9 @@ def llama_like(
     architecture: str,
     *settings: Setting,
     rotation: Setting | None = None,
-    biases: Biases | None = None,
+    bias: Setting | None = None,
     key_heads: int | None = None,
-    head_size: Same = HEAD_SIZE,
+    head_size: int | None = None,
     epsilon: float = 1e-6,
     tensors: TensorNames | Callable[[ModelConfig], TensorNames] | None = None,
     tied: bool = False,
@@ -65,8 +63,9 @@ def llama_like(
 
     Args:
         rotation: setting of its rotations, if it is not the usual one.
-        biases: matrices with biases; by default none has.
+        bias: setting of the biases; by default no matrix has one.
         key_heads: key and value heads where the file does not say; None for as many as query heads.
+        head_size: width of a head where the file does not say; None for hidden size over heads.
         epsilon: of its norms, where the file does not say.
         tensors: names of its tensors, if they are not those of Llama.
         tied: whether the output layer shares the word embedding where the file does not say.
@@ -78,11 +77,11 @@ def llama_like(
         settings=(
             *sizes(tied=tied, **_USUAL_SIZES | defaults),
             heads_of_keys(key_heads),
-            head_size,
-            rotation or Rotation(),
-            Always(normalization="rmsnorm"),
-            Same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon),
-            biases or Biases(),
+            head_width(head_size),
+            rotation or rotations(),
+            always(normalization="rmsnorm"),
+            same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon),
+            bias or biases(),
             *settings,
             ATTENTION_DROPOUT,
         ),
@@ -90,9 +89,9 @@ def llama_like(
     )
 
 
-def swish(default: str = "silu") -> Word:
+def swish(default: str = "silu") -> Setting:
     """Return the setting of the activation function before the gate."""
-    return Word("hidden_act", "activation", GATED, default)
+    return word("hidden_act", "activation", GATED, default)
 
 
 LLAMA = llama_like(
@@ -100,15 +99,15 @@ LLAMA = llama_like(
     "LlamaForCausalLM",
     swish(),
     # Another order of computing the same.
-    Written({"pretraining_tp": None}),
-    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+    ignored("pretraining_tp"),
+    bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 
 MISTRAL = llama_like(
     "mistral",
     "MistralForCausalLM",
     swish(),
-    WindowOfAll(4096),
+    window_of_all(4096),
     key_heads=8,
     intermediate_size=14336,
     max_position_embeddings=131072,
@@ -121,16 +120,16 @@ _QWEN: dict[str, Any] = {
     "max_position_embeddings": 32768,
 }
 
-QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), WindowAfterLayer(), biases=Biases(qkv=True), **_QWEN)
+QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), window_after_layer(), bias=biases(qkv=True), **_QWEN)
 
 QWEN3 = llama_like(
     "qwen3",
     "Qwen3ForCausalLM",
     swish(),
-    WindowAfterLayer(),
-    Always(qk_norm="head"),
-    head_size=Same("head_dim", "kv_channels", COUNT, 128),
-    biases=Biases(qkv="attention_bias", projection="attention_bias"),
+    window_after_layer(),
+    always(qk_norm="head"),
+    head_size=128,
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
     **_QWEN,
 )
 
@@ -138,8 +137,8 @@ OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",
     swish(),
-    Always(qk_norm="all-heads", norm_placement="post"),
-    biases=Biases(qkv="attention_bias", projection="attention_bias"),
+    always(qk_norm="all-heads", norm_placement="post"),
+    bias=biases(qkv="attention_bias", projection="attention_bias"),
     epsilon=1e-5,
     vocab_size=50304,
 )
@@ -148,9 +147,9 @@ SMOLLM3 = llama_like(
     "smollm3",
     "SmolLM3ForCausalLM",
     swish(),
-    RotatedLayers(),
-    rotation=Rotation(base=2_000_000.0),
-    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+    rotated_layers(),
+    rotation=rotations(base=2_000_000.0),
+    bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
     key_heads=4,
     tied=True,
     vocab_size=128256,
@@ -164,20 +163,20 @@ GRANITE = llama_like(
     "granite",
     "GraniteForCausalLM",
     swish(),
-    Same("embedding_multiplier", "embedding_multiplier", NUMBER, 1.0),
-    Same("residual_multiplier", "residual_multiplier", NUMBER, 1.0),
-    Same("attention_multiplier", "softmax_scale", NUMBER, 1.0),
-    Reciprocal("logits_scaling", "logit_multiplier", -1, 1.0),
-    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+    same("embedding_multiplier", "embedding_multiplier", NUMBER, 1.0),
+    same("residual_multiplier", "residual_multiplier", NUMBER, 1.0),
+    same("attention_multiplier", "softmax_scale", NUMBER, 1.0),
+    power("logits_scaling", "logit_multiplier", -1, 1.0),
+    bias=biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 
 PHI3 = llama_like(
     "phi3",
     "Phi3ForCausalLM",
     swish(),
-    WindowOfAll(),
-    Written({"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"}),
-    rotation=Rotation(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
+    window_of_all(),
+    written(resid_pdrop="hidden_dropout", embd_pdrop="hidden_dropout"),
+    rotation=rotations(part=1.0, scalings=("longrope",), original_length=4096, older_names=("su", "yarn")),
     epsilon=1e-5,
     tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     vocab_size=32064,
@@ -187,28 +186,15 @@ PHI3 = llama_like(
 )
 
 
-class _ScaledEmbedding:
-    """The embedded words times the root of the hidden size."""
-
-    keys: Sequence[str] = ()
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the multiplier."""
-        return {"embedding_multiplier": float(reading.fields["hidden_size"] ** 0.5)}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
-
-
 _COMMON: tuple[Setting, ...] = (
-    _ScaledEmbedding(),
-    Always(apply_layernorm_1p=True),
-    Fixed("use_bidirectional_attention", (None, False)),
+    # The embedded words are multiplied by the root of the hidden size.
+    Setting((), lambda file, fields: {"embedding_multiplier": float(fields["hidden_size"] ** 0.5)}),
+    always(apply_layernorm_1p=True),
+    fixed("use_bidirectional_attention", None, False),
 )
 _SIZES: dict[str, Any] = {
-    "biases": Biases(qkv="attention_bias", projection="attention_bias"),
-    "head_size": Same("head_dim", "kv_channels", COUNT, 256),
+    "bias": biases(qkv="attention_bias", projection="attention_bias"),
+    "head_size": 256,
     "tied": True,
 }
 
@@ -216,7 +202,7 @@ _SIZES: dict[str, Any] = {
 GEMMA = llama_like(
     "gemma",
     "GemmaForCausalLM",
-    Word("hidden_act", "activation", {**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
+    word("hidden_act", "activation", {**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
     *_COMMON,
     key_heads=16,
     vocab_size=256000,
@@ -229,9 +215,9 @@ GEMMA = llama_like(
 )
 
 _WITH_WINDOWS: tuple[Setting, ...] = (
-    Word("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
-    Always(norm_placement="both"),
-    Reciprocal("query_pre_attn_scalar", "softmax_scale", -0.5, 256),
+    word("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
+    always(norm_placement="both"),
+    power("query_pre_attn_scalar", "softmax_scale", -0.5, 256),
 )
 _WITH_WINDOWS_SIZES: dict[str, Any] = {
     "key_heads": 4,
@@ -245,9 +231,9 @@ _WITH_WINDOWS_SIZES: dict[str, Any] = {
 GEMMA2 = llama_like(
     "gemma2",
     "Gemma2ForCausalLM",
-    WindowByType(2),
-    Same("attn_logit_softcapping", "attention_softcap", NUMBER, 50.0, nullable=True),
-    Same("final_logit_softcapping", "logit_softcap", NUMBER, 30.0, nullable=True),
+    window_by_type(2),
+    same("attn_logit_softcapping", "attention_softcap", NUMBER, 50.0, nullable=True),
+    same("final_logit_softcapping", "logit_softcap", NUMBER, 30.0, nullable=True),
     *_WITH_WINDOWS,
     *_COMMON,
     vocab_size=256000,
@@ -258,12 +244,12 @@ GEMMA2 = llama_like(
 GEMMA3_TEXT = llama_like(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    Same("attn_logit_softcapping", "attention_softcap", NUMBER, None),
-    Same("final_logit_softcapping", "logit_softcap", NUMBER, None),
-    Always(qk_norm="head"),
+    same("attn_logit_softcapping", "attention_softcap", NUMBER, None),
+    same("final_logit_softcapping", "logit_softcap", NUMBER, None),
+    always(qk_norm="head"),
     *_WITH_WINDOWS,
     *_COMMON,
-    rotation=RotationByLayer(WindowByType(6, "sliding_window_pattern")),
+    rotation=rotations_by_layer(window_by_type(6, "sliding_window_pattern")),
     vocab_size=262208,
     max_position_embeddings=131072,
     **_SIZES | _WITH_WINDOWS_SIZES,

@@ -26,21 +26,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
-    """Return the family and the model of a `config.json`; its sequences are as long as it has positions.
-
-    Raises:
-        UserError: if it cannot be read, or our models cannot be such a model.
-    """
+    """Return the family and the model of a `config.json`; its sequences are as long as it has positions."""
     family, file = _read(path, flag)
     return family, family.read(file)
 
 
 def read_fields(path: str | Path, flag: str) -> dict[str, Any]:
-    """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
-
-    Raises:
-        UserError: if it cannot be read, or our models cannot be such a model.
-    """
+    """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them."""
     family, file = _read(path, flag)
     family.read(file)
     return family.fields(file)
@@ -57,11 +49,7 @@ def is_model_folder(path: str | Path) -> bool:
 
 
 def family_named(name: str, where: str) -> Family:
-    """Return a family by its `model_type`.
-
-    Raises:
-        ConfigError: if there is none of that name.
-    """
+    """Return a family by its `model_type`."""
     if name not in FAMILIES:
         raise ConfigError(
             f"{where} is a model of type {name}, which cannot be trained here: give one of {', '.join(FAMILIES)}"
@@ -70,11 +58,7 @@ def family_named(name: str, where: str) -> Family:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the first family that can express a model.
-
-    Raises:
-        ConfigError: if there is none, saying why not the one that is nearest to it.
-    """
+    """Return the first family that can express a model; raise a `ConfigError` about the nearest if there is none."""
     differences = {family.name: _number_of_differences(family, model) for family in FAMILIES.values()}
     nearest = FAMILIES[min(differences, key=lambda name: differences[name])]
     check_expressible(nearest, model)

@@ -4,11 +4,11 @@ First the file, whose values are checked as they are read; then the settings, ea
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parsing import read_json
@@ -22,9 +22,8 @@ class Kind:
     """Values that a setting may have."""
 
     wanted: str
-    """What they are, in words."""
+    """These values in words."""
     fits: Callable[[Any], bool]
-    """Whether a value is one of them."""
 
 
 def _is_number(value: object) -> bool:
@@ -47,11 +46,7 @@ _REQUIRED = object()
 
 
 def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
-    """Raise if settings describe a mixture of experts, whatever else they say.
-
-    Raises:
-        ConfigError: naming the first setting of experts that does not say that there are none.
-    """
+    """Raise a `ConfigError` if settings describe a mixture of experts."""
     for name, value in contents.items():
         if "expert" in str(name) and value not in (None, 0, 1):
             raise ConfigError(
@@ -68,30 +63,19 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
-        """Read it.
-
-        Raises:
-            UserError: if it cannot be read, or is no JSON object.
-        """
+        """Read it; raise a `UserError` if that is impossible, or if it is no JSON object."""
         file = Path(path) / CONFIG_FILE if Path(path).is_dir() else Path(path)
         contents = read_json(str(file), flag)
         if not isinstance(contents, Mapping):
             raise ConfigError(f"{flag} {file} is not a JSON object: give the {CONFIG_FILE} of a model")
         return cls(contents, str(file))
 
-    def has(self, name: str) -> bool:
-        """Whether a setting is there, and not null."""
-        return self._contents.get(name) is not None
-
     def value(self, name: str, kind: Kind, default: Any = _REQUIRED, *, nullable: bool = False) -> Any:
-        """Return the value of a setting.
+        """Return the value of a setting; raise a `ConfigError` if it is of another kind.
 
         Args:
             default: its value where it is left out; if there is none, it must be there.
             nullable: whether it may be null, which then is the answer.
-
-        Raises:
-            ConfigError: if it is of another kind.
         """
         if name not in self._contents and default is not _REQUIRED:
             return default
@@ -105,13 +89,10 @@ class SettingsFile:
         )
 
     def expect(self, name: str, accepted: Iterable[Any], default: Any = None) -> Any:
-        """Return the value of a setting of which our models have one or a few values.
+        """Return the value of a setting of which our models have one or a few values; raise a `ConfigError` for others.
 
         Args:
             default: its value where it is left out.
-
-        Raises:
-            ConfigError: if it is something else.
         """
         value, accepted = self._contents.get(name, default), tuple(accepted)
         # In JSON, `true` is not 1.
@@ -124,11 +105,7 @@ class SettingsFile:
         return value
 
     def section(self, name: str) -> "SettingsFile":
-        """Return a section of the file; an empty one if there is none.
-
-        Raises:
-            ConfigError: if it is no JSON object.
-        """
+        """Return a section of the file; an empty one if there is none."""
         contents = self.value(name, SECTION, None, nullable=True)
         return SettingsFile(contents or {}, f"{self.where} {name}")
 
@@ -155,242 +132,136 @@ Fields = Mapping[str, Any]
 """Fields of the model section by name, as far as they are known."""
 
 
-class Reading(NamedTuple):
-    """A file that is being read."""
-
-    file: SettingsFile
-    fields: Fields
-    """Fields of the model section that the settings before have read."""
+def _writes_nothing(model: ModelConfig) -> Mapping[str, Any]:
+    return {}
 
 
-class Setting(Protocol):
-    """Some keys of `config.json`, and what they mean.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Some keys of `config.json`, and the fields of the model section that mean the same."""
 
-    What `write` returns is the nearest that the family has to a model. `Family.differences` reads it again, and so
-    finds out whether it is the same model.
+    keys: tuple[str, ...]
+    read: Callable[[SettingsFile, Fields], Fields]
+    """From a file, and the fields that the settings before have read, to fields. Raises a `ConfigError` for values that
+    our models cannot have."""
+    write: Callable[[ModelConfig], Mapping[str, Any]] = _writes_nothing
+    """From a model to the keys, the nearest that the family has to it: `Family.differences` reads them again."""
+
+
+def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = False) -> Setting:
+    """Return a key whose value is that of a field. A null, where there may be one, leaves the field to its default.
+
+    Args:
+        default: its value where it is left out; None: the default of the field.
     """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        value = file.value(key, kind, default, nullable=nullable or default is None)
+        return {} if value is None else {field: value}
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields of the model section.
-
-        Raises:
-            ConfigError: if our models cannot be so.
-        """
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys, for a model that the family can express."""
+    return Setting((key,), read, lambda model: {key: getattr(model, field)})
 
 
-@dataclass(frozen=True, slots=True)
-class Same:
-    """A key whose value is that of a field. A null, where there may be one, leaves the field to its default."""
-
-    key: str
-    field: str
-    kind: Kind
-    """Values that it may have."""
-    default: Any
-    """Its value where it is left out; None: the default of the field."""
-    nullable: bool = False
-    """Whether it may be null."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return (self.key,)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the field; nothing for a null."""
-        value = reading.file.value(self.key, self.kind, self.default, nullable=self.nullable or self.default is None)
-        return {} if value is None else {self.field: value}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {self.key: getattr(model, self.field)}
+def opposite(key: str, field: str, default: bool) -> Setting:
+    """Return a switch that is on where a field is off."""
+    return Setting(
+        (key,),
+        lambda file, fields: {field: not file.value(key, SWITCH, default)},
+        lambda model: {key: not getattr(model, field)},
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Opposite:
-    """A switch that is on where a field is off."""
+def power(key: str, field: str, exponent: float, default: float) -> Setting:
+    """Return a number of which a power is the field, such as the divisor to our factor."""
 
-    key: str
-    field: str
-    default: bool
-    """Its value where it is left out."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return (self.key,)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the field."""
-        return {self.field: not reading.file.value(self.key, SWITCH, self.default)}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        return {self.key: not getattr(model, self.field)}
-
-
-@dataclass(frozen=True, slots=True)
-class Reciprocal:
-    """A number x where ours is x to a power: the factor that a divisor is, or the scale of a head's width."""
-
-    key: str
-    field: str
-    power: float
-    """Power of theirs that is ours."""
-    default: float
-    """Its value where it is left out."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return (self.key,)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the field."""
-        return {self.field: float(reading.file.value(self.key, NUMBER, self.default) ** self.power)}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key, as a whole number if it is one but for rounding."""
-        value = getattr(model, self.field) ** (1 / self.power)
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        value = getattr(model, field) ** (1 / exponent)
+        # A whole number if it is one but for rounding.
         whole = round(value)
-        return {self.key: whole if abs(value - whole) <= 1e-9 * value else value}
+        return {key: whole if abs(value - whole) <= 1e-9 * value else value}
+
+    return Setting((key,), lambda file, fields: {field: float(file.value(key, NUMBER, default) ** exponent)}, write)
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
-    """A key with words of its own."""
+def word(key: str, field: str, words: Mapping[str, str], default: str) -> Setting:
+    """Return a key with words of its own.
 
-    key: str
-    field: str
-    words: Mapping[str, str]
-    default: str
-    """Their word where it is left out, and the one that is written where several mean the same."""
+    Args:
+        words: our words by theirs.
+        default: their word where it is left out, and the one that is written where several mean the same.
+    """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return (self.key,)
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        ours = getattr(model, field)
+        return {key: next((theirs for theirs in (default, *words) if words[theirs] == ours), default)}
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the field."""
-        return {self.field: self.words[reading.file.expect(self.key, self.words, self.default)]}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the key."""
-        ours = getattr(model, self.field)
-        fitting = [theirs for theirs in (self.default, *self.words) if self.words[theirs] == ours]
-        return {self.key: fitting[0] if fitting else self.default}
+    return Setting((key,), lambda file, fields: {field: words[file.expect(key, words, default)]}, write)
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A key of which our models have a single meaning."""
+def fixed(key: str, *accepted: Any) -> Setting:
+    """Return a key of which our models have a single meaning.
 
-    key: str
-    accepted: tuple[Any, ...]
-    """Values with that meaning; the first is its value where it is left out."""
+    Args:
+        accepted: values with that meaning; the first is its value where it is left out.
+    """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return (self.key,)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return nothing, or refuse the model."""
-        reading.file.expect(self.key, self.accepted, self.accepted[0])
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        file.expect(key, accepted, accepted[0])
         return {}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
+    return Setting((key,), read)
 
 
-class Always:
-    """Fields that are the same in every model of a family."""
-
-    keys: Sequence[str] = ()
-
-    def __init__(self, **fields: Any) -> None:
-        self._fields = fields
-
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields."""
-        return self._fields
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
+def always(**constants: Any) -> Setting:
+    """Return fields that are the same in every model of a family."""
+    return Setting((), lambda file, fields: constants)
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Keys that say how a model was trained. They are written and not read: training is a matter of flags."""
-
-    fields: Mapping[str, str | None]
-    """The field of each key; None for one that is not written either."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return tuple(self.fields)
-
-    def read(self, reading: Reading) -> Fields:
-        """Return nothing."""
-        return {}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
-        return {key: getattr(model, name) for key, name in self.fields.items() if name is not None}
+def written(**fields: str) -> Setting:
+    """Return keys about training, with their fields. They are written and not read: training is a matter of flags."""
+    return Setting(
+        tuple(fields),
+        lambda file, before: {},
+        lambda model: {key: getattr(model, name) for key, name in fields.items()},
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Biases:
-    """Which matrices have biases: for each kind of matrix a constant, or the key that says it."""
+def ignored(*keys: str) -> Setting:
+    """Return keys that change no result, and are neither read nor written."""
+    return Setting(keys, lambda file, fields: {})
 
-    qkv: bool | str = False
-    """Of queries, keys and values."""
-    projection: bool | str = False
-    """Of the projection behind attention."""
-    mlp: bool | str = False
-    default: bool = False
-    """Value of a key that is left out."""
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that it understands."""
-        return tuple(dict.fromkeys(each for each in (self.qkv, self.projection, self.mlp) if isinstance(each, str)))
+def biases(
+    qkv: bool | str = False, projection: bool | str = False, mlp: bool | str = False, *, default: bool = False
+) -> Setting:
+    """Return the setting of the biases of queries, keys and values, of the projection after attention, and of the MLP.
 
-    def read(self, reading: Reading) -> Fields:
-        """Return the fields."""
+    Each is a constant or a key.
 
-        def has(each: bool | str) -> bool:
-            return each if isinstance(each, bool) else bool(reading.file.value(each, SWITCH, self.default))
+    Args:
+        default: value of a key that is left out.
+    """
 
-        qkv, projection, mlp = has(self.qkv), has(self.projection), has(self.mlp)
-        if qkv and projection and mlp:
+    def read(file: SettingsFile, fields: Fields) -> Fields:
+        of_qkv, of_projection, of_mlp = (
+            each if isinstance(each, bool) else bool(file.value(each, SWITCH, default))
+            for each in (qkv, projection, mlp)
+        )
+        if of_qkv and of_projection and of_mlp:
             return {"disable_bias_linear": False}
         return {
             "disable_bias_linear": True,
-            "add_qkv_bias": qkv and not projection,
-            "add_attention_bias": qkv and projection,
-            "add_mlp_bias": mlp,
+            "add_qkv_bias": of_qkv and not of_projection,
+            "add_attention_bias": of_qkv and of_projection,
+            "add_mlp_bias": of_mlp,
         }
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Return the keys."""
-        pairs = (
-            (self.qkv, model.has_qkv_bias),
-            (self.projection, model.has_projection_bias),
-            (self.mlp, model.has_mlp_bias),
-        )
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        pairs = ((qkv, model.has_qkv_bias), (projection, model.has_projection_bias), (mlp, model.has_mlp_bias))
         return {key: has for key, has in pairs if isinstance(key, str)}
+
+    keys = dict.fromkeys(each for each in (qkv, projection, mlp) if isinstance(each, str))
+    return Setting(tuple(keys), read, write)
 
 
 GATED: Mapping[str, str] = {
@@ -414,45 +285,35 @@ UNGATED: Mapping[str, str] = {
 """Our activation functions of MLPs without a gate, by their names there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizeKeys:
-    """Names of the sizes, where they differ from those of most families."""
-
-    hidden_size: str = "hidden_size"
-    num_layers: str = "num_hidden_layers"
-    heads: str = "num_attention_heads"
-    positions: str = "max_position_embeddings"
-    ffn: str = "intermediate_size"
-    init: str = "initializer_range"
-
-
-def sizes(keys: SizeKeys | None = None, /, *, tied: bool = False, **defaults: Any) -> tuple[Setting, ...]:
+def sizes(renamed: Mapping[str, str] | None = None, /, *, tied: bool = False, **defaults: Any) -> tuple[Setting, ...]:
     """Return the settings of the sizes that every family has.
 
     Args:
+        renamed: keys by those of most families, where they differ.
         tied: whether the output layer shares the word embedding where the file does not say.
         **defaults: their values where they are left out, by their keys.
     """
-    keys = keys or SizeKeys()
-    named = (
+    usual = (
         ("vocab_size", "vocab_size", COUNT),
-        (keys.positions, "max_position_embeddings", COUNT),
-        (keys.hidden_size, "hidden_size", COUNT),
-        (keys.ffn, "ffn_hidden_size", COUNT),
-        (keys.num_layers, "num_layers", COUNT),
-        (keys.heads, "num_attention_heads", COUNT),
-        (keys.init, "init_method_std", NUMBER),
+        ("max_position_embeddings", "max_position_embeddings", COUNT),
+        ("hidden_size", "hidden_size", COUNT),
+        ("intermediate_size", "ffn_hidden_size", COUNT),
+        ("num_hidden_layers", "num_layers", COUNT),
+        ("num_attention_heads", "num_attention_heads", COUNT),
+        ("initializer_range", "init_method_std", NUMBER),
     )
+    named = (((renamed or {}).get(key, key), field, kind) for key, field, kind in usual)
     return (
-        *(Same(key, name, kind, defaults[key]) for key, name, kind in named),
-        Opposite("tie_word_embeddings", "untie_embeddings_and_output_weights", tied),
+        *(same(key, field, kind, defaults[key]) for key, field, kind in named),
+        opposite("tie_word_embeddings", "untie_embeddings_and_output_weights", tied),
     )
 
 
-def heads_of_keys(default: int | None) -> Same:
+def heads_of_keys(default: int | None) -> Setting:
     """Return the setting of key and value heads; null for as many as query heads."""
-    return Same("num_key_value_heads", "num_key_value_heads", COUNT, default, nullable=True)
+    return same("num_key_value_heads", "num_key_value_heads", COUNT, default, nullable=True)
 
 
-HEAD_SIZE = Same("head_dim", "kv_channels", COUNT, None)
-"""Width of a head; null for hidden size over heads."""
+def head_width(default: int | None = None) -> Setting:
+    """Return the setting of the width of a head; None for hidden size over heads."""
+    return same("head_dim", "kv_channels", COUNT, default)
