@@ -18,15 +18,18 @@ class FileFormat:
     summary: str
     """What the file is, and which flag reads or writes it."""
     source: str
-    """Where its form is stated, as `module:name`: a class that reads or writes it, or a function that returns the JSON
-    Schema."""
+    """Where its form is declared, as `module:name`: a class, or a function that returns the JSON Schema."""
+    whole: bool = True
+    """Whether all keys of a dataclass are in every file; else those with a default may be left out."""
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of the file, or of one of its lines."""
         # Imported here: pydantic would make --help wait.
+        from megatron_terapipe.class_schema import class_schema
+
         module, name = self.source.split(":")
         stated: Any = getattr(import_module(module), name)
-        schema = stated.model_json_schema() if hasattr(stated, "model_json_schema") else stated()
+        schema = class_schema(stated, whole=self.whole) if isinstance(stated, type) else stated()
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -69,28 +72,23 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             f"{_SEARCH}.learn.cluster_calibrations:CalibrationsEntry",
         ),
         "costs": FileFormat(
-            "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.plan_files:costs_schema"
+            "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.descriptions:CostsFile"
         ),
         "token-bytes": FileFormat(
             "Bytes that a token keeps, which `--token-bytes` of `terapipe plan` reads.",
-            f"{_HERE}.plan_files:token_bytes_schema",
+            f"{_HERE}.descriptions:TokenBytesFile",
         ),
         "partition": FileFormat(
             "Layers of the stages, which `--stage-partition` of the trainer reads.",
-            f"{_HERE}.plan_files:partition_schema",
+            f"{_HERE}.descriptions:partition_schema",
         ),
         "plan": FileFormat(
             "Answer of `terapipe plan`, which `--json` writes and its `--timeline` reads.",
-            f"{_HERE}.plan_files:plan_schema",
+            f"{_HERE}.descriptions:plan_schema",
         ),
         "timeline": FileFormat(
             "A measured step, which `--timeline` of the trainer writes and `--timeline` of `terapipe plan` reads.",
-            f"{_HERE}.plan_files:timeline_schema",
-        ),
-        "trace": FileFormat(
-            "A timeline for Perfetto and chrome://tracing: `--trace` of `terapipe plan` writes one, and so does a run "
-            "beside its measured steps.",
-            f"{_HERE}.plan_files:trace_schema",
+            f"{_HERE}.descriptions:TimelineFile",
         ),
         "metrics": FileFormat(
             "One line of the file of `--metrics-file`: an iteration, an evaluation or an event.",
@@ -100,31 +98,19 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             "Figures of training runs, which `terapipe report --json` writes.",
             "megatron_terapipe.run_report.report:json_schema",
         ),
-        "ledger": FileFormat(
-            "What a rank had done, did and waited for when its run stood still: `rank_00000.json` in the directory of "
-            "`--ledger-directory`.",
-            f"{_HERE}.run_files:ledger_schema",
-        ),
         "run": FileFormat(
-            "The run that saved a checkpoint: `run.json` in its directory.", f"{_HERE}.run_files:run_schema"
-        ),
-        "manifest": FileFormat(
-            "Size and hash of every other file of a checkpoint: `manifest.json` in its directory.",
-            f"{_HERE}.run_files:manifest_schema",
-        ),
-        "tokenizer": FileFormat(
-            "The tokenizer that data was written with: `PREFIX.tokenizer.json`, which `terapipe preprocess` writes and "
-            "the trainer reads.",
-            f"{_HERE}.run_files:tokenizer_schema",
+            "The run that saved a checkpoint: `run.json` in its directory. Earlier versions did not write all keys.",
+            "megatron_terapipe.checkpoint.info:CheckpointInfo",
+            whole=False,
         ),
         "preprocessed": FileFormat(
-            "Answer of `terapipe preprocess`, which `--json` writes.", f"{_HERE}.run_files:preprocessed_schema"
+            "Answer of `terapipe preprocess`, which `--json` writes.", "megatron_terapipe.data.preprocess:Written"
         ),
         "converted": FileFormat(
-            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.run_files:converted_schema"
+            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.descriptions:Converted"
         ),
         "generated": FileFormat(
-            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.run_files:generated_schema"
+            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.descriptions:Generated"
         ),
         "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.report:json_schema"),
     }

@@ -43,6 +43,7 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
+    Layer(("megatron_terapipe.class_schema",), PLAN, ("pydantic",)),
     Layer(("megatron_terapipe.devices",)),
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
@@ -159,7 +160,10 @@ LAYERS = (
     # Of training it reads the records of the metrics file, which need no torch.
     Layer(
         ("megatron_terapipe.run_report", "megatron_terapipe.run_report.*"),
-        (*search("answer"), "megatron_terapipe.page", "megatron_terapipe.training.records"),
+        (
+            *(*search("answer"), "megatron_terapipe.class_schema", "megatron_terapipe.page"),
+            "megatron_terapipe.training.records",
+        ),
         ("pydantic",),
     ),
     # The probe of the doctor is sent to other hosts: it has only the standard library.
@@ -168,6 +172,7 @@ LAYERS = (
         ("megatron_terapipe.doctor.*",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
+            "megatron_terapipe.class_schema",
             *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe", "agent")),
         ),
         ("packaging", "pydantic", "rich"),
@@ -175,11 +180,7 @@ LAYERS = (
     # The schemas of all files, from the modules that write them.
     Layer(
         ("megatron_terapipe.file_formats", "megatron_terapipe.file_formats.*"),
-        (
-            *(*search("answer"), *PLAN, "deepspeed_ext.runtime.health.stall"),
-            *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.manifest"),
-            *("megatron_terapipe.data.preprocess", "megatron_terapipe.data.tokenizer_checks"),
-        ),
+        (*(*search("answer"), *PLAN, "megatron_terapipe.class_schema"),),
         ("pydantic",),
     ),
     # Commands put the parts together: they may import anything of ours, and no module imports them.

@@ -12,7 +12,6 @@ from megatron_terapipe.data.tokenizer import ByteTokenizer, NullTokenizer, Token
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord, check_tokenizer_records, record_file
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
-from tests.file_formats.forms import check_reader
 
 TEXTS = ["Hello world", "  two words, caf\u00e9\n", "x" * 5000]
 
@@ -47,16 +46,6 @@ def test_data_of_bytes_is_refused_under_a_larger_vocabulary_though_all_ids_are_i
         f"HuggingFaceTokenizer of {other.vocab_size} ids: give the tokenizer of the data, or preprocess the texts "
         f"again ({prefix}.tokenizer.json has the record)"
     )
-
-
-def test_the_schema_of_a_record_and_its_reader_agree(tmp_path: Path) -> None:
-    prefix = preprocess(tmp_path, "--append-eod")
-
-    def read(text: str) -> TokenizerRecord | None:
-        record_file(prefix).write_text(text)
-        return TokenizerRecord.read(prefix)
-
-    check_reader("tokenizer", json.loads(record_file(prefix).read_text()), read)
 
 
 def test_ids_outside_the_vocabulary_name_the_tokenizer_of_the_data(tmp_path: Path) -> None:

@@ -62,8 +62,7 @@ def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None
     timelines, checkpoint = trained.folder / "timeline", trained.checkpoints / "global_step6"
     for name, path in (
         *(("timeline", path) for path in timelines.glob("iteration_*.json")),
-        ("trace", timelines / "timeline.trace.json"),
-        *((name, checkpoint / f"{name}.json") for name in ("run", "manifest")),
+        ("run", checkpoint / "run.json"),
     ):
         validate(name, path.read_text())
     for line in trained.metrics.read_text().splitlines():

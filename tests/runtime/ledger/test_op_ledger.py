@@ -15,7 +15,6 @@ from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime.health import ledger as op_ledger
 from deepspeed_ext.runtime.health.ledger import OpLedger, accelerator_mark
-from tests.file_formats.forms import validate
 
 PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))[1].instructions
 
@@ -147,7 +146,6 @@ def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
     queue.worked_off = 2
     seen = replace(ledger.position(), seconds=12.5, code="channels.py:176 wait")
     fields = json.loads(ledger.file("rank 0 is behind", seen).write(tmp_path).read_text())
-    validate("ledger", fields)
     assert fields["done"] == [str(each) for each in PROGRAM[:done]]
     assert fields["done"] + fields["to_do"] == [str(each) for each in PROGRAM]
     assert fields["waiting"]["instruction"] == PROGRAM[done].kind.value

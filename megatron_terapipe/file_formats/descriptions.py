@@ -1,13 +1,12 @@
-"""Files of `terapipe plan`: costs, token bytes and stage partitions that it reads; timelines and traces it writes."""
+"""Files without a class of their own: costs, token bytes and stage partitions; timelines and answers of commands."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed_ext.plan.draw.elements import KIND_NAMES
 from deepspeed_ext.plan.ops import OpKind, Placement
 from deepspeed_ext.plan.programs.program import Content
-from megatron_terapipe.file_formats.class_schema import ABSENT, description_schema
+from megatron_terapipe.class_schema import ABSENT, class_schema
 from megatron_terapipe.search.answer.json_schema import Part
 
 Amount = Annotated[float, Field(ge=0)]
@@ -62,16 +61,6 @@ class TokenBytesFile(Part):
     the first, which reads tokens. If left out: stages are not recomputed."""
 
 
-def costs_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file of `--costs`."""
-    return description_schema(CostsFile)
-
-
-def token_bytes_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file of `--token-bytes`."""
-    return description_schema(TokenBytesFile)
-
-
 def partition_schema() -> dict[str, Any]:
     """Return the JSON Schema of the file of `--stage-partition`."""
     return {
@@ -83,149 +72,6 @@ def partition_schema() -> dict[str, Any]:
         "minItems": 2,
         "uniqueItems": True,
     }
-
-
-class _Event(Part):
-    """An event."""
-
-    name: str
-    """What viewers show."""
-    pid: int
-    """Pipeline rank."""
-
-
-class _OnThread(_Event):
-    tid: int
-    """Thread: a model chunk, then the reductions, then copies to the host and back."""
-
-
-class OpArguments(Part):
-    """Where an op belongs."""
-
-    micro_batch: int
-    """Micro-batch."""
-    token_slice: int
-    """Token slice."""
-
-
-class CopyArguments(Part):
-    """A copy in words."""
-
-    what: str
-    """What is copied, and for how long it is away."""
-
-
-class Complete(_OnThread):
-    """An op, a reduction, or a copy to the host or back."""
-
-    ph: Literal["X"]
-    """Phase of the format: something with a start and a duration."""
-    cat: Literal[(*KIND_NAMES.values(), "reduction", "host copy")]  # type: ignore[valid-type]
-    """What it is."""
-    ts: float
-    """Start."""
-    dur: float
-    """Duration."""
-    args: OpArguments | CopyArguments = ABSENT
-    """Of an op where it belongs, of a copy its words."""
-
-
-class NameArguments(Part):
-    """The name of a rank or a thread."""
-
-    name: str
-    """What viewers show."""
-
-
-class PlaceArguments(Part):
-    """The place of a rank among all."""
-
-    sort_index: int
-    """Pipeline rank."""
-
-
-class Metadata(_OnThread):
-    """Name or place of a rank or a thread."""
-
-    ph: Literal["M"]
-    """Phase of the format: about viewers."""
-    name: Literal["process_name", "process_sort_index", "thread_name"]
-    """What is said."""
-    args: NameArguments | PlaceArguments
-    """The name or the place."""
-
-
-class CounterArguments(Part):
-    """The value of a counter."""
-
-    held: float
-    """Activations of micro-batches, or bytes."""
-
-
-class Counter(_Event):
-    """What a rank holds from a time on."""
-
-    ph: Literal["C"]
-    """Phase of the format: a counter."""
-    name: Literal["memory", "host memory"]
-    """Where."""
-    ts: float
-    """Time."""
-    args: CounterArguments
-    """How much."""
-
-
-class TransferArguments(Part):
-    """What a message carries."""
-
-    result_of: str
-    """The op whose result it is."""
-
-
-class Message(_OnThread):
-    """Start or end of a message to another rank, where transfers take time."""
-
-    ph: Literal["b", "e"]
-    """Phase of the format: the start or the end of something on a track of its own."""
-    cat: Literal["transfer"]
-    """What it is."""
-    id: str
-    """The same for start and end."""
-    ts: float
-    """Time."""
-    args: TransferArguments = ABSENT
-    """Of a start."""
-
-
-class Arrow(_OnThread):
-    """Start or end of an arrow from an op to one on another rank that reads its result."""
-
-    ph: Literal["s", "f"]
-    """Phase of the format: the start or the end of an arrow."""
-    name: Literal["transfer"]
-    """What it is."""
-    cat: Literal["transfer"]
-    """What it is."""
-    id: int
-    """The same for start and end."""
-    ts: float
-    """A time within the op."""
-    bp: Literal["e"] = ABSENT
-    """Of an end: it belongs to the op around it."""
-
-
-class ChromeTrace(Part):
-    """A timeline in the Trace Event Format."""
-
-    traceEvents: list[Complete | Metadata | Counter | Message | Arrow]  # noqa: N815 (the format's name)
-    """All events."""
-    displayTimeUnit: Literal["ms"]  # noqa: N815 (the format's name)
-    """Unit in which viewers show times."""
-
-
-def trace_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the trace."""
-    return description_schema(ChromeTrace)
 
 
 OpText = Annotated[str, Field(pattern=rf"^[0-9]+({'|'.join(OpKind)})[0-9]+\.[0-9]+$")]
@@ -423,11 +269,26 @@ class Deadlock(Part):
     """For each rank its ops, in their order."""
 
 
-def timeline_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a timeline that was measured."""
-    return description_schema(TimelineFile)
-
-
 def plan_schema() -> dict[str, Any]:
     """Return the JSON Schema of what `terapipe plan --json` writes."""
-    return description_schema(SimulatedPlan, MeasuredPlan, Deadlock) | {"title": "Answer of plan"}
+    return class_schema(SimulatedPlan | MeasuredPlan | Deadlock) | {"title": "Answer of plan"}
+
+
+class Converted(Part):
+    """Answer of `convert`."""
+
+    output: str
+    """Directory that was written."""
+    source: str
+    """Directory that was read."""
+    tokenizer_files: list[str] = ABSENT
+    """Files of the tokenizer among what was written; of `to-huggingface`."""
+
+
+class Generated(Part):
+    """Answer of `generate`."""
+
+    prompt: str
+    """The prompt, as the model read it."""
+    continuation: str
+    """The text of the new tokens."""
