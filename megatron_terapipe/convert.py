@@ -42,9 +42,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
     Args:
         argv: words that people type; None = those of this process.
         prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
     """
     return run_command(lambda: _run(argv, prog))
 

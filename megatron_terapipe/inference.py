@@ -81,9 +81,6 @@ class WholeModel(nn.Module):
             directory: directory of one checkpoint, such as `CHECKPOINTS/global_step100`.
             info: facts of the run that saved it; None to read them there.
             progress: is told how much of the model is loaded.
-
-        Raises:
-            CheckpointError: if a layer's file is missing or broken.
         """
         return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole, progress)
 
@@ -127,9 +124,6 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: draw from the k likeliest tokens; 0 from all.
         top_p: draw from the likeliest tokens whose chances, at this temperature, add up to this.
-
-    Raises:
-        ConfigError: if prompt and new tokens are more than `max_positions`, or there is no prompt.
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one character")

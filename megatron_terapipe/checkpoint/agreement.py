@@ -22,9 +22,6 @@ def from_first_rank(
         action: what the first rank alone does.
         group: of all ranks; None for that of the run.
         error: what is raised on every rank alike.
-
-    Raises:
-        AgreedCheckpointError: if it raised a `CheckpointError`, or the operating system refused something.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

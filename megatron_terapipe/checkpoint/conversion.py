@@ -53,9 +53,6 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
 
     Returns:
         Directory of the checkpoint.
-
-    Raises:
-        UserError: if a file is missing or damaged, or our models cannot be such a model.
     """
     family, model = read_model(directory, "--load")
     weights = FolderWeights(directory, family, model)
@@ -117,9 +114,6 @@ def export_checkpoint(
 
     Returns:
         Names of the files of the tokenizer that were written, too.
-
-    Raises:
-        UserError: if the checkpoint is not whole, or there is no such model there.
     """
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)

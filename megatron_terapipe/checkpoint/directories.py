@@ -60,9 +60,6 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     """Directory of the newest whole checkpoint, or None if there is none.
 
     Who died before the first `latest` was written left a whole one without it.
-
-    Raises:
-        CheckpointError: if it is no directory, or `latest` names one that is gone.
     """
     if Path(load).exists() and not Path(load).is_dir():
         raise CheckpointError(f"--load {load} is a file: give the directory that a run saved to")
@@ -87,9 +84,6 @@ def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
 
     Args:
         tag: name of the checkpoint; None for the newest.
-
-    Raises:
-        CheckpointError: if there is none of that tag.
     """
     if tag is None:
         return latest_checkpoint(load)
@@ -105,9 +99,6 @@ def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
 
     Args:
         tag: name of the checkpoint; None for the newest.
-
-    Raises:
-        CheckpointError: if there is none.
     """
     directory = tagged_checkpoint(load, tag)
     if directory is None:
@@ -129,9 +120,6 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
     Args:
         tag: name of the checkpoint; None for the newest.
         or_previous: take the newest before it whose facts can be read, if its own cannot.
-
-    Raises:
-        CheckpointError: if it is not there, or its facts cannot be read.
     """
     while True:
         try:
@@ -152,11 +140,7 @@ def _facts(directory: Path) -> CheckpointInfo:
 
 
 def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:
-    """Return the manifest of a checkpoint; None for one of an older version or of another program.
-
-    Raises:
-        CheckpointError: if it is damaged, or there should be one.
-    """
+    """Return the manifest of a checkpoint; None for one of an older version or of another program."""
     if not info.has_manifest and not (directory / MANIFEST_FILE).exists():
         return None
     return Manifest.read(directory)

@@ -35,11 +35,7 @@ _SHOWN = 40
 
 
 def check_run(found: Mapping[str, Any]) -> None:
-    """Hold every field against its rule.
-
-    Raises:
-        ValueError: naming the first field that breaks its rule.
-    """
+    """Hold every field against its rule."""
     iteration = _whole(found, "iteration", 0, MOST_ITERATIONS)
     # Each iteration trains on one sample at least.
     samples = _whole(found, "consumed_samples", iteration, iteration * MOST_SAMPLES_OF_AN_ITERATION)
@@ -167,11 +163,7 @@ class CheckpointInfo:
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
-        """Read it from one checkpoint's directory.
-
-        Raises:
-            CheckpointError: if it is missing or broken.
-        """
+        """Read it from one checkpoint's directory."""
         path = directory / RUN_FILE
         try:
             if path.stat().st_size > _MOST_BYTES:
@@ -257,9 +249,6 @@ class CheckpointInfo:
         Args:
             weights_only: whether the state of the optimizer stays unread.
             extends_positions: whether rotations may differ.
-
-        Raises:
-            CheckpointError: if a weight would have another shape or meaning, or the optimizer could not use the state.
         """
         self._check_model(model, _ROTATIONS if extends_positions else set())
         rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)

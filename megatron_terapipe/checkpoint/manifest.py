@@ -36,11 +36,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read it from a checkpoint's directory.
-
-        Raises:
-            CheckpointError: if it is missing or damaged.
-        """
+        """Read it from a checkpoint's directory."""
         path = directory / MANIFEST_FILE
         try:
             found: Any = parse_json(path.read_text(encoding="utf-8"), MANIFEST_FILE)
@@ -68,9 +64,6 @@ class Manifest:
 
         Args:
             names: files to look at, where others may be missing; all, and that there are no others, if left out.
-
-        Raises:
-            CheckpointError: naming the first file that is missing, has another size or does not belong there.
         """
         sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
         looked_at = self.files if names is None else [name for name in names if name in self.files]
@@ -88,11 +81,7 @@ class Manifest:
             )
 
     def check_content(self, directory: Path, names: Iterable[str]) -> None:
-        """Read files and see that each is what was saved.
-
-        Raises:
-            CheckpointError: naming the first file that is not.
-        """
+        """Read files and see that each is what was saved."""
         for name in names:
             try:
                 same = facts_of(directory / name) == self.files[name]
@@ -172,9 +161,6 @@ class DurableFile:
 
         Args:
             error: that ended the block, or None.
-
-        Raises:
-            OSError: if a write failed.
         """
         with self._file:
             if self._fault is not None:

@@ -68,9 +68,6 @@ def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> S
 
     Args:
         weights_only: whether the state of the optimizer stays unread.
-
-    Raises:
-        AgreedCheckpointError: on every rank alike, if a file cannot be read.
     """
     return from_first_rank(lambda: _weights_alone() if weights_only else _read(directory, info))
 
@@ -85,11 +82,7 @@ def index_text(places: Iterable[tuple[str, Place]]) -> str:
 
 
 def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
-    """Return the place of the state of each parameter, read from a file.
-
-    Raises:
-        CheckpointError: if it does not say places, or places that this run cannot have had.
-    """
+    """Return the place of the state of each parameter, read from a file."""
     try:
         found: Any = parse_json(path.read_text(encoding="utf-8"), INDEX_FILE)
         places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
@@ -210,9 +203,6 @@ class SavedOptimizer:
 
         Args:
             elements: elements of the flattened part; at least one.
-
-        Raises:
-            CheckpointError: if there is none.
         """
         place = self._saved.places.get(name)
         if place is None:

@@ -26,11 +26,7 @@ from megatron_terapipe.model.gpt import vocabulary_parts
 def restore(
     engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, *, weights_only: bool
 ) -> None:
-    """Read this rank's part of a checkpoint, on every rank.
-
-    Raises:
-        CheckpointError: if a file cannot be read, or lacks a parameter.
-    """
+    """Read this rank's part of a checkpoint, on every rank."""
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     own_parts = vocabulary_parts(module._layer_specs)
@@ -138,9 +134,6 @@ def load_checkpoint(
 
     Args:
         saved: facts that the first rank read for all.
-
-    Raises:
-        CheckpointError: if a file cannot be read, or lacks a parameter.
     """
     restore(engine, directory, info, saved, weights_only=config.weights_only)
     if config.weights_only:

@@ -157,9 +157,6 @@ def check_room(save: Path, size: int) -> None:
 
     Args:
         size: bytes of the checkpoint.
-
-    Raises:
-        CheckpointError: if there is less room.
     """
     free = disk_usage(save).free
     if free < size:
@@ -237,9 +234,6 @@ class UnfinishedSave:
 
         Returns:
             Lines for the log.
-
-        Raises:
-            SaveError: on every rank alike, if a rank could not write its part. What was written is then gone.
         """
         self._writer.write_kept()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -288,9 +282,6 @@ def begin_save(
         info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
         in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call while training goes on.
-
-    Raises:
-        SaveError: on every rank alike, if there is no room.
     """
     directory = Path(save) / checkpoint_tag(info.iteration)
     info = replace(info, has_manifest=True)
@@ -313,9 +304,6 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's directory.
-
-    Raises:
-        SaveError: on every rank alike, if a rank could not write its part.
     """
     unfinished = begin_save(engine, save, info, keep_last=keep_last)
     unfinished.finish()
@@ -409,11 +397,7 @@ class BackgroundSaves:
         return bool(done.item())
 
     def finish(self) -> list[str]:
-        """Wait for the checkpoint in flight, if there is one; return lines for the log.
-
-        Raises:
-            SaveError: on every rank alike, if it could not be saved.
-        """
+        """Wait for the checkpoint in flight, if there is one; return lines for the log."""
         if self._thread is None:
             return []
         self._thread.join()

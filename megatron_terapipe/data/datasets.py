@@ -92,9 +92,6 @@ def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | N
         weights: share of each dataset, positive, in any unit.
         num_samples: number of samples to choose.
         cache: keeps the order; None keeps nothing.
-
-    Raises:
-        DataError: the cache cannot be written.
     """
     cache = cache or IndexCache(None)
     description = {"kind": "order of datasets, version 2", "weights": list(weights), "num_samples": num_samples}
@@ -217,10 +214,6 @@ def build_datasets(
         num_samples: samples of training, validation and test; 0 builds none.
         vocab_size: every token id is below it, which is seen to whenever a sample is read; None for any id.
         reads: whether samples are read here; otherwise only their number is known.
-
-    Raises:
-        DataError: a dataset is missing or damaged, a part that is needed has too little text, or the cache cannot be
-            written.
     """
     builder = _Builder(data, seq_length, seed, vocab_size, reads)
     train, valid, test = num_samples

@@ -46,11 +46,7 @@ class ReadFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file.
-
-        Raises:
-            DataError: it cannot be opened.
-        """
+        """Open the file."""
         self.path = path
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,11 +56,7 @@ class ReadFile:
         self.size = os.fstat(self._handle).st_size
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return bytes of the file, all that are asked for.
-
-        Raises:
-            DataError: the disk fails, or the file has become shorter.
-        """
+        """Return bytes of the file, all that are asked for."""
         found = self._read(start, num_bytes)
         while len(found) < num_bytes:  # The operating system may return large reads in parts.
             part = self._read(start + len(found), num_bytes - len(found))
@@ -116,20 +108,12 @@ class FileColumn:
         Args:
             first: index of the first, at least 0.
             end: index after the last, at most the length.
-
-        Raises:
-            DataError: they cannot be read.
         """
         content = self._file.read(self.byte_of(first), (end - first) * self.dtype.itemsize)
         return np.frombuffer(content, self.dtype)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return one number, or an array of a run of them.
-
-        Raises:
-            IndexError: there is no such number.
-            DataError: it cannot be read.
-        """
+        """Return one number, or an array of a run of them."""
         if isinstance(index, slice):
             first, end, step = index.indices(self._length)
             return self.read(first, max(first, end))[::step] if step > 0 else self.read(0, self._length)[index]
@@ -212,9 +196,6 @@ class IndexCache:
 
         Args:
             description: all that decides the arrays, of types that JSON has.
-
-        Raises:
-            DataError: the directory cannot be written, and must be.
         """
         if self._folder is None:
             return compute()
@@ -256,11 +237,7 @@ def _load(folder: Path, key: str, description: Mapping[str, object]) -> Mapping[
 
 
 def _column(path: Path, *, dtype: str, length: int, crc32: int) -> FileColumn:
-    """Return the numbers of a file, all of which are read once.
-
-    Raises:
-        ValueError: they are not those that were stored.
-    """
+    """Return the numbers of a file, all of which are read once."""
     if length < 0:
         raise ValueError(length)
     file = ReadFile(path)

@@ -59,9 +59,6 @@ class SampleOrder:
             seq_length: tokens the model sees per sample.
             epochs: number of times that each document comes.
             seed: seed of every shuffle, in [0, 2**32).
-
-        Raises:
-            DataError: the cache cannot be written.
         """
         description = {
             "kind": "order of documents and samples, version 1",
@@ -142,9 +139,6 @@ class GPTDataset:
             seed: seed of every shuffle, in [0, 2**32).
             vocab_size: every id is below it, which is seen to whenever a sample is read; None for any id.
             cache: keeps the order; None keeps nothing.
-
-        Raises:
-            DataError: the documents together are shorter than one sample, or the cache cannot be written.
         """
         tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         lengths = indexed.sequence_lengths[documents.start : documents.stop]
@@ -173,11 +167,7 @@ class GPTDataset:
         return position, token - int(self._stream_starts[position])
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        """Return the token ids of one sample, int64 [seq_length + 1].
-
-        Raises:
-            DataError: a file cannot be read, or is not what it was at the start.
-        """
+        """Return the token ids of one sample, int64 [seq_length + 1]."""
         tokens = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         for _, _, ids in self._runs(sample):
@@ -224,11 +214,7 @@ class GPTDataset:
 
 
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
-    """Return the number of tokens of the documents.
-
-    Raises:
-        DataError: if they are fewer than one sample takes.
-    """
+    """Return the number of tokens of the documents."""
     tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise DataError(

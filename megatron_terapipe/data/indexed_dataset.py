@@ -94,10 +94,6 @@ class IndexedDatasetWriter:
 
         Args:
             ids: token ids, [length].
-
-        Raises:
-            OverflowError: an id does not fit the type chosen for the vocabulary.
-            DataError: the disk is full or fails, or the document is longer than the format can say.
         """
         tokens = np.asarray(ids, dtype=self._dtype)
         if tokens.size > _LONGEST:
@@ -115,11 +111,7 @@ class IndexedDatasetWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give both files their names, or remove them after an exception.
-
-        Raises:
-            DataError: the disk is full or fails; what was written is removed.
-        """
+        """Give both files their names, or remove them after an exception."""
         try:
             if kind is None:
                 self._finish()
@@ -171,11 +163,7 @@ class IndexedDatasetWriter:
 
 
 def _own(path: Path) -> IO[bytes]:
-    """Open a file that no other process writes, and empty it.
-
-    Raises:
-        DataError: it cannot be written, or another process does.
-    """
+    """Open a file that no other process writes, and empty it."""
     with _named_errors(path):
         file = path.open("ab")
         try:
@@ -228,9 +216,6 @@ class IndexedDataset:
         Args:
             prefix: path of the two files without `.bin` and `.idx`.
             warm_up: whether to read the ids once, so that the operating system has them in memory.
-
-        Raises:
-            DataError: a file is missing, truncated, or not of this format.
         """
         self.prefix = str(prefix)
         missing = [path for path in (data_file(prefix), index_file(prefix)) if not path.is_file()]
@@ -322,10 +307,6 @@ class IndexedDataset:
 
         Returns:
             Token ids of the type on disk, [length]; read only.
-
-        Raises:
-            IndexError: the run is not inside the sequence.
-            DataError: a file cannot be read, or has changed.
         """
         available = int(self.sequence_lengths[sequence]) - offset
         if length is None:
@@ -346,9 +327,6 @@ class IndexedDataset:
 
         Returns:
             Token ids of the type on disk, [most or less]; read only.
-
-        Raises:
-            DataError: a file cannot be read, or is not what it was when it was opened.
         """
         # A sequence ends where the next begins, so that one read finds both.
         offsets = self._offsets.read(sequence, min(sequence + 2, len(self))) // self.dtype.itemsize

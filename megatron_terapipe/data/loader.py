@@ -120,9 +120,6 @@ class MicroBatchLoader(Iterator[Batch]):
             pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
                 from there.
             seq_length: tokens of a sample; of long ones fewer are prepared ahead.
-
-        Raises:
-            ConfigError: the rank is outside the data-parallel size, or a size makes no sense.
         """
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(

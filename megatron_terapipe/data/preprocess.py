@@ -54,9 +54,6 @@ def read_lines(path: Path) -> Iterator[Lines]:
 
     Args:
         path: plain, or compressed where its name ends in `.gz` or `.zst`.
-
-    Raises:
-        DataError: the file cannot be read, or what decompresses it is not installed.
     """
     try:
         with ExitStack() as stack:
@@ -85,11 +82,7 @@ class _ZstandardFile(io.RawIOBase):
     """Reader of a file of Zstandard frames; the package's own reader takes a truncated file for a whole one."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        """Begin at the first frame.
-
-        Raises:
-            DataError: the package is not installed.
-        """
+        """Begin at the first frame."""
         try:
             import zstandard
         except ImportError:
@@ -106,12 +99,7 @@ class _ZstandardFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer as far as the next bytes go.
-
-        Raises:
-            OSError: the file is damaged.
-            EOFError: the last frame is cut short.
-        """
+        """Fill the buffer as far as the next bytes go."""
         while not self._decoded:
             self._compressed = self._compressed or self._raw.read(_RUN_BYTES)
             if not self._compressed:
@@ -162,19 +150,11 @@ class LineEncoder:
     """Type and files of the tokenizer."""
 
     def built_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of this process.
-
-        Raises:
-            DataError: there is no such tokenizer, or its files are missing or malformed.
-        """
+        """Return the tokenizer of this process."""
         return _tokenizer(self.tokenizer)
 
     def __call__(self, lines: Lines) -> EncodedLines:
-        """Encode every document of the lines.
-
-        Raises:
-            DataError: a line is no JSON object with the keys.
-        """
+        """Encode every document of the lines."""
         tokenizer = self.built_tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
         documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
@@ -263,10 +243,6 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
 
     Args:
         workers: processes that encode; 1 encodes in this one.
-
-    Raises:
-        DataError: the input or the tokenizer's files are missing or malformed, nothing was in them,
-            or a worker died.
     """
     if not encoder.source.is_file():
         raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
@@ -385,9 +361,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
     Args:
         argv: words that people type; None = those of this process.
         prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
     """
     return run_command(lambda: _run(argv, prog))
 

@@ -41,9 +41,6 @@ def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
     """Check that every id is below the size of the vocabulary.
 
     An id that is in range but has no text is no error.
-
-    Raises:
-        DataError: if one is not.
     """
     for token in ids:
         if not 0 <= token < vocab_size:
@@ -75,11 +72,7 @@ class PackageTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`.
-
-        Raises:
-            DataError: the tokenizer contradicts itself, as one whose token for unknown words is not in its vocabulary.
-        """
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
         # The fast form leaves out which characters each token came from: a quarter less time.
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
@@ -91,11 +84,7 @@ class PackageTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced."""
         check_in_vocabulary(ids, self.vocab_size)
         try:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -121,9 +110,6 @@ class HuggingFaceTokenizer(PackageTokenizer):
         Args:
             path: `tokenizer.json`, or the directory that holds it. A `tokenizer_config.json` beside it says which
                 token ends a document.
-
-        Raises:
-            DataError: the file is missing or malformed, or no token ends a document.
         """
         file = path / TOKENIZER_FILE if path.is_dir() else path
         tokenizer = _read_tokenizer_json(file)
@@ -213,9 +199,6 @@ class GPT2BPETokenizer(PackageTokenizer):
         Args:
             vocab_file: JSON object from token, in GPT-2's printable spelling, to id.
             merge_file: one rule `left right` a line, best first, after an optional `#version` line.
-
-        Raises:
-            UserError: a file is missing or malformed, or they are not of the same encoding.
         """
         vocabulary = _read_vocabulary(vocab_file)
         merges = _read_merges(merge_file, vocabulary)
@@ -332,9 +315,6 @@ class TikTokenizer:
         Args:
             vocab_size: number of ids, special tokens included; the vocabulary is cut to fit. None for 2**17.
             special_tokens: the first of them; the rest are fillers. None for `TIKTOKEN_SPECIAL_TOKENS`.
-
-        Raises:
-            DataError: the package is not installed, the file is missing or malformed, or numbers do not fit.
         """
         try:
             from tiktoken import Encoding
@@ -364,11 +344,7 @@ class TikTokenizer:
         return self._encoding.encode_ordinary(without_lone_surrogates(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced."""
         check_in_vocabulary(ids, self.vocab_size)
         return self._encoding.decode(list(ids))
 
@@ -414,11 +390,7 @@ class SentencePieceTokenizer:
     name = "SentencePieceTokenizer"
 
     def __init__(self, path: Path) -> None:
-        """Read the model.
-
-        Raises:
-            DataError: the package is not installed, the file is missing or malformed, or has no end of sentence.
-        """
+        """Read the model."""
         self._model = _read_sentencepiece_model(path)
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
@@ -433,11 +405,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; the end of a document has none.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Return the text of `ids`; the end of a document has none."""
         check_in_vocabulary(ids, self.vocab_size)
         text: str = self._model.decode(list(ids))
         return text

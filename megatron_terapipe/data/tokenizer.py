@@ -28,11 +28,7 @@ class NullTokenizer:
     name = "NullTokenizer"
 
     def __init__(self, vocab_size: int | None) -> None:
-        """Take the number of ids without the end of a document.
-
-        Raises:
-            DataError: it is not given.
-        """
+        """Take the number of ids without the end of a document."""
         if vocab_size is None:
             raise DataError(
                 "NullTokenizer has no vocabulary of its own: add --vocab-size, without the end of a document"
@@ -40,11 +36,7 @@ class NullTokenizer:
         self.eod, self.vocab_size = vocab_size, vocab_size + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids that `text` lists.
-
-        Raises:
-            DataError: a word is no id of the vocabulary.
-        """
+        """Return the ids that `text` lists."""
         words, digits = text.split(), len(str(self.eod))
         wrong = next(
             (word for word in words if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod),
@@ -58,11 +50,7 @@ class NullTokenizer:
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return `ids` as text.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Return `ids` as text."""
         check_in_vocabulary(ids, self.vocab_size)
         return " ".join(map(str, ids))
 
@@ -79,11 +67,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; the end of a document has none.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Return the text of `ids`; the end of a document has none."""
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise DataError(
@@ -116,9 +100,6 @@ class Tokenizer(Protocol):
         """Return the text of `ids`.
 
         Bytes that are no UTF-8 become the replacement character.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
         """
 
 
@@ -176,12 +157,7 @@ TOKENIZERS: dict[str, Callable[[TokenizerSettings], Tokenizer]] = {
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """Build the tokenizer that the settings name.
-
-    Raises:
-        DataError: the name is unknown, a file is missing, malformed or superfluous, a size is missing, or a package is
-            not installed.
-    """
+    """Build the tokenizer that the settings name."""
     name = settings.tokenizer_type
     if name not in TOKENIZERS:
         raise DataError(f"unknown tokenizer type {name!r}: choose {one_of(list(TOKENIZERS))}")
@@ -219,11 +195,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """Return the text that one more token completes; empty while it completes none.
-
-        Raises:
-            DataError: the id is outside the vocabulary.
-        """
+        """Return the text that one more token completes; empty while it completes none."""
         self._pending.append(token)
         return "" if self._growth().endswith(UNDECODED) else self.rest()
 

@@ -41,9 +41,6 @@ def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexC
 
     Args:
         cache: keeps the range of each file until the file changes.
-
-    Raises:
-        DataError: a file has an id that the tokenizer does not have, or the cache cannot be written.
     """
     for prefix in prefixes:
         smallest, largest = token_range(prefix, cache)
@@ -147,11 +144,7 @@ class TokenizerRecord:
         )
 
     def write(self, prefix: str | Path) -> None:
-        """Write the record beside its dataset.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write the record beside its dataset."""
         path = record_file(prefix)
         partial = Path(f"{path}.partial")
         write_text(partial, json.dumps(asdict(self), indent=1) + "\n")
@@ -159,11 +152,7 @@ class TokenizerRecord:
 
     @classmethod
     def read(cls, prefix: str | Path) -> Self | None:
-        """Read the record of a dataset; None if it has none, or one of other data that had its name before.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Read the record of a dataset; None if it has none, or one of other data that had its name before."""
         path = record_file(prefix)
         if not path.is_file():
             return None
@@ -181,9 +170,6 @@ class TokenizerRecord:
 
         Args:
             reads_ends: whether the run looks for ends of documents.
-
-        Raises:
-            DataError: its ids are another text, or its documents end with another id.
         """
         written = f"{data_file(prefix)} was tokenized with {self.tokenizer} of {self.vocab_size} ids"
         remedy = f"give the tokenizer of the data, or preprocess the texts again ({record_file(prefix)} has the record)"
@@ -205,9 +191,6 @@ def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, re
 
     Args:
         reads_ends: whether the run looks for ends of documents.
-
-    Raises:
-        UserError: a dataset means something else to it, or a record is damaged.
     """
     for prefix in prefixes:
         record = TokenizerRecord.read(prefix)

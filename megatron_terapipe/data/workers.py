@@ -29,9 +29,6 @@ def map_ahead(
 
     Args:
         window: most items submitted and not yet yielded, at least 1.
-
-    Raises:
-        BaseException: whatever the function raised, at the place of its item; the iteration ends.
     """
     pending: deque[Future[Result]] = deque()
     try:
@@ -85,12 +82,7 @@ class WorkerProcesses(Generic[Item, Result]):
         return self
 
     def __call__(self, item: Item) -> Result:
-        """Return `function(item)`, computed in an idle process.
-
-        Raises:
-            Exception: what the function raised.
-            DataError: the process died.
-        """
+        """Return `function(item)`, computed in an idle process."""
         connection = self._idle.get()
         try:
             connection.send(item)

@@ -31,9 +31,6 @@ class SavedTensors:
 
     Args:
         directory: holds one file, or an index and the files that it names.
-
-    Raises:
-        CheckpointError: if there is neither, or a file is missing or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,22 +44,14 @@ class SavedTensors:
         return frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, in the shape [...] that the file gives it.
-
-        Raises:
-            CheckpointError: if the file that the index names does not hold it.
-        """
+        """Read one tensor, in the shape [...] that the file gives it."""
         try:
             return self._open(self._files[name]).get_tensor(name)
         except Exception as error:
             raise self._unreadable(self._files[name], error) from None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, which is not read.
-
-        Raises:
-            CheckpointError: if the file that the index names does not hold it.
-        """
+        """Return the shape of a tensor, which is not read."""
         try:
             return tuple(self._open(self._files[name]).get_slice(name).get_shape())
         except Exception as error:
@@ -151,11 +140,7 @@ def _publish(temporary: Path, file: Path) -> None:
 
 
 def safetensors(module: str) -> Any:
-    """The package, or a module of it.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
+    """The package, or a module of it."""
     try:
         return import_module(f"safetensors{module}")
     except ImportError:
@@ -171,11 +156,7 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 class FolderWeights:
-    """The weights of a folder, each read from its files when it is asked for.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged, or lacks a tensor, or has one too many.
-    """
+    """The weights of a folder, each read from its files when it is asked for."""
 
     def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
         self._directory, self._family, self._model = directory, family, model
@@ -191,27 +172,16 @@ class FolderWeights:
 
         Args:
             tensor_parallel_rank: 0, since nobody has cut it.
-
-        Raises:
-            CheckpointError: if a file cannot be read.
         """
         rule = self._rules(index)[name]
         return rule.join([self._tensors.read(self._spelled[theirs]) for theirs in rule.theirs])
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """Return all weights [...] of a pipeline layer by name.
-
-        Raises:
-            CheckpointError: if a file cannot be read.
-        """
+        """Return all weights [...] of a pipeline layer by name."""
         return {name: self.weight(index, name) for name in self._rules(index)}
 
     def check(self) -> None:
-        """See that the folder has every tensor of the model, each in its shape, and no other. No tensor is read.
-
-        Raises:
-            CheckpointError: naming the first that is not so.
-        """
+        """See that the folder has every tensor of the model, each in its shape, and no other. No tensor is read."""
         expected: dict[str, torch.Size] = {}
         for index in layers_with_weights(self._model):
             shapes = dict(meta_layer(self._model, index).named_parameters())

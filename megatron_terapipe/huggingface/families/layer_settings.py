@@ -64,7 +64,7 @@ def rotations(
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
-        section = next((found for name in _SECTIONS if (found := file.section(name))), file.section(_SECTIONS[0]))
+        section = next((each for name in _SECTIONS if (each := file.section(name))), file.section(_SECTIONS[0]))
         for layer_type in (_WHOLE, _WINDOW):
             section.expect(layer_type, (None,))
         if original_length is not None:
@@ -72,7 +72,7 @@ def rotations(
             section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, original_length))
         if _scaling_of(section) in older_names:
             section = section.with_value("rope_type", "longrope")
-        found = {
+        found: dict[str, Any] = {
             "position_embedding_type": "rope",
             "rotary_base": float(section.value("rope_theta", NUMBER, file.value(base_key, NUMBER, base))),
         }
@@ -87,7 +87,7 @@ def rotations(
     def write(model: ModelConfig) -> Mapping[str, Any]:
         fraction = {} if part is None else {part_key: model.rotary_percent}
         # In the form that transformers 4 and 5 read.
-        keys = {base_key: model.rotary_base, **fraction, "rope_scaling": _written_scaling(model)}
+        keys: dict[str, Any] = {base_key: model.rotary_base, **fraction, "rope_scaling": _written_scaling(model)}
         if original_length is not None and model.rotary_scaling != "none":
             keys[_ORIGINAL] = model.rotary_original_length
         return keys

@@ -38,7 +38,7 @@ WORD = Kind("a word", lambda value: isinstance(value, str))
 WORDS = Kind("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
 BITS = Kind("a list of 0 and 1", lambda value: isinstance(value, list) and all(each in (0, 1) for each in value))
 NUMBERS = Kind(
-    "a list of numbers above 0", lambda value: isinstance(value, list) and value and all(map(NUMBER.fits, value))
+    "a list of numbers above 0", lambda value: isinstance(value, list) and bool(value) and all(map(NUMBER.fits, value))
 )
 SECTION = Kind("a JSON object", lambda value: isinstance(value, Mapping))
 
