@@ -4,6 +4,6 @@
 on DeepSpeed. Importing this package imports neither torch nor deepspeed.
 """
 
-__all__ = ["plan", "runtime", "transformers_layers"]
+__all__ = ["plan", "runtime"]
 
 __version__ = "0.1.0"

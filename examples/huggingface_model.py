@@ -3,12 +3,12 @@
 import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers_layers import pipeline_layers, split_batch, summed_loss  # the folder beside this file
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.transformers_layers import pipeline_layers, split_batch, summed_loss
 
 init_distributed()
 torch.manual_seed(0)  # every rank makes the same model and reads the same data

@@ -63,7 +63,9 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
             another sequence length.
     """
     if not isinstance(batch, Sequence) or len(batch) != 2:
-        of_hugging_face = "; for dicts of Hugging Face's loaders give the module transformers_layers.split_batch"
+        of_hugging_face = (
+            "; for dicts of Hugging Face's loaders give the module split_batch of examples/transformers_layers"
+        )
         raise UserError(
             f"the data iterator yields a {type(batch).__name__}, and micro-batches are pairs: yield (inputs, labels), "
             f"each a tensor, or a tuple or dict of tensors{of_hugging_face if isinstance(batch, Mapping) else ''}"

@@ -79,12 +79,6 @@ LAYERS = (
         (*PLAN, "deepspeed_ext.pointwise"),
         ("torch", "deepspeed", "packaging", "psutil"),
     ),
-    # transformers is imported when a model of it is handed over.
-    Layer(
-        ("deepspeed_ext.transformers_layers", "deepspeed_ext.transformers_layers.*"),
-        (*PLAN, "deepspeed_ext.runtime"),
-        ("torch", "deepspeed.pipe", "deepspeed.runtime.pipe", "transformers"),
-    ),
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.*"),
         (*PLAN, *CONFIG, "deepspeed_ext.pointwise"),

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def names_of_the_text() -> dict[str, Any]:
 def run_blocks(paths: list[Path], directory: Path) -> None:
     os.chdir(directory)  # Some blocks write files, and some read examples.
     Path("examples").symlink_to(ROOT / "examples")
+    sys.path.insert(0, str(ROOT / "examples"))  # for `transformers_layers`
     for path in paths:
         names = names_of_the_text()
         for block in python_of(path):

@@ -18,7 +18,8 @@ from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.engine_base import gathered_by_first_rank
 from deepspeed_ext.runtime.micro_batch import TokenSliceBatch, split_along_sequence
 from deepspeed_ext.runtime.module import takes_past
-from deepspeed_ext.transformers_layers.layers import (
+
+from .layers import (
     IGNORED,
     NAME,
     DecoderLayer,

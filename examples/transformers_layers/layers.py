@@ -5,7 +5,7 @@ A token of Llama 3 has 128,256 logits: 770 kB with what the loss keeps of them, 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -150,22 +150,14 @@ def attend(
     return past.attend(*heads_last, scale=scaling, dropout=dropout, window=sliding_window, softcap=softcap), None
 
 
-@dataclass(slots=True)
-class _Place:
-    """The token slice that a layer computes, and the numbers of the dropouts that it still comes to."""
-
-    past: Past
-    sites: Iterator[int] = field(default_factory=lambda: count(1))
-
-
 class PlacedDropout(nn.Module):
     """Dropout in the place of an `nn.Dropout`, whose masks depend on the place of each element alone."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.p = probability
-        self.place: _Place | None = None
-        """Where the layer that this belongs to is; None while the model runs on its own."""
+        self.place: tuple[Past, Iterator[int]] | None = None
+        """The token slice, and the numbers of the dropouts still to come; None while the model runs on its own."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Zero elements of `inputs` [B, N, C], when training."""
@@ -173,7 +165,8 @@ class PlacedDropout(nn.Module):
             return inputs
         if self.place is None:
             return functional.dropout(inputs, self.p)
-        return self.place.past.dropout(inputs, self.p, site=next(self.place.sites))
+        past, sites = self.place
+        return past.dropout(inputs, self.p, site=next(sites))
 
 
 class PlacedLayer(nn.Module):
@@ -196,7 +189,7 @@ class PlacedLayer(nn.Module):
     @contextmanager
     def at(self, past: Past) -> Iterator[None]:
         """Tell the dropouts where the token slice is, while it passes."""
-        place = _Place(past)
+        place = (past, count(1))
         for dropout in self._dropouts:
             dropout.place = place
         try:

@@ -4,13 +4,12 @@
         pipeline_layers(model), layout=layout, token_slices=cut, split_batch=split_batch, loss_fn=summed_loss
     )
 
-`parts` finds the parts of a model by its structure, `layers` makes pipeline layers of them, `attention` lets them
-attend across token slices, and `batches` reads what Hugging Face's data loaders yield. transformers itself is imported
-when a model is handed over.
+Copy this folder beside your program, or name `examples` in PYTHONPATH. `layers` has the layers and their attention over
+token slices, `pipeline` finds the parts of a model and splits batches of Hugging Face's data loaders.
 """
 
-from deepspeed_ext.transformers_layers.layers import TiledLogits
-from deepspeed_ext.transformers_layers.pipeline import (
+from .layers import TiledLogits
+from .pipeline import (
     gathered_state_dict,
     labelled_tokens,
     pipeline_layers,
