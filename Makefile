@@ -77,10 +77,10 @@ reference: $(VENV)/installed ## write the pages about all flags and commands ane
 
 bench: $(VENV)/installed ## measure schedules and memory on two cores, simulator and solvers too
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory
-	$(BIN)/python -m benchmarks.slicing_overhead
-	$(BIN)/python -m benchmarks.gradient_accumulation
+	$(BIN)/python -m benchmarks.one_rank overhead
+	$(BIN)/python -m benchmarks.one_rank bf16
 	$(BIN)/python -m benchmarks.schedule_speed
-	$(BIN)/python -m benchmarks.simulator_speed
+	$(BIN)/python -m benchmarks.solver_speed simulator
 	$(BIN)/python -m benchmarks.solver_speed
 
 bench-engines: $(VENV)/installed ## our engine beside DeepSpeed's and torch's pipelines and plain torch; writes the page, in 12 minutes

@@ -23,13 +23,21 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measuring.device import SHARINGS, Sharing, has_gpu, join, possible_sharings, software
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
-from benchmarks.measuring.report import Section, progress, publish
+from benchmarks.measuring.report import (
+    SHARINGS,
+    Section,
+    Sharing,
+    has_gpu,
+    join,
+    possible_sharings,
+    progress,
+    publish,
+    software,
+)
 from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from benchmarks.measuring.worlds import RankFailed, World
-from benchmarks.plain_loop import adamw
-from benchmarks.utilization import seconds_of
+from benchmarks.one_rank import adamw, seconds_of
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 from megatron_terapipe.config import ModelConfig

@@ -1,4 +1,6 @@
-"""Kernels of a transformer layer and token slice, forward and backward: what a device would be told to launch.
+"""Kernels and operators that a step launches.
+
+Kernels of a transformer layer and token slice, forward and backward: what a device would be told to launch.
 
     python -m benchmarks.kernel_counts [--eager]
 
@@ -9,22 +11,41 @@ fusion, which it does for CPUs and GPUs alike; with `--eager` its operators are 
 
 The last column is for gradients that add up in fp32: those of norms and biases are then left as they are, and added for
 all layers of a stage in one call, which no layer is charged for.
+
+Kernels and memory traffic of each operator of a model, as `search.software.description` counts them.
+
+    python -m benchmarks.kernel_counts operators
+
+Counted is what a GPU would be told to launch, in bf16 without dropout, gradients added up in fp32: the modules of the
+trainer run on the meta device, and `kernel_counter` watches them. Of attention it is a token slice in the
+middle of a sequence, four query heads to a key head. What an operator costs that has no module of its own (biases,
+rotations, norms of queries and keys) is what a module costs with it, less what it costs without.
 """
 
 import argparse
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.measuring.counters import counting
+from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
+from deepspeed_ext.runtime.gradients import weight_gradients
+from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient
+from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.block import TransformerBlock
-from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
+from megatron_terapipe.model.attention import SelfAttention
+from megatron_terapipe.model.block import Activation, DropoutSite, TransformerBlock, residual_dropout
+from megatron_terapipe.model.embedding import WordEmbedding, tied_logits
+from megatron_terapipe.model.gpt import gpt_loss
+from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks
 
 SIZES = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 256}
 LLAMA = {
@@ -72,7 +93,7 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
     return forwards[2], backwards[2]
 
 
-def main() -> None:
+def count_kernels() -> None:
     """Print the table, and what each number is made of."""
     parser = argparse.ArgumentParser(description="Kernels of a layer and token slice.")
     parser.add_argument("--eager", action="store_true", help="count pointwise functions by their operators")
@@ -89,4 +110,237 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    count_kernels()
+
+
+ROWS, TOKENS, HIDDEN, WORDS = 2, 256, 1024, 4000
+OPERATOR_SIZES: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "seq_length": 4 * TOKENS,
+    "vocab_size": WORDS,
+}
+PRECISION = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Kernels and numbers, of one direction."""
+
+    kernels: float
+    """Without those of products and attention."""
+    numbers: float
+    """Of the precision that layers compute in, read and written."""
+    other_bytes: float
+    """Bytes of numbers of other types."""
+    products: float = 0.0
+    """Kernels of products and attention."""
+
+    @classmethod
+    def of(cls, counter: KernelCounter) -> "Counted":
+        """What a counter has found."""
+        products = sum(counter.found[each] for each in PRODUCTS)
+        others = sum(count * dtype.itemsize for dtype, count in counter.moved.items() if dtype is not PRECISION)
+        return cls(sum(counter.found.values()) - products, counter.moved[PRECISION], others, products)
+
+    def __sub__(self, other: "Counted") -> "Counted":
+        """What is more than in another one."""
+        pairs = zip(self._values, other._values, strict=True)
+        return Counted(*(mine - its for mine, its in pairs))
+
+    def per(self, outputs: float) -> "Counted":
+        """Traffic for each number that is put out."""
+        return Counted(self.kernels, self.numbers / outputs, self.other_bytes / outputs, self.products)
+
+    @property
+    def _values(self) -> tuple[float, float, float, float]:
+        return self.kernels, self.numbers, self.other_bytes, self.products
+
+
+Both = tuple[Counted, Counted]
+"""Forward and backward."""
+
+
+def operators() -> dict[str, Both]:
+    """Each operator by its name in `Operators`, for each number that it is counted for."""
+    model, ranks = ModelConfig(**OPERATOR_SIZES), TensorParallelRanks()
+    states = ROWS * TOKENS * HIDDEN
+    plain, rotated, normed = (
+        _attention(_model(**more)) for more in ({}, {"position_embedding_type": "rope"}, {"qk_norm": "head"})
+    )
+    of_queries, of_keys = _channels(model)
+    rotary, norms = (_less(each[0], plain[0]) for each in (rotated, normed))
+    # Two norms are counted, of queries and of keys.
+    head_norm = tuple(Counted(each.kernels / 2, each.numbers, each.other_bytes) for each in norms)
+    forward, backward = plain[0]
+    return {
+        "layernorm": _per(states, _module(NORMS["layernorm"](model, ranks))),
+        "rmsnorm": _per(states, _module(NORMS["rmsnorm"](_model(), ranks))),
+        "residual": _per(states, _residual(ranks)),
+        "activation": _per(states, _module(Activation("gelu"))),
+        "gated_activation": _per(states, _module(Activation("swiglu"), width=2 * HIDDEN)),
+        "bias": _per(states, _less(_linear(ranks, bias=True), _linear(ranks, bias=False))),
+        "rotary": _per(of_queries + of_keys, rotary),
+        "head_norm": _per(of_queries + of_keys, head_norm),
+        "heads": _per(2 * (of_queries + of_keys), (forward, backward - _of_prefix(plain))),
+        "exchange": _per(2 * (of_queries + of_keys), _exchanges(model)),
+        "loss": _loss(model, ranks),
+        "embedding": _per(states, _embedding(model, ranks)),
+    }
+
+
+def prefix() -> Counted:
+    """Gradients that the backward of a token slice adds up for each key or value channel before it."""
+    model = _model()
+    return _of_prefix(_attention(model)).per(2 * _channels(model)[1])
+
+
+def product() -> Both:
+    """A matrix product."""
+    return _linear(TensorParallelRanks(), bias=False)
+
+
+def _model(**more: Any) -> ModelConfig:
+    return ModelConfig(**OPERATOR_SIZES, normalization="rmsnorm", disable_bias_linear=True, **more)
+
+
+def _channels(model: ModelConfig) -> tuple[int, int]:
+    """Channels of the queries, and of the keys, of a token slice."""
+    tokens = ROWS * TOKENS * model.kv_channels
+    return tokens * model.num_attention_heads, tokens * model.blocks[0].num_key_value_heads
+
+
+def _per(outputs: int, both: Both) -> Both:
+    return both[0].per(outputs), both[1].per(outputs)
+
+
+def _less(more: Both, less: Both) -> Both:
+    return more[0] - less[0], more[1] - less[1]
+
+
+def _of_prefix(attention: tuple[Both, Both]) -> Counted:
+    """What one more token slice before costs the backward."""
+    (_, second), (_, third) = attention
+    return third - second
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A module whose matrices have sums of their gradients in fp32, as `BF16_Optimizer` keeps them."""
+    module = module.to("meta", PRECISION)
+    with patch.object(weight_gradients, "_adds_products", lambda *_: True):
+        for weight in module.parameters():
+            if weight.dim() > 1:
+                total = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+                weight.accumulated_gradient = AccumulatedGradient(total, PRECISION)
+    return module
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta", dtype=PRECISION, requires_grad=True)
+
+
+def _both(function: Callable[..., Tensor], *arguments: Tensor) -> Both:
+    """Count a function, forward and backward."""
+    with counting(compiled=True) as forward:
+        output = function(*arguments)
+    return Counted.of(forward), _backward(output)
+
+
+def _backward(output: Tensor) -> Counted:
+    # Of a loss the gradient is one number.
+    gradient = torch.ones((), device="meta") if not output.dim() else torch.empty_like(output)
+    with counting(compiled=True) as counter:
+        torch.autograd.backward(output, gradient)
+    return Counted.of(counter)
+
+
+def _module(module: nn.Module, width: int = HIDDEN) -> Both:
+    return _both(_on_meta(module), _numbers(ROWS, TOKENS, width))
+
+
+def _linear(ranks: TensorParallelRanks, *, bias: bool) -> Both:
+    return _module(ColumnParallelLinear(HIDDEN, HIDDEN, ranks, lambda *_: None, bias=bias))
+
+
+def _residual(ranks: TensorParallelRanks) -> Both:
+    """The sum with the residual, and in the backward the sum of the gradients of both ways."""
+    past = SequenceState(TokenSlices((TOKENS,))).past(0, 0)
+
+    def onto_itself(hidden: Tensor) -> Tensor:
+        # Of something computed: autograd itself keeps the gradients of a leaf.
+        hidden = hidden.view_as(hidden)
+        return residual_dropout(hidden.view_as(hidden), 0.0, DropoutSite.MLP, past, ranks, hidden)
+
+    return _both(onto_itself, _numbers(ROWS, TOKENS, HIDDEN))
+
+
+def _attention(model: ModelConfig) -> tuple[Both, Both]:
+    """Attention of the second and of the third of four token slices, with its products."""
+    layer = _on_meta(SelfAttention(model, model.blocks[0], TensorParallelRanks()))
+    state = SequenceState(TokenSlices((TOKENS,) * 4), sequences=range(ROWS))
+    outputs, forwards, backwards = [], [], []
+    with patch.object(sequence_state, "kernel_for", lambda *_: CudaFlash()):
+        for token_slice in range(4):
+            with counting(compiled=token_slice in (1, 2)) as counter:
+                outputs.append(layer(_numbers(ROWS, TOKENS, HIDDEN), state.past(0, token_slice)))
+            forwards.append(Counted.of(counter))
+        for output in reversed(outputs):
+            for parameter in layer.parameters():
+                parameter.grad = None
+            backwards.insert(0, _backward(output))
+    return (forwards[1], backwards[1]), (forwards[2], backwards[2])
+
+
+def _exchanges(model: ModelConfig) -> Both:
+    """The mean of the two head exchanges of one of two sequence-parallel ranks, without the messages themselves."""
+    ranks, heads, of_keys = (
+        SequenceParallelRanks(size=2),
+        model.num_attention_heads,
+        model.blocks[0].num_key_value_heads,
+    )
+    parts = [_numbers(ROWS, TOKENS, count, model.kv_channels) for count in (heads, of_keys, of_keys)]
+    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as forward:
+        there = sequence_state.to_all_tokens(*parts, ranks)
+        back = sequence_state.to_all_heads(_numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels), ranks)
+    outputs = (*there, back)
+    with patch.object(sequence_state.dist, "all_to_all_single"), counting(compiled=True) as backward:
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    first, second = (
+        Counted(each.kernels / 2, each.numbers, each.other_bytes)
+        for each in (Counted.of(forward), Counted.of(backward))
+    )
+    return first, second
+
+
+def _loss(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
+    """The loss of a vocabulary with padding."""
+    embedding = _on_meta(WordEmbedding(model, ranks))
+    targets = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
+    mask = torch.empty(ROWS, TOKENS, device="meta")
+
+    def loss(hidden: Tensor) -> Tensor:
+        return gpt_loss(tied_logits(embedding, hidden), (targets, mask))
+
+    return _per(ROWS * TOKENS * len(embedding.weight), _both(loss, _numbers(ROWS, TOKENS, HIDDEN)))
+
+
+def _embedding(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
+    tokens = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
+    return _both(_on_meta(WordEmbedding(model, ranks)), tokens)
+
+
+def count_operators(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
+    print("| operator | numbers forward | bytes | kernels | backward | bytes | kernels |")
+    print("|---|---|---|---|---|---|---|")
+    found: dict[str, Iterable[Counted]] = {**operators(), "product": product(), "prefix": (Counted(0, 0, 0), prefix())}
+    for name, both in found.items():
+        cells = (f"{each.numbers:.2f} | {each.other_bytes:.2f} | {each.kernels:g}" for each in both)
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    count_operators()

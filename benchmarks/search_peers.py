@@ -1,10 +1,18 @@
-"""The strategy search beside its peers: seconds of a search, and errors of predictions, in one run and one table each.
+"""The search beside its peers, and after few trials.
+
+The strategy search beside its peers: seconds of a search, and errors of predictions, in one run and one table each.
 
 python -m benchmarks.search_peers [--trials FILE ...] [--document FILE.md]
 
 Ours is measured: searches of whole spaces in seconds of one core, and the error on runs that others published, with
 nothing fitted. `--trials` adds files of more trials, predicted with nothing fitted and calibrated on their other half.
 Figures of peers are those that their authors publish. The tables go into the page, between its markers.
+
+Errors after eight trials of a cluster: trials that `trials.calibration.design` chooses beside as many at random.
+
+    python -m benchmarks.search_peers few TRIALS.jsonl [--trials 8] [--rounds 6]
+
+In each round a third of the trials is held out; the few come from the other two thirds.
 """
 
 import argparse
@@ -13,11 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.measuring.report import Section, progress, written_between
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
-from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.calibration import uncalibrated
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
+from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency, sample_sensitivities
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import Predicted, deal_groups, predict_in_folds, predict_trials, summary
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "search-peers_202611.md"
@@ -137,7 +151,7 @@ def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
     return section.markdown()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def peers(argv: Sequence[str] | None = None) -> int:
     """Measure, and write the tables into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=Path, nargs="+", default=[], metavar="FILE", help="more trials to predict")
@@ -154,4 +168,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(peers())
+
+
+RANDOM_PICKS = 3
+"""Random choices in each round."""
+
+
+def few_trials(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", metavar="TRIALS.jsonl")
+    parser.add_argument("--trials", type=int, default=8, help="that are run (default: 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="thirds that are held out (default: 6)")
+    options = parser.parse_args(argv)
+    trials = [one for one in read_trials(options.path) if one.iteration_time_s is not None]
+    sample, prior = Sample.of(trials), uncalibrated()
+    ratio = sample.simulated_ratio(HardwareEfficiency())
+    slopes = sample_sensitivities(sample, HardwareEfficiency(), prior.parameter_names)
+
+    def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
+        efficiency = fit_efficiency(Sample.of([trials[row] for row in rows])).efficiency
+        return float(np.abs(np.expm1(sample.errors(efficiency, ratio)[held_out])).mean())
+
+    found: dict[str, list[float]] = {"designed": [], "random": []}
+    for round_number in range(options.rounds):
+        random = np.random.default_rng(100 + round_number)
+        order = random.permutation(len(trials))
+        pool, held_out = order[: 2 * len(trials) // 3], order[2 * len(trials) // 3 :]
+        chosen = propose(slopes[pool], prior.covariance, NOISE, options.trials)
+        found["designed"].append(mape(pool[chosen], held_out))
+        for _ in range(RANDOM_PICKS):
+            found["random"].append(mape(random.choice(pool, options.trials, replace=False), held_out))
+    for name, values in found.items():
+        print(f"{name:>10}  mean {np.mean(values):.1%}  worst {np.max(values):.1%}  of {len(values)}")
+
+
+if __name__ == "__main__":
+    few_trials()

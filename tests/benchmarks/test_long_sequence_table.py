@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.long_sequence_table import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
+from benchmarks.long_sequences import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
 
 OURS = Ours(
     strategy="pp 8",

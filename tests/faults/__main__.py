@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measuring.device import software
-from benchmarks.measuring.report import Section, one_line, progress, publish
+from benchmarks.measuring.report import Section, one_line, progress, publish, software
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak
 from tests.faults.fuzzing import campaign as fuzzing

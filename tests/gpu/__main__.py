@@ -11,8 +11,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measuring.device import Sharing, has_gpu, possible_sharings, software
-from benchmarks.measuring.report import Section, one_line, progress, publish
+from benchmarks.measuring.report import (
+    Section,
+    Sharing,
+    has_gpu,
+    one_line,
+    possible_sharings,
+    progress,
+    publish,
+    software,
+)
 from benchmarks.measuring.worlds import RankFailed, World
 from tests.gpu import marked, numerics
 from tests.gpu.cases import COLD, WARM, Case, cases

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measuring.device import Sharing, join
-from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.report import Section, Sharing, join, progress
 from benchmarks.measuring.worlds import World
 from tests.gpu.pipelines import EXACT
 from tests.training.equivalence.test_gpt_equivalence import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.measuring.device import join
+from benchmarks.measuring.report import join
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.slicing import TokenSlices

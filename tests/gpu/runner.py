@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measuring.device import Sharing
-from benchmarks.measuring.report import one_line
+from benchmarks.measuring.report import Sharing, one_line
 from benchmarks.measuring.worlds import RankFailed, World
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES

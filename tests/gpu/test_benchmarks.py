@@ -5,8 +5,7 @@ import pytest
 from benchmarks import gpu as operators
 from benchmarks import gpu as training_speed
 from benchmarks.gpu import main
-from benchmarks.measuring.device import LOOPBACK, SHARINGS
-from benchmarks.measuring.report import one_line
+from benchmarks.measuring.report import LOOPBACK, SHARINGS, one_line
 from benchmarks.measuring.workload import benchmark_model
 from benchmarks.measuring.worlds import RankFailed
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import tests.distributed  # noqa: F401  # names what the server of forked ranks has imported already
-from benchmarks.measuring.device import Sharing
-from benchmarks.measuring.report import Section, publish
+from benchmarks.measuring.report import Section, Sharing, publish
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from tests.gpu import marked, numerics

@@ -288,7 +288,7 @@ CANDIDATES = 100
 """Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
 
 NUM_TRIALS = 8
-"""Trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random."""
+"""Trials that are proposed; as many as `benchmarks.search_peers` compares with trials chosen at random."""
 
 
 def write_proposals(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gradient_accumulation import as_deepspeed_does
+from benchmarks.one_rank import as_deepspeed_does
 from deepspeed_ext.runtime.gradients import weight_gradients as accumulated_gradients
 from deepspeed_ext.runtime.gradients.weight_gradients import (
     AccumulatedGradient,

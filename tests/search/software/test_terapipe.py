@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from benchmarks import operator_counts
-from benchmarks.kernel_counts import LLAMA, SIZES, kernels
+from benchmarks import kernel_counts as operator_counts
+from benchmarks.kernel_counts import LLAMA, SIZES, Both, kernels
 from benchmarks.measuring.counters import KernelCounter
-from benchmarks.operator_counts import Both
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.software import Operator, Operators
 from megatron_terapipe.search.machine.terapipe import TERAPIPE

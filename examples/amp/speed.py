@@ -1,6 +1,6 @@
 """Time of the search of AMP's three experiments, and quality of its stage partitions and predictions.
 
-    python -m benchmarks.amp_search_speed --amp-repo DIR [--trials trials_homogeneous.csv]
+    python -m examples.amp.speed --amp-repo DIR [--trials trials_homogeneous.csv]
 
 AMP's own search of the same spaces took 280.7, 271.7 and 147.0 s on one core of a Xeon. Seconds here are those of one
 core, too, after numba has loaded the simulator's code. With the published trials of the homogeneous cluster, it prints
