@@ -49,7 +49,7 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11",
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
-    package_data={"": ["py.typed", "**/*.css", "**/*.html", "**/*.js"]},
+    package_data={"": ["py.typed", "**/*.css", "**/*.html", "**/*.js", "**/*.toml"]},
     py_modules=["pretrain_gpt"],
     data_files=examples(),
     entry_points={"console_scripts": ["terapipe = megatron_terapipe.command.main:main"]},

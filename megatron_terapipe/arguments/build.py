@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from megatron_terapipe.arguments.foreign_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
 from megatron_terapipe.arguments.parser import CommandLine, flags, notices, read_command_line
 from megatron_terapipe.checkpoint.directories import (
@@ -358,7 +358,7 @@ def _check_accepted(line: CommandLine) -> None:
     """Hold the flags that change nothing against those that do."""
     defaults = {each.name: each.default for each in flags()}
     for spelling in line.accepted:
-        accepted = ACCEPTED_FLAGS[spelling]
+        accepted = foreign_flags().flags[spelling]
         if accepted.needs and accepted.needs not in line.given:
             raise ConfigError(f"{spelling} does not say how many: add {flag(accepted.needs)}")
         if accepted.says is not None:

@@ -7,7 +7,7 @@ from textwrap import fill
 from types import MappingProxyType
 from typing import get_type_hints
 
-from megatron_terapipe.arguments.foreign_flags import ACCEPTED_FLAGS, IDLE_FLAGS, NEUTRAL_FLAGS, REFUSED_FLAGS
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.parser import (
     ACCEPTED,
     OTHER_DEFAULTS,
@@ -122,9 +122,7 @@ def _add(group: argparse._ArgumentGroup, each: Flag) -> None:
 
 def markdown() -> str:
     """Return the text of `docs/reference/arguments.md`."""
-    return (
-        "\n".join([*_own(), *_presets(), *_other_defaults(), *_accepted(), *_neutral(), *_idle(), *_refused()]) + "\n"
-    )
+    return "\n".join([*_own(), *_presets(), *_other_defaults(), *_foreign()]) + "\n"
 
 
 def _own() -> Iterable[str]:
@@ -163,43 +161,34 @@ def _other_defaults() -> Iterable[str]:
         yield _row(f"`{flag(each.field)}`", each.theirs, f"{ours[each.field]:g}")
 
 
-def _accepted() -> Iterable[str]:
+def _foreign() -> Iterable[str]:
+    foreign = foreign_flags()
     yield from ["", "## Accepted", ""]
     yield "Flags of other trainers whose effect is always on. They change nothing."
     yield from ["", "| flag | why |", "|---|---|"]
-    for name, accepted in sorted(ACCEPTED_FLAGS.items()):
-        values = " `{" + ",".join(accepted.values) + "}`" if accepted.values else ""
-        rule = ""
-        if accepted.says is not None:
-            rule = f"; an error where {flag(accepted.says[0])} says otherwise"
-        elif accepted.needs:
-            rule = f"; needs {flag(accepted.needs)}"
-        yield _row(f"`{name}`{values}", f"{accepted.reason}{rule}")
-
-
-def _neutral() -> Iterable[str]:
+    for name, each in sorted(foreign.having("accepted").items()):
+        values = " `{" + ",".join(each.values) + "}`" if each.values else ""
+        rule = f"; needs {flag(each.needs)}" if each.needs else ""
+        if each.says is not None:
+            rule = f"; an error where {flag(each.says[0])} says otherwise"
+        yield _row(f"`{name}`{values}", f"{each.text}{rule}")
     yield from ["", "## Accepted at one value", ""]
     yield "Flags of other trainers that change nothing at one value. All others end the run with one line."
     yield from ["", "| flag | accepted | why no other |", "|---|---|---|"]
-    for name, neutral in sorted(NEUTRAL_FLAGS.items()):
-        yield _row(f"`{name}`", f"`{neutral.neutral[0]}`", neutral.otherwise)
-
-
-def _idle() -> Iterable[str]:
+    for name, each in sorted(foreign.having("neutral").items()):
+        yield _row(f"`{name}`", f"`{each.values[0]}`", each.text)
     yield from ["", "## No effect", ""]
     yield "Flags of other trainers that are taken and have no effect here; one line at the start of a run lists them."
     yield "First those that concern operation only, then those that have no effect without a flag that is refused here."
     yield from ["", "| without | flags |", "|---|---|"]
-    for owner in dict.fromkeys(idle.beside for idle in IDLE_FLAGS.values()):
-        names = sorted(name for name, idle in IDLE_FLAGS.items() if idle.beside == owner)
+    idle = foreign.having("idle")
+    for owner in dict.fromkeys(each.without for each in idle.values()):
+        names = sorted(name for name, each in idle.items() if each.without == owner)
         yield _row(f"`{owner}`" if owner else "", ", ".join(f"`{name}`" for name in names))
-
-
-def _refused() -> Iterable[str]:
     yield from ["", "## Refused", "", "Flags of other trainers that end the run with one line.", ""]
     yield from ["| flag | why, and what to do |", "|---|---|"]
-    for name, line in sorted(REFUSED_FLAGS.items()):
-        yield _row(f"`{name}`", line)
+    for name, each in sorted(foreign.having("refused").items()):
+        yield _row(f"`{name}`", each.text)
 
 
 def _row(*cells: str) -> str:

@@ -8,21 +8,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron_terapipe.arguments.foreign_flags import (
-    ACCEPTED_FLAGS,
-    FAMILIES,
-    IDLE_FLAGS,
-    NEUTRAL_FLAGS,
-    OTHER_NAMES,
-    REFUSED_FLAGS,
-    Values,
-)
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import Option, choices_of, field_help, flag, one_of, option_of
+from megatron_terapipe.config.options import Option, Otherwise, choices_of, field_help, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
 
 METAVARS = {int: "N", float: "X", str: "NAME"}
@@ -187,16 +179,25 @@ class CommandLine:
     set_by: dict[str, str] = field(default_factory=dict)
     """Flag that set each field, as it was spelled."""
 
-    def set(self, name: str, value: Any, spelling: str) -> None:
-        """Set a field. A flag may be repeated, and the last one counts; two flags that disagree are an error.
-
-        Raises:
-            ConfigError: if another flag set the field to another value.
-        """
+    def set(self, name: str, spelling: str, value: Any) -> None:
+        """Set a field. A flag may be repeated, and the last one counts; two flags that disagree are an error."""
+        if isinstance(value, Otherwise):
+            self.fallbacks[name] = (spelling, value.value)
+            return
         earlier = self.set_by.setdefault(name, spelling)
         if earlier != spelling and self.given[name] != value:
             raise ConfigError(f"{spelling} contradicts {earlier}: drop one of them")
         self.given[name] = value
+
+    def take(self, spelling: str, value: Any) -> None:
+        """Take a flag of another trainer, which sets nothing."""
+        found = foreign_flags().flags[spelling]
+        if found.verdict == "accepted":
+            if found.values and value not in found.values:
+                raise ConfigError(f"{spelling} {value} is not known: choose {one_of(found.values)}")
+            self.accepted.append(spelling)
+        elif found.verdict == "idle" and spelling not in self.idle:
+            self.idle.append(spelling)
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -216,78 +217,81 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Yield the flag, then what else sets the same field; with each its settings for `argparse`."""
-    own, kind = flag(each.name), each.option
+    own = flag(each.name)
     label = "" if each.default is MISSING else "default: "
     text = each.help + (f" ({label}{each.default_text})" if each.default_text else "")
     settings: dict[str, Any] = {"help": text.replace("%", "%%")}
     if each.kind is bool:
         settings |= {"nargs": 0, "const": True}
     else:
-        settings |= {"type": _converter(each.kind, kind.spellings), "metavar": each.metavar}
+        settings |= {"type": _reader(each.kind, each.option.spellings), "metavar": each.metavar}
     if each.repeated:
         settings["nargs"] = "+"
-    yield [own, *kind.aliases], settings
-    for spelling, value in kind.shorthands.items():
-        yield [spelling], {"nargs": 0, "const": value, "help": f"The same as {own} {value}."}
-    for spelling, value in kind.fallbacks.items():
-        meaning = f"{own} {value}, unless something else sets it."
-        yield [spelling], {"nargs": 0, "const": value, "help": meaning, "action": _Fallback}
-    for spelling, words in kind.translations.items():
-        means = ", ".join(f"{word} is {value or 'the default'}" for word, value in words.items())
-        metavar = "{" + ",".join(words) + "}"
-        yield [spelling], {"type": _translator(words), "metavar": metavar, "help": f"The same as {own}: {means}."}
-    for spelling, convert in kind.conversions.items():
-        meaning = f"The same as {own}, in Megatron's form."
-        yield [spelling], {"type": _other_form(convert), "metavar": "VALUE", "help": meaning}
+    yield [own, *each.option.aliases], settings
+    for spelling, meaning in each.option.also.items():
+        match meaning:
+            case str():
+                yield [spelling], {"nargs": 0, "const": meaning, "help": f"The same as {own} {meaning}."}
+            case Otherwise(value):
+                text = f"{own} {value}, unless something else sets it."
+                yield [spelling], {"nargs": 0, "const": meaning, "help": text}
+            case Mapping():
+                text = ", ".join(f"{word} is {value or 'the default'}" for word, value in meaning.items())
+                words = "{" + ",".join(meaning) + "}"
+                yield [spelling], {"type": _words(meaning), "metavar": words, "help": f"The same as {own}: {text}."}
+            case _:
+                text = f"The same as {own}, in Megatron's form."
+                yield [spelling], {"type": _argument(meaning), "metavar": "VALUE", "help": text}
 
 
-class _Set(argparse.Action):
-    """Set a field of the command line."""
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader of a value whose ValueError is the line about it."""
 
-    def __init__(self, *, line: CommandLine, **settings: Any) -> None:
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _reader(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a reader of a value of a type, which may have other words for some values."""
+    wanted = {int: "a whole number", float: "a number"}
+
+    def read(text: str) -> Any:
+        if not text.strip():
+            # A script's variable that is not set: `--save "$DIR"`.
+            raise argparse.ArgumentTypeError("is given an empty value: give another, or drop it")
+        try:
+            return kind(other_words.get(text, text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted[kind]}: give one") from None
+
+    return read
+
+
+def _words(meanings: Mapping[str, str | None]) -> Callable[[str], str | None]:
+    def read(text: str) -> str | None:
+        if text not in meanings:
+            raise argparse.ArgumentTypeError(f"{text} is not known: choose {' or '.join(meanings)}")
+        return meanings[text]
+
+    return read
+
+
+class _Keep(argparse.Action):
+    """Hands the flag, as it was spelled, and its value to a function."""
+
+    def __init__(self, *, keep: Callable[[str, Any], None], **settings: Any) -> None:
         super().__init__(**settings)
-        self.line = line
+        self.keep = keep
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         assert option_string is not None
         # A frozen section can hold a tuple.
-        value = self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values
-        self.keep(option_string, value)
-
-    def keep(self, spelling: str, value: Any) -> None:
-        """Write down what was read."""
-        self.line.set(self.dest, value, spelling)
-
-
-class _Fallback(_Set):
-    """Say what a field is where nothing else does."""
-
-    def keep(self, spelling: str, value: Any) -> None:
-        self.line.fallbacks[self.dest] = (spelling, value)
-
-
-class _Accept(_Set):
-    """Change nothing."""
-
-    def keep(self, spelling: str, value: Any) -> None:
-        values = ACCEPTED_FLAGS[spelling].values
-        if values and value not in values:
-            raise ConfigError(f"{spelling} {value} is not known: choose {one_of(values)}")
-        self.line.accepted.append(spelling)
-
-
-class _Ignore(_Set):
-    """Write down that a flag has no effect here."""
-
-    def keep(self, spelling: str, value: Any) -> None:
-        if spelling in IDLE_FLAGS and spelling not in self.line.idle:
-            self.line.idle.append(spelling)
+        self.keep(option_string, self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -334,73 +338,35 @@ def add_trainer_flags(
     for each in flags():
         if each.name in without or only not in (None, each.section):
             continue
-        own: dict[str, Any] = {"action": _Set, "dest": each.name, "line": line}
         for names, settings in spellings(each):
-            groups[each.section].add_argument(*names, **own | settings)
+            keep = partial(line.set, each.name)
+            groups[each.section].add_argument(*names, action=_Keep, dest=each.name, keep=keep, **settings)
             known += names
     if only not in (None, ACCEPTED):
         return known
     group = parser.add_argument_group("Accepted", "Flags of other trainers that change nothing here.")
-    for name, accepted in ACCEPTED_FLAGS.items():
-        value: dict[str, Any] = {"metavar": "{" + ",".join(accepted.values) + "}"} if accepted.values else {"nargs": 0}
-        group.add_argument(name, action=_Accept, line=line, help=f"{accepted.reason.capitalize()}.", **value)
-        known.append(name)
-    for name, idle in IDLE_FLAGS.items():
-        group.add_argument(name, action=_Ignore, line=line, help=argparse.SUPPRESS, **_taking(idle.values))
-        known.append(name)
-    for name, neutral in NEUTRAL_FLAGS.items():
-        taking = _taking("*" if neutral.several else 1)
-        group.add_argument(name, action=_Ignore, line=line, help=argparse.SUPPRESS, **taking)
+    for name, each in foreign_flags().flags.items():
+        if each.verdict == "refused":
+            continue
+        settings: dict[str, Any] = {"help": argparse.SUPPRESS}
+        if each.takes != 1:
+            settings["nargs"] = each.takes
+        if each.verdict == "accepted":
+            settings |= {"help": f"{each.text.capitalize()}.", "metavar": "{" + ",".join(each.values) + "}"}
+        group.add_argument(name, action=_Keep, keep=line.take, **settings)
         known.append(name)
     return known
 
 
-def _taking(values: Values) -> dict[str, Any]:
-    """Return the settings for `argparse` of a flag whose values are not looked at."""
-    return {} if values == 1 else {"nargs": values}
-
-
-def _converter(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str], Any]:
-    wanted = {int: "a whole number", float: "a number"}
-
-    def convert(text: str) -> Any:
-        if not text.strip():
-            # A script's variable that is not set: `--save "$DIR"`.
-            raise argparse.ArgumentTypeError("is given an empty value: give another, or drop it")
-        try:
-            return kind(other_words.get(text, text))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not {wanted[kind]}: give one") from None
-
-    return convert
-
-
-def _other_form(convert: Callable[[str], object]) -> Callable[[str], object]:
-    def read(text: str) -> object:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:
-    def translate(text: str) -> str | None:
-        if text not in words:
-            raise argparse.ArgumentTypeError(f"{text} is not known: choose {' or '.join(words)}")
-        return words[text]
-
-    return translate
-
-
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
+    foreign = foreign_flags()
     by_reason: dict[str, list[str]] = {}
     unknown: set[str] = set()
     for name, values in _flags_with_values(words):
-        if (reason := _refusal(name, values, known)) is not None:
-            by_reason.setdefault(reason, []).append(" ".join((name, *values)) if name in NEUTRAL_FLAGS else name)
+        neutral = name in foreign.flags and foreign.flags[name].verdict == "neutral"
+        if (neutral or name not in known) and (reason := foreign.refusal(name, values)) is not None:
+            by_reason.setdefault(reason, []).append(" ".join((name, *values)) if neutral else name)
         elif name not in known and name not in unknown:
             unknown.add(name)
             hint = _hint(name, known) if len(unknown) <= MOST_HINTS else SEE_HELP
@@ -418,21 +384,10 @@ def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, .
         yield name, (*((value,) if equals else ()), *words[start + 1 : end])
 
 
-def _refusal(name: str, values: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return why a flag of another trainer is refused, and what to do about it; None if it is not."""
-    if name in NEUTRAL_FLAGS:
-        neutral = NEUTRAL_FLAGS[name]
-        return neutral.otherwise if values and not set(values) <= set(neutral.neutral) else None
-    if name in known:
-        return None
-    if name in REFUSED_FLAGS:
-        return REFUSED_FLAGS[name]
-    return next((reason for beginning, reason in FAMILIES.items() if name.startswith(beginning)), None)
-
-
 def _hint(name: str, known: Sequence[str]) -> str:
-    if name in OTHER_NAMES:
-        return f"did you mean {OTHER_NAMES[name]}?"
+    other_names = foreign_flags().other_names
+    if name in other_names:
+        return f"did you mean {other_names[name]}?"
     if len(name) > 2 * max(map(len, known)):
         return SEE_HELP
     # Dashes, which every flag begins with, would make all names alike.

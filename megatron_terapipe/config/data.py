@@ -207,7 +207,7 @@ class DataConfig:
         derived="GPT2BPETokenizer with --vocab-file and --merge-file, else byte",
         choices=tuple(TOKENIZER_FILES),
         spellings=TOKENIZER_SPELLINGS,
-        translations={"--tokenizer-library": TOKENIZER_LIBRARIES},
+        also={"--tokenizer-library": TOKENIZER_LIBRARIES},
     )
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
     GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer. NullTokenizer takes texts of token ids

@@ -13,7 +13,7 @@ from megatron_terapipe.config.layers import (
     layers_of_pattern,
     window_of_megatron,
 )
-from megatron_terapipe.config.options import check_bounds, check_choices, option, resolve
+from megatron_terapipe.config.options import Otherwise, check_bounds, check_choices, option, resolve
 from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
@@ -61,9 +61,8 @@ class ModelConfig:
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
-        shorthands={"--use-rotary-position-embeddings": "rope"},
-        # Scripts pass it beside RoPE: it speaks of the learned positions.
-        fallbacks={"--no-position-embedding": "none"},
+        # Scripts pass the second beside RoPE: it speaks of the learned positions.
+        also={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": Otherwise("none")},
         elsewhere=dict.fromkeys(("relative", "mrope", "alibi", "yarn"), MODEL_CANNOT_BE_TRAINED),
     )
     """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
@@ -80,7 +79,7 @@ class ModelConfig:
 
     rotary_scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = option(
         derived="linear with --rotary-scaling-factor above 1, otherwise none",
-        shorthands={"--use-rope-scaling": "llama3"},
+        also={"--use-rope-scaling": "llama3"},
     )
     """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
     (`linear`); the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
@@ -135,7 +134,7 @@ class ModelConfig:
     """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
     `([0]*3+[1])*8`."""
 
-    sliding_window: int | None = option(None, conversions={"--window-size": window_of_megatron}, least=1, most=10**12)
+    sliding_window: int | None = option(None, also={"--window-size": window_of_megatron}, least=1, most=10**12)
     """Tokens that a token attends to, itself included. Default: all before it."""
 
     window_attn_skip_freq: str | None = option(None, metavar="PATTERN")
@@ -146,7 +145,7 @@ class ModelConfig:
     """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
     layers."""
 
-    qk_norm: Literal["none", "head", "all-heads"] = option("none", shorthands={"--qk-layernorm": "head"})
+    qk_norm: Literal["none", "head", "all-heads"] = option("none", also={"--qk-layernorm": "head"})
     """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
     (`all-heads`)."""
 
@@ -188,9 +187,11 @@ class ModelConfig:
 
     activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
         derived="gelu; gelu-exact with --disable-bias-linear or --no-bias-gelu-fusion",
-        shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
-        # In Megatron the tanh form is that of the kernel which adds the bias, too.
-        fallbacks={"--no-bias-gelu-fusion": "gelu-exact"},
+        also={
+            **{"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
+            # In Megatron the tanh form is that of the kernel which adds the bias, too.
+            "--no-bias-gelu-fusion": Otherwise("gelu-exact"),
+        },
     )
     """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
     `swiglu`, `geglu` and `geglu-exact` add a gate, which is a third matrix."""

@@ -15,6 +15,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron_terapipe.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Otherwise:
+    """A flag without a value that counts only where nothing else sets the field."""
+
+    value: str
+
+
+Also = str | Otherwise | Mapping[str, str | None] | Callable[[str], object]
+"""Value that a flag without values stands for; or its words, and what they mean here; or what reads its value."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """Facts about a flag that the name, type, default and docstring of its field do not say."""
@@ -31,11 +42,8 @@ class Option:
     aliases: tuple[str, ...] = ()
     """Other spellings of the flag."""
 
-    shorthands: Mapping[str, str] = field(default_factory=dict)
-    """Flags without a value, and the value of this field that each stands for."""
-
-    fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Flags without a value, and the value that each stands for where nothing else says otherwise."""
+    also: Mapping[str, Also] = field(default_factory=dict)
+    """Other flags that set the field."""
 
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of its values."""
@@ -43,12 +51,6 @@ class Option:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Values that other trainers have and this one does not, and how the line about each ends: choosing another value
     would make another model."""
-
-    translations: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Flags of other projects with words of their own, and what each word means here."""
-
-    conversions: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
-    """Flags of other projects with values of another form, and the function that reads them."""
 
     least: float | None = None
     """Smallest value; of a flag that takes several, of each."""

@@ -96,7 +96,7 @@ class ParallelConfig:
     token_slices: str | None = option(
         None,
         metavar="LENGTHS",
-        translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
+        also={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
     """Lengths of the token slices, such as 704,688,656. `balanced` gives each the same work, forward and backward,
     counted in FLOPs. `balanced-by-documents` does so for each micro-batch by its documents, which
@@ -107,7 +107,7 @@ class ParallelConfig:
     pipeline_schedule: str = option(
         derived="optimised with vocabulary stages, interleaved with model chunks, else 1f1b",
         metavar="SCHEDULE",
-        shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
+        also={"--enable-zbh1-pipeline": "zero-bubble"},
     )
     """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
     chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `breadth-first`, which runs all

@@ -68,12 +68,12 @@ class TrainingConfig:
 
     recompute_granularity: Literal["none", "selective", "full", "stage"] = option(
         "none",
-        shorthands={
+        also={
             "--recompute-activations": "selective",
             "--checkpoint-activations": "full",
             "--deepspeed-activation-checkpointing": "full",
+            "--activations-checkpoint-method": {"uniform": "full"},
         },
-        translations={"--activations-checkpoint-method": {"uniform": "full"}},
     )
     """Activations that the backward recomputes instead of keeping them: `none`; `selective`, which recomputes the cheap
     outputs of norms and of the activation function; `full`, which recomputes whole layers; `stage`, which keeps of a
@@ -406,7 +406,7 @@ class NumbersConfig:
 
     bad_numbers: Literal["stop", "skip", "ignore"] = option(
         "stop",
-        shorthands={
+        also={
             "--check-for-nan-in-loss-and-grad": "stop",
             "--no-check-for-nan-in-loss-and-grad": "ignore",
         },
@@ -419,11 +419,11 @@ class NumbersConfig:
     max_bad_numbers_in_a_row: int = option(10, least=0, most=10**9)
     """Iterations in a row that `--bad-numbers skip` leaves out before it ends the run."""
 
-    spiky_loss: Literal["note", "stop", "ignore"] = option("note", shorthands={"--check-for-spiky-loss": "note"})
+    spiky_loss: Literal["note", "stop", "ignore"] = option("note", also={"--check-for-spiky-loss": "note"})
     """What follows if the loss of an iteration is above its median over the last 100 by more than 7 times their spread,
     and by more than 7 %: `note` says so in the log and in `--metrics-file`, `stop` also ends the run."""
 
-    large_grads: Literal["note", "stop", "ignore"] = option("ignore", shorthands={"--check-for-large-grads": "note"})
+    large_grads: Literal["note", "stop", "ignore"] = option("ignore", also={"--check-for-large-grads": "note"})
     """What follows if the norm of the gradient is above its median over the last 100 iterations by more than 7 times
     their spread, and more than three times the median; as for `--spiky-loss`."""
 

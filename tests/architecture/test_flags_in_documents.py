@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.arguments import flags, parse_arguments
-from megatron_terapipe.arguments.foreign_flags import ACCEPTED_FLAGS, IDLE_FLAGS, NEUTRAL_FLAGS, REFUSED_FLAGS
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.strategy import DIMENSIONS
 from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_files, tree_of, where
@@ -34,7 +34,8 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 def known_flags() -> set[str]:
     """Every flag of a command of ours, of benchmarks among them."""
     known = {spelling for each in flags() for names, _ in spellings(each) for spelling in names}
-    known |= {*ACCEPTED_FLAGS, *NEUTRAL_FLAGS, *IDLE_FLAGS}
+    foreign = foreign_flags().flags
+    known |= {name for name, each in foreign.items() if each.verdict != "refused"}
     known |= {each.flag for each in DIMENSIONS if each.flag_help is not None}
     for path in python_files(*CODE, *BESIDE):
         for node in ast.walk(tree_of(path)):
@@ -58,7 +59,7 @@ def test_flags_exist() -> None:
         if flag not in known
         and flag.replace("_", "-") not in known
         # It says what to do about them.
-        and not (path.name == "migrating.md" and flag in REFUSED_FLAGS)
+        and not (path.name == "migrating.md" and flag in foreign_flags().having("refused"))
     ]
     assert not unknown, "\n".join(unknown)
 

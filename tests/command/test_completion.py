@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.arguments.foreign_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.command.completion import SHELLS, script
 from megatron_terapipe.command.main import main
@@ -37,7 +37,7 @@ def test_scripts_name_commands_and_flags(shell: str) -> None:
     assert all(name in text for name in (*names, "to-huggingface"))
     assert all((each.removeprefix("--") if shell == "tcsh" else each) in text for each in FLAGS)
     # Flags that are taken and do nothing are not offered.
-    assert not any(f"{name} " in text for name in IDLE_FLAGS)
+    assert not any(f"{name} " in text for name in foreign_flags().having("idle"))
     if found := shutil.which(shell):
         check = ["-n", "/dev/stdin"] if shell != "tcsh" else ["-f", "-n", "/dev/stdin"]
         done = subprocess.run([found, *check], input=text, capture_output=True, text=True, timeout=60, check=False)

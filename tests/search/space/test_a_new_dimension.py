@@ -42,8 +42,8 @@ PATCH = {
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
-    "megatron_terapipe/arguments/foreign_flags.py": (
-        '        **_each("expert-model-parallel-size", "1", otherwise=_EXPERTS),\n',
+    "megatron_terapipe/arguments/foreign_flags.toml": (
+        'one = "expert-model-parallel-size"\n',
         "",
     ),
 }

@@ -1,0 +1,240 @@
+"""Flags of other trainers: ours, accepted for a reason, or refused with one; and lines at the start of a run."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
+from megatron_terapipe.arguments.foreign_flags import foreign_flags
+from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, spellings
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
+from megatron_terapipe.errors import ConfigError
+from pretrain_gpt import main
+
+REQUIRED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --data-path corpus "
+)
+OWN = {spelling for each in flags() for names, _ in spellings(each) for spelling in names}
+FOREIGN = foreign_flags()
+
+# Megatron-DeepSpeed's arguments by its own groups, and the aliases of Seq1F1B and bigscience.
+MUST_WORK = """
+    tensor-model-parallel-size pipeline-model-parallel-size no-pipeline-parallel local-rank
+    deepspeed deepspeed-config zero-stage deepspeed-activation-checkpointing
+    num-layers hidden-size num-attention-heads seq-length max-position-embeddings make-vocab-size-divisible-by
+    micro-batch-size global-batch-size rampup-batch-size train-iters seed
+    lr min-lr weight-decay clip-grad adam-beta1 adam-beta2
+    fp16 bf16
+    data-path split vocab-file merge-file tokenizer-type
+    save load save-interval
+    eval-interval eval-iters log-interval tensorboard-dir
+    sequence-parallel use-rotary-position-embeddings rotary-position-embeddings-theta rotary-percent rotary-base
+    position-embedding-type no-position-embedding normalization norm-epsilon layernorm-epsilon swiglu squared-relu
+    openai-gelu disable-bias-linear untie-embeddings-and-output-weights attention-dropout hidden-dropout vocab-size
+    heterogeneous-layers-config-path num-query-groups num-key-value-heads kv-channels ffn-hidden-size init-method-std
+    zero-reduce-scatter zero-reduce-bucket-size zero-allgather-bucket-size
+"""
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments((REQUIRED + words).split())
+
+
+def refusal(words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_what_must_work_is_ours() -> None:
+    assert not {f"--{name}" for name in MUST_WORK.split()} - OWN
+
+
+def test_names_are_there_once() -> None:
+    """A name that is known is never refused, so that it cannot be in two tables."""
+    assert not OWN & FOREIGN.flags.keys()
+    assert not (OWN | FOREIGN.flags.keys()) & FOREIGN.other_names.keys()
+    assert set(FOREIGN.other_names.values()) <= OWN
+    assert not [name for name in OWN if name.startswith(tuple(FOREIGN.families))]
+    owners = {idle.without.split()[0] for idle in FOREIGN.having("idle").values() if idle.without}
+    assert owners <= OWN | FOREIGN.flags.keys()
+    assert all(re.fullmatch(r"--[a-zA-Z0-9-]+", name) for name in FOREIGN.flags)
+
+
+def test_refused_flags_end_in_a_remedy_that_exists() -> None:
+    for name, each in FOREIGN.having("refused").items():
+        line = each.text
+        assert re.search(r": (drop it|use) ?[^:]*$", line) or line.endswith((MODEL, TRAINING)), line
+        assert set(re.findall(r"--[a-z0-9-]+", line)) <= OWN | {"--launcher"}, line
+        assert refusal(name) == f"{name}: {line}"
+        # What defines the model is never to be dropped.
+        assert not (line.endswith((MODEL, TRAINING)) and "drop" in line)
+    assert not [line for line in FOREIGN.families.values() if "drop" in line]
+
+
+def words_of(name: str) -> str:
+    """A flag that is taken, with a value if it takes one, and what it needs beside it."""
+    each = FOREIGN.flags[name]
+    value = {0: "", 1: " 1", "*": " a 2"}[each.takes] if not each.values else f" {each.values[0]}"
+    return name + value + (f" {flag(each.needs)} 2" if each.needs else "")
+
+
+def test_accepted_flags_change_nothing() -> None:
+    for name, each in FOREIGN.having("accepted").items():
+        assert parse(words_of(name)) == parse(f"{flag(each.needs)} 2" if each.needs else ""), name
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(sorted(FOREIGN.having("accepted"))))
+def test_accepted_flags_change_nothing_together(names: list[str]) -> None:
+    assert parse(" ".join(map(words_of, names))) == parse("--num-key-value-heads 2")
+
+
+def test_neutral_values_change_nothing() -> None:
+    for name, each in FOREIGN.having("neutral").items():
+        for value in each.values:
+            assert parse(f"{name} {value}") == parse(f"{name}={value}") == parse(), name
+        assert refusal(f"{name} 2") == f"{name} 2: {each.text}"
+        assert each.text.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", each.text)
+        assert "drop" not in each.text
+    assert parse("--num-experts 1 1") == parse()
+
+
+def test_idle_flags_are_listed_in_one_line() -> None:
+    idle = FOREIGN.having("idle")
+    arguments = read_arguments((REQUIRED + " ".join(map(words_of, idle))).split())
+    assert arguments.config == parse()
+    (line,) = [line for line in arguments.notices if "no effect" in line]
+    assert line == f"These flags concern operation only and have no effect here: {', '.join(idle)}"
+    assert not [line for line in read_arguments(REQUIRED.split()).notices if "no effect" in line]
+
+
+REFUSALS = [
+    # Values.
+    ("--num-experts 1 4", "--num-experts 1 4: mixtures of experts are not in this trainer"),
+    ("--ckpt-format", "--ckpt-format expected one argument: give it one"),
+    ("--async-save yes", "no flag takes the value yes: drop it"),
+    ("--async-save=yes", "--async-save ignored explicit argument 'yes': drop the value"),
+    ("--manual-gc-interval 1 2", "no flag takes the value 2: drop it"),
+    ("--transformer-impl cuda", "--transformer-impl cuda is not known: choose local or transformer_engine"),
+    ("--attention-backend", "--attention-backend expected one argument: give it one"),
+    ("--position-embedding-type mrope", "--position-embedding-type mrope is not in this trainer: this model cannot be"),
+    ("--optimizer muon", "--optimizer muon is not in this trainer: this training cannot be run here"),
+    ("--position-embedding-type rop", "--position-embedding-type rop is not known: choose learned_absolute, rope or"),
+    # Several at once.
+    (
+        "--remote_device cpu --num-experts 8",
+        "--remote-device cpu: weights stay on the accelerator: use none; --num-experts 8: mixtures of experts are not "
+        "in this trainer: this model cannot be trained here",
+    ),
+    # Contradictions.
+    ("--group-query-attention", "--group-query-attention does not say how many: add --num-key-value-heads"),
+    ("--add-bias-linear --disable-bias-linear", "--add-bias-linear contradicts --disable-bias-linear: drop one of"),
+    ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer contradicts --zero-stage 0: drop one"),
+    ("--swiglu --squared-relu", "--squared-relu contradicts --swiglu: drop one of them"),
+    ("--activation relu --swiglu", "--swiglu contradicts --activation: drop one of them"),
+    ("--num-query-groups 2 --num-key-value-heads 4", "--num-key-value-heads contradicts --num-query-groups: drop"),
+    (
+        "--position-embedding-type learned_absolute --no-position-embedding",
+        "--no-position-embedding contradicts --position-embedding-type learned_absolute: drop one of them",
+    ),
+    ("--padded-vocab-size 300 --vocab-size 301", "--vocab-rows 300 has no room for the 301 tokens of --vocab-size"),
+    ("--tp 2", "--tp is not a flag: did you mean --tensor-model-parallel-size?"),
+    # Newer flags of a known group.
+    *((name, f"{name}: ") for name in ("--moe-of-tomorrow", "--mtp-x", "--rl-y", "--fp8-z", "--export-w")),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), REFUSALS)
+def test_refusals(words: str, line: str) -> None:
+    assert refusal(words).startswith(line)
+    if line.endswith(": "):
+        assert refusal(words).endswith((MODEL, TRAINING))
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "field", "value"),
+    [
+        ("", "model", "position_embedding_type", "learned_absolute"),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
+        ("--padded-vocab-size 300 --vocab-size 299", "model", "vocab_rows", 300),
+        ("--lr 1 --lr 2", "optimizer", "lr", 2.0),
+        ("--swiglu --activation swiglu", "model", "activation", "swiglu"),
+        ("--context_parallel_size 2 --cp-comm-type p2p a2a", "parallel", "ds_sequence_parallel_size", 2),
+        # The form of GELU is Megatron's.
+        ("", "model", "activation", "gelu"),
+        ("--disable-bias-linear", "model", "activation", "gelu-exact"),
+        ("--no-bias-gelu-fusion", "model", "activation", "gelu-exact"),
+        ("--disable-bias-linear --add-qkv-bias", "model", "activation", "gelu-exact"),
+        ("--no-bias-gelu-fusion --activation gelu", "model", "activation", "gelu"),
+        ("--disable-bias-linear --activation relu", "model", "activation", "relu"),
+        ("--disable-bias-linear --openai-gelu", "model", "activation", "gelu"),
+        ("--no-bias-gelu-fusion --disable-bias-linear --swiglu", "model", "activation", "swiglu"),
+        ("--no-bias-gelu-fusion --model-preset gpt3-125m", "model", "activation", "gelu"),
+    ],
+)
+def test_several_flags_for_one_field(words: str, section: str, field: str, value: object) -> None:
+    assert getattr(getattr(parse(words), section), field) == value
+
+
+def test_a_llama_script_of_megatron_deepspeed() -> None:
+    model = parse(
+        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm "
+        "--disable-bias-linear --num-key-value-heads 2 --ffn-hidden-size 172 --no-query-key-layer-scaling "
+        "--attention-dropout 0 --hidden-dropout 0 --use-flash-attn-v2 --deepspeed --zero-stage 1 --bf16 "
+        "--no-pipeline-parallel --DDP-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion"
+    ).model
+    assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
+    assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
+    assert model.num_key_value_heads == 2
+
+
+def test_a_llama_script_of_megatron_lm() -> None:
+    model = parse(
+        "--use-mcore-models --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 --swiglu "
+        "--group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6 "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl transformer_engine "
+        "--attention-backend flash --use-distributed-optimizer --attention-softmax-in-fp32"
+    ).model
+    assert (model.rotary_base, model.layernorm_epsilon, model.normalization) == (500000.0, 1e-6, "rmsnorm")
+
+
+@pytest.mark.parametrize("words", ["--num-experts 8", "--swiglu --squared-relu", "--zero-reduce-bucket-size 0"])
+def test_the_trainer_ends_with_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((REQUIRED + words).split()) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: --") and err.count("\n") == 1
+
+
+BOTH_DROPOUTS = "--hidden-dropout 0 --attention-dropout 0 "
+
+
+@pytest.mark.parametrize(
+    ("words", "differing"),
+    [
+        ("", "--hidden-dropout 0 (there 0.1), --attention-dropout 0 (there 0.1)"),
+        ("--hidden-dropout 0 --log-interval 3", "--attention-dropout 0 (there 0.1)"),
+        ("--hidden-dropout 0.1 --attention_dropout 0.1 --fp16", "--initial-loss-scale 65536 (there 2**32)"),
+        *((BOTH_DROPOUTS + more, "") for more in ("", "--fp16 --loss-scale 128", "--fp16 --initial-loss-scale 65536")),
+    ],
+)
+def test_defaults_that_train_differently_are_listed_where_no_flag_sets_them(words: str, differing: str) -> None:
+    lines = [line for line in read_arguments((REQUIRED + words).split()).notices if "defaults" in line]
+    line = f"These defaults are not those of Megatron, and no flag sets them: {differing}"
+    assert lines == ([line] if differing else [])
+
+
+def test_defaults_of_megatron_differ() -> None:
+    ours = {each.name: each.default for each in flags()}
+    assert all(ours[each.field] != eval(each.theirs) for each in OTHER_DEFAULTS)  # noqa: S307 - our own table
