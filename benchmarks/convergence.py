@@ -180,10 +180,6 @@ def from_scratch(argv: Sequence[str] | None = None) -> None:
     report(options.output)
 
 
-if __name__ == "__main__":
-    from_scratch()
-
-
 LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -287,5 +283,16 @@ def continued(argv: Sequence[str] | None = None) -> None:
     print(f"largest difference: {max(abs(ours[iteration] - loss) for iteration, loss in theirs.items()):.1e}")
 
 
+COMMANDS = {"scratch": from_scratch, "continued": continued}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    continued()
+    main()

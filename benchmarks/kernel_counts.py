@@ -23,6 +23,7 @@ rotations, norms of queries and keys) is what a module costs with it, less what 
 """
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -93,11 +94,11 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
     return forwards[2], backwards[2]
 
 
-def count_kernels() -> None:
+def count_kernels(argv: Sequence[str] | None = None) -> None:
     """Print the table, and what each number is made of."""
     parser = argparse.ArgumentParser(description="Kernels of a layer and token slice.")
     parser.add_argument("--eager", action="store_true", help="count pointwise functions by their operators")
-    compiled = not parser.parse_args().eager
+    compiled = not parser.parse_args(argv).eager
     print("| layer | forward | backward | backward, sums in fp32 |\n|---|---|---|---|")
     details = []
     for name, parts in MODELS.items():
@@ -107,10 +108,6 @@ def count_kernels() -> None:
         print(f"| {name} | {found[0].total()} | {found[1].total()} | {apart.total()} |")
         details += [f"{name}, {way}: {dict(each)}" for way, each in zip(("forward", "backward"), found, strict=True)]
     print(*("", *details), sep="\n")
-
-
-if __name__ == "__main__":
-    count_kernels()
 
 
 ROWS, TOKENS, HIDDEN, WORDS = 2, 256, 1024, 4000
@@ -342,5 +339,16 @@ def count_operators(argv: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+COMMANDS = {"kernels": count_kernels, "operators": count_operators}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    count_operators()
+    main()

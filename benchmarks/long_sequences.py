@@ -319,10 +319,6 @@ def sequences(argv: Sequence[str] | None = None) -> None:
     print((memory if options.what == "memory" else speed)(options).markdown())
 
 
-if __name__ == "__main__":
-    sequences()
-
-
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences_202611.md"
 MODELS = ("llama3-8b", "llama3-70b")
 LENGTHS = tuple(1024 * thousands for thousands in (128, 512, 1024, 2048))
@@ -595,7 +591,7 @@ def written_into(text: str, model: str, new: str) -> str:
     return between.sub(lambda _: f"{begin}\n{new}\n{end}", text)
 
 
-def write_table() -> None:
+def write_table(argv: Sequence[str] | None = None) -> None:
     """Print the tables, and write them into the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="only this one (default: all)")
@@ -603,7 +599,7 @@ def write_table() -> None:
     parser.add_argument(
         "--document", type=Path, default=DOCUMENT, metavar="FILE.md", help="where the tables are written"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     rows = list(rows_of((options.model,) if options.model else MODELS, options.rows))
     text = options.document.read_text(encoding="utf-8") if options.document.exists() else ""
     for model in dict.fromkeys(row.model for row in rows):
@@ -613,10 +609,6 @@ def write_table() -> None:
             text = written_into(text, model, made)
     if text:
         options.document.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_table()
 
 
 VOCAB, END = 50257, 0
@@ -684,5 +676,16 @@ def samples_speed(argv: Sequence[str] | None = None) -> None:
             prepare(prefix, options.seq_length, options.token_slices)
 
 
+COMMANDS = {"sequences": sequences, "table": write_table, "samples": samples_speed}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    samples_speed()
+    main()

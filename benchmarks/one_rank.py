@@ -32,6 +32,7 @@ and, where the device's peak is known or given, the utilization; then forward an
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,10 +83,6 @@ def overhead(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    overhead()
-
-
 def as_deepspeed_does(engine: Any) -> None:
     """Let an engine with a `BF16_Optimizer` add gradients up as DeepSpeed's own pipeline engine does."""
     for weight in engine.module.parameters():
@@ -132,10 +129,6 @@ def bf16(argv: Sequence[str] | None = None) -> None:
         over_one, over_theirs = seconds / medians[way, 1] - 1, seconds / medians["by DeepSpeed", count] - 1
         print(f"{way:>14} {count:>13} {seconds:>9.3f} {over_one:>7.1%} {over_theirs:>15.1%}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    bf16()
 
 
 NUM_MICRO_BATCHES = 2
@@ -192,10 +185,6 @@ def plain_loop(argv: Sequence[str] | None = None) -> None:
         over = median(seconds) / base - 1
         print(f"{name:>16} {median(seconds):>9.3f} {over:>10.1%} {losses[name][-1]:>10.5f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    plain_loop()
 
 
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:
@@ -292,5 +281,16 @@ def utilization(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
+COMMANDS = {"overhead": overhead, "bf16": bf16, "plain": plain_loop, "utilization": utilization}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    utilization()
+    main()

@@ -167,10 +167,6 @@ def peers(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(peers())
-
-
 RANDOM_PICKS = 3
 """Random choices in each round."""
 
@@ -204,5 +200,16 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
         print(f"{name:>10}  mean {np.mean(values):.1%}  worst {np.max(values):.1%}  of {len(values)}")
 
 
+COMMANDS = {"peers": peers, "few": few_trials}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    few_trials()
+    main()

@@ -183,10 +183,6 @@ def _write(path: Path, strategies: Any) -> None:
     path.write_text("".join(json.dumps(each.to_json()) + "\n" for each in strategies))
 
 
-if __name__ == "__main__":
-    sys.exit(search_choices())
-
-
 HOSTS = ("reduction-host-1", "reduction-host-2")
 ADDRESSES = ("10.89.7.1", "10.89.7.2")
 STAGES = 2
@@ -373,5 +369,16 @@ def reductions(argv: Sequence[str] | None = None) -> None:
         launch(options)
 
 
+COMMANDS = {"search": search_choices, "reductions": reductions}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    reductions()
+    main()

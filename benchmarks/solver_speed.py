@@ -14,6 +14,7 @@ python -m benchmarks.solver_speed simulator [--ops 131072 1048576]
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -135,10 +136,6 @@ def _timed(solve: Callable[[], _Result]) -> tuple[float, _Result]:
     return time.process_time() - start, result
 
 
-if __name__ == "__main__":
-    solvers()
-
-
 Result = TypeVar("Result")
 
 
@@ -195,5 +192,16 @@ def timed(way: Callable[[], Result]) -> tuple[float, Result]:
     return time.process_time() - start, result
 
 
+COMMANDS = {"solvers": solvers, "simulator": simulator}
+"""The first one is run where none is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> object:
+    """Run the named measurement."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
+    return COMMANDS[name](words)
+
+
 if __name__ == "__main__":
-    simulator()
+    main()
