@@ -28,7 +28,7 @@ def class_schema(kind: Any, *, whole: bool = True) -> dict[str, Any]:
             part["description"] = (each.__doc__ or "").partition("\n")[0]
             part["required"] = [f.name for f in fields(each) if whole or f.default is f.default_factory is MISSING]
             part["additionalProperties"] = False
-            for name, text in field_texts(each).items():
+            for name, text in _texts(each):
                 part["properties"][name]["description"] = text[:1].upper() + text[1:]
     else:
         for part in (schema, *schema.get("$defs", {}).values()):
@@ -36,6 +36,13 @@ def class_schema(kind: Any, *, whole: bool = True) -> dict[str, Any]:
                 if each.get("default", MISSING) is None and {"type": "null"} not in each.get("anyOf", []):
                     del each["default"]
     return schema
+
+
+def _texts(kind: Any) -> Iterator[tuple[str, str]]:
+    """The fields of a dataclass and of its bases, with the texts below them."""
+    for each in kind.__mro__:
+        if is_dataclass(each):
+            yield from field_texts(each).items()
 
 
 def _dataclasses_of(kind: Any) -> Iterator[Any]:

@@ -133,6 +133,23 @@ def run_command(action: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
+def command_main(
+    build_parser: Callable[[str], argparse.ArgumentParser], run: Callable[[argparse.Namespace, str], int], prog: str
+) -> Callable[..., int]:
+    """Return the `main` of a command. It takes the words of the user (None = those of this process) and the program.
+
+    Args:
+        build_parser: makes the parser, from the words that people type before the flags.
+        run: does the work, from the options and those words, and returns the exit code.
+        prog: these words, where `main` is given no others.
+    """
+
+    def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
+        return run_command(lambda: run(build_parser(prog).parse_args(argv), prog))
+
+    return main
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelled one resembles most; None if it resembles none."""
     # Imported where something is misspelled.

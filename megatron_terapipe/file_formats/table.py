@@ -96,7 +96,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "report": FileFormat(
             "Figures of training runs, which `terapipe report --json` writes.",
-            "megatron_terapipe.run_report.report:json_schema",
+            "megatron_terapipe.run_report.report:ReportDocument",
         ),
         "run": FileFormat(
             "The run that saved a checkpoint: `run.json` in its directory. Earlier versions did not write all keys.",

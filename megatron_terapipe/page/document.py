@@ -1,13 +1,13 @@
-"""Report pages: the HTML document, its stacked bars, and strips of marks over the iterations."""
+"""Pages of reports: the HTML document, stacked bars, marks over the iterations, and timelines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from math import ceil, floor, log10
 
 from deepspeed_ext.plan.draw.elements import oklch_to_hex
 from deepspeed_ext.plan.draw.html import Panel, render_html
-from megatron_terapipe.page.chart import Axis, value_text
 
 _HUES = (255, 150, 25, 80, 310, 200, 350, 115, 60, 285, 175, 5)
 _LIGHTNESS = (0.72, 0.80, 0.70, 0.86, 0.66, 0.82, 0.62, 0.76, 0.64, 0.84, 0.60, 0.88)
@@ -86,36 +86,48 @@ MEMORY_NAMES = {
 
 
 _NUMBERS = 6
-"""Iterations that are written below the rows."""
+"""Iterations that are written below the rows, at most."""
+
+
+def value_text(value: float) -> str:
+    """Return a value as axes have it: `0.25`, `12k`, `1.5M`, `3e-05`."""
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def strip(rows: Mapping[str, Sequence[tuple[float, str]]], first: float, last: float) -> str:
-    """Return a row of marks for each kind.
+    """Return a row of marks for each kind, over the iterations from `first` to `last`.
 
     Args:
-        rows: by kind, places of marks and what they are.
-        first: first iteration.
-        last: last iteration.
+        rows: by kind, iterations of marks and their texts.
     """
-    axis = Axis(first, max(last, first + 1), 0.0, 100.0)
-    return f'<div class="strip">{"".join(_rows(rows, axis))}</div>'
+    last = max(last, first + 1)
 
+    def percent(iteration: float) -> float:
+        return 100 * min(max((iteration - first) / (last - first), 0.0), 1.0)
 
-def _rows(rows: Mapping[str, Sequence[tuple[float, str]]], axis: Axis) -> Iterator[str]:
+    lines = []
     for name, marks in rows.items():
         # Of marks that lie on each other, one is enough.
-        places = {f"{axis.at(place):.1f}": words for place, words in marks}
+        places = {f"{percent(iteration):.1f}": text for iteration, text in marks}
         ticks = "".join(
-            f'<b style="left:{place}%" title="{escape(words, quote=True)}"></b>' for place, words in places.items()
+            f'<b style="left:{place}%" title="{escape(text, quote=True)}"></b>' for place, text in places.items()
         )
-        yield f'<div class="row"><div class="label">{escape(name)}</div><div class="track">{ticks}</div></div>'
-    values = [axis.low, *(value for value in axis.round_values(_NUMBERS) if 6 < axis.at(value) < 94), axis.high]
+        lines.append(f'<div class="label">{escape(name)}</div><div class="track">{ticks}</div>')
+    power = 10.0 ** floor(log10((last - first) / _NUMBERS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if (last - first) / (factor * power) <= _NUMBERS)
+    between = [index * step for index in range(ceil(first / step), floor(last / step) + 1)]
+    values = [first, *(value for value in between if 6 < percent(value) < 94), last]
     kinds = ["first", *[""] * (len(values) - 2), "last"]
     numbers = "".join(
-        f'<span class="{kind}" style="left:{axis.at(value):.1f}%">{value_text(value)}</span>'
+        f'<span class="{kind}" style="left:{percent(value):.1f}%">{value_text(value)}</span>'
         for kind, value in zip(kinds, values, strict=True)
     )
-    yield f'<div class="row axis"><div class="label">iteration</div><div class="track">{numbers}</div></div>'
+    body = "".join(f'<div class="row">{line}</div>' for line in lines)
+    axis = f'<div class="row axis"><div class="label">iteration</div><div class="track">{numbers}</div></div>'
+    return f'<div class="strip">{body}{axis}</div>'
 
 
 _HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27

@@ -1,1 +1,1 @@
-"""The report of a training run: its curves, what it used and did, and what came of what the search had promised."""
+"""The report of a training run: its figures compared with the search's prediction, times by rank, and incidents."""

@@ -1,7 +1,8 @@
-"""The search's prediction of a run beside its measurements: figures, differences, and their known causes."""
+"""The search's prediction of a run compared with its measurements: figures, differences, and their known causes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from deepspeed_ext.plan.draw import Panel
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import StagePartition
-from deepspeed_ext.plan.measured import Comparison, RankTime, alike, name_of, read_steps
+from deepspeed_ext.plan.measured import Comparison, alike, name_of, read_steps
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
@@ -23,54 +24,44 @@ MOST_OPS = 12_000
 """Ops of a timeline that is drawn at most: a page of them is 2 MB."""
 
 
+@dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured steps of a run.
+    """Measured steps of a run, compared with a simulation that has their op times."""
 
-    Args:
-        path: a file of a step, or the directory of several.
+    path: Path
+    """A file of a step, or the directory of several."""
+    title: str
+    comparison: Comparison
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Measured bubble ratio, of the median step."""
+        return self.comparison.measured.bubble_ratio
+
+    @cached_property
+    def panels(self) -> list[Panel]:
+        """Its measured and its simulated timeline; empty if they have too many ops to draw."""
+        if sum(map(len, self.comparison.simulated.spans)) > MOST_OPS:
+            return []
+        return [
+            Panel(f"{self.title}: measured", self.comparison.measured),
+            Panel("simulated with the measured op times", self.comparison.simulated),
+        ]
+
+
+def read_measured_steps(path: Path) -> MeasuredSteps:
+    """Return the measured steps of a file or of a directory.
 
     Raises:
         UserError: if there is none, or they are damaged.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        steps = alike(read_steps(path))
-        self.title = name_of(path, steps)
-        try:
-            self.comparison = Comparison(tuple(step.timeline for step in steps))
-            # Simulated here, so that what cannot be is said here.
-            self.simulated = self.comparison.simulated
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that were measured."""
-        return len(self.comparison.steps)
-
-    @property
-    def measured(self) -> float:
-        """Measured bubble ratio, of the median step."""
-        return self.comparison.measured.bubble_ratio
-
-    @property
-    def panels(self) -> list[Panel]:
-        """Its measured and its simulated timeline; empty if they have too many ops to draw."""
-        if sum(map(len, self.simulated.spans)) > MOST_OPS:
-            return []
-        return [
-            Panel(f"{self.title}: measured", self.comparison.measured),
-            Panel("simulated with the measured op times", self.simulated),
-        ]
-
-
-def directory_of(start: RunStart | None) -> Path | None:
-    """Return the directory of timelines of a run; None if it wrote none, or it is gone."""
-    if start is None or start.timeline is None:
-        return None
-    path = Path(start.directory) / start.timeline
-    return path if path.is_dir() else None
+    steps = alike(read_steps(path))
+    try:
+        comparison = Comparison(tuple(step.timeline for step in steps))
+        comparison.simulated  # noqa: B018 - simulated here, so that its errors name the path
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return MeasuredSteps(path, name_of(path, steps), comparison)
 
 
 UNKNOWN = "strategy: the metrics file does not say what ran, and the best of the answer is taken"
@@ -80,13 +71,13 @@ ANSWER_FILE = "ranking.json"
 
 
 class Read(BaseModel):
-    """An object of an answer, of which only what is needed is read: later versions say more."""
+    """An object of an answer, of which only the needed keys are read: later versions have more."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Predicted(Read):
-    """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` says what each field means."""
+    """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` has the meaning of each field."""
 
     iteration_time_s: float
     interval_s: tuple[float, float] | None
@@ -133,92 +124,72 @@ class Answer(Read):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
+class Prediction:
     """Prediction for a run."""
 
     path: Path
     """Answer of the search that has it."""
     rank: int
     """Place of the strategy in the ranking."""
-    strategy: Strategy
-    """The strategy that was priced."""
     predicted: Predicted
-    """Its price."""
     cluster: str
     """Name of the cluster, and its devices."""
     differences: tuple[str, ...]
-    """In what the run differs from what was priced, a line each."""
+    """Differences between the run and the priced strategy, a line each."""
 
 
-def answer_beside(start: RunStart | None) -> Path | None:
-    """Return the answer of the search that lies beside the strategy file of a run; None if there is none."""
-    if start is None or start.strategy_file is None:
-        return None
-    path = (Path(start.directory) / start.strategy_file).parent / ANSWER_FILE
-    return path if path.is_file() else None
-
-
-def read_promise(path: Path, start: RunStart | None) -> Promise:
-    """Read what the search predicted of a run.
+def read_prediction(path: Path, start: RunStart | None) -> Prediction:
+    """Return the search's prediction of a run.
 
     Args:
         path: answer of `search rank` or `search predict`, or the directory with it.
-        start: how the run started; without it the best strategy of the answer is taken.
+        start: start of the run; without it the best strategy of the answer is taken.
 
     Raises:
         UserError: if the file cannot be read, is no such answer, or has no price.
     """
     path = path / ANSWER_FILE if path.is_dir() else path
-    text = read_text(path)
     try:
-        document = Answer.model_validate_json(text)
+        answer = Answer.model_validate_json(read_text(path))
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise ConfigError(f"{path} is no answer of `search rank` or `predict` ({reason}): write it again") from None
-    seq_length = document.model.seq_length
-    priced = [(entry, entry.predicted) for entry in document.entries if entry.predicted is not None]
+    ran = None
+    if start is not None and start.strategy is not None:
+        try:
+            ran = Strategy.from_json(start.strategy)
+        except UserError:  # of a later version, with more dimensions
+            ran = None
+
+    def differences(entry: Entry) -> list[str]:
+        if ran is None:
+            return []
+        return list(_differences(Strategy.from_json(entry.strategy), ran, answer.model.seq_length))
+
+    priced = [(entry, entry.predicted) for entry in answer.entries if entry.predicted is not None]
     if not priced:
         raise ConfigError(f"{path} has no strategy with a price: search again with other constraints")
-    ran = None if start is None else _strategy(start.strategy)
-    entry, predicted = min(priced, key=lambda each: _distance(each[0], ran, seq_length))
-    strategy = Strategy.from_json(entry.strategy)
-    differences = [UNKNOWN] if ran is None else list(_differences(strategy, ran, seq_length))
+    entry, predicted = min(priced, key=lambda each: (len(differences(each[0])), each[0].rank))
+    lines = [UNKNOWN] if ran is None else differences(entry)
     if start is not None:
-        differences += _other_conditions(document, start)
-    devices = ", ".join(f"{number} x {name}" for name, number in document.cluster.devices.items())
-    return Promise(
+        lines += _other_conditions(answer, start)
+    devices = ", ".join(f"{number} x {name}" for name, number in answer.cluster.devices.items())
+    return Prediction(
         path=path,
         rank=entry.rank,
-        strategy=strategy,
         predicted=predicted,
-        cluster=f"{document.cluster.name or 'cluster'}: {devices}",
-        differences=tuple(differences),
+        cluster=f"{answer.cluster.name or 'cluster'}: {devices}",
+        differences=tuple(lines),
     )
-
-
-def _strategy(document: object) -> Strategy | None:
-    if document is None:
-        return None
-    try:
-        return Strategy.from_json(document)
-    except UserError:  # of a later version, with more dimensions
-        return None
-
-
-def _distance(entry: Entry, ran: Strategy | None, seq_length: int) -> tuple[int, int]:
-    """How many dimensions differ, and the place in the ranking."""
-    if ran is None:
-        return 0, entry.rank
-    return len(list(_differences(Strategy.from_json(entry.strategy), ran, seq_length))), entry.rank
 
 
 def _differences(priced: Strategy, ran: Strategy, seq_length: int) -> Iterator[str]:
     here, there = _normal(priced, seq_length), _normal(ran, seq_length)
     for each, label in in_places(DIMENSIONS, "label"):
-        values = getattr(here, each.name), getattr(there, each.name)
-        if values[0] != values[1]:
-            yield f"{label}: {_text(values[1])} ran, {_text(values[0])} was priced"
+        was, did = getattr(here, each.name), getattr(there, each.name)
+        if was != did:
+            yield f"{label}: {_text(did)} ran, {_text(was)} was priced"
 
 
 def _normal(strategy: Strategy, seq_length: int) -> Strategy:
@@ -237,13 +208,13 @@ def _normal(strategy: Strategy, seq_length: int) -> Strategy:
     )
 
 
-def _other_conditions(document: Answer, start: RunStart) -> Iterator[str]:
-    if document.model.parameters != start.parameters:
-        yield f"model: {start.parameters:,} parameters ran, {document.model.parameters:,} were priced"
-    if document.precision != start.precision:
-        yield f"precision: {start.precision} ran, {document.precision} was priced"
-    if document.model.seq_length != start.model.get("seq_length"):
-        yield f"sequence: {start.model.get('seq_length')} tokens ran, {document.model.seq_length} were priced"
+def _other_conditions(answer: Answer, start: RunStart) -> Iterator[str]:
+    if answer.model.parameters != start.parameters:
+        yield f"model: {start.parameters:,} parameters ran, {answer.model.parameters:,} were priced"
+    if answer.precision != start.precision:
+        yield f"precision: {start.precision} ran, {answer.precision} was priced"
+    if answer.model.seq_length != start.model.get("seq_length"):
+        yield f"sequence: {start.model.get('seq_length')} tokens ran, {answer.model.seq_length} were priced"
 
 
 def _text(value: object) -> str:
@@ -254,32 +225,27 @@ COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s")
 """Parts of a predicted iteration that are inside its ops."""
 
 BUBBLE_POINTS = 0.03
-"""Difference of bubble ratios from which on op times are told to be others."""
+"""Difference of bubble ratios from which on the proportions of op times are given as a cause."""
 
 ON_CPU = "a CPU counts the whole process with its libraries, a device the tensors alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class ComparedFigure:
     """A figure that was promised, and what came."""
 
     name: str
-    """Of the figure."""
+    """Name of the figure."""
     unit: Literal["s", "bytes", "tokens/s", "share"]
-    """Of both: `s`, `bytes`, `tokens/s` or `share`."""
+    """Unit of both."""
     promised: float
     """What was predicted."""
     came: float
     """What was measured."""
+    difference: float
+    """What came relative to what was promised, less 1; of shares, the points between them."""
     why: str = ""
     """The cause of the difference, as far as it is known; empty = unknown."""
-
-    @property
-    def difference(self) -> float:
-        """What came relative to what was promised, less 1; of shares, the points between them."""
-        if self.unit == "share":
-            return self.came - self.promised
-        return self.came / self.promised - 1 if self.promised else 0.0
 
     def text(self, value: float) -> str:
         """Return one of the two figures as text."""
@@ -295,74 +261,58 @@ class Kept:
         return f"{100 * self.difference:+.1f} points" if self.unit == "share" else f"{self.difference:+.1%}"
 
 
-def kept(promise: Promise, figures: Figures, steps: MeasuredSteps | None, start: RunStart | None) -> list[Kept]:
-    """Return the figures that were promised, each beside what came.
+def compared_figures(
+    prediction: Prediction, figures: Figures, steps: MeasuredSteps | None, start: RunStart | None
+) -> Iterator[ComparedFigure]:
+    """Yield the predicted figures, each with the measured one.
 
     Args:
         steps: its measured timeline, if there is one.
-        start: how it started, if the file says so.
+        start: its start, if the file has it.
     """
-    predicted = promise.predicted
-    middle = figures.iteration_time_s.median
-    found = [
-        Kept(
-            name="iteration",
-            unit="s",
-            promised=predicted.iteration_time_s,
-            came=middle,
-            why="; ".join(_why_time(promise, middle, steps)),
-        ),
-        Kept(
-            name="tokens a second",
-            unit="tokens/s",
-            promised=predicted.tokens_per_s,
-            came=figures.tokens_per_s.median,
-            why="follows from the time of an iteration",
-        ),
-    ]
+
+    def compared(
+        name: str, unit: Literal["s", "bytes", "tokens/s", "share"], promised: float, came: float, why: str
+    ) -> ComparedFigure:
+        relative = came / promised - 1 if promised else 0.0
+        difference = came - promised if unit == "share" else relative
+        return ComparedFigure(name=name, unit=unit, promised=promised, came=came, difference=difference, why=why)
+
+    predicted, seconds = prediction.predicted, figures.iteration_time_s.median
+    why = "; ".join(_why_time(prediction, seconds, steps))
+    yield compared("iteration", "s", predicted.iteration_time_s, seconds, why)
+    why = "follows from the time of an iteration"
+    yield compared("tokens a second", "tokens/s", predicted.tokens_per_s, figures.tokens_per_s.median, why)
     if predicted.mfu is not None and figures.mfu is not None:
-        found.append(Kept(name="MFU", unit="share", promised=predicted.mfu, came=figures.mfu, why="as above"))
+        yield compared("MFU", "share", predicted.mfu, figures.mfu, "as above")
     if steps is not None:
         why = "; ".join(_why_bubble(steps, predicted.bubble_ratio))
-        found.append(
-            Kept(name="bubble ratio", unit="share", promised=predicted.bubble_ratio, came=steps.measured, why=why)
-        )
-    of_process = start is not None and start.machine.device == "cpu"
-    for rank, (memory, came) in enumerate(zip(predicted.memory_per_rank, figures.peak_memory_bytes, strict=False)):
-        why = ON_CPU if of_process else ""
-        found.append(Kept(name=f"memory, stage {rank}", unit="bytes", promised=memory["total"], came=came, why=why))
-    return found
+        yield compared("bubble ratio", "share", predicted.bubble_ratio, steps.bubble_ratio, why)
+    why = ON_CPU if start is not None and start.machine.device == "cpu" else ""
+    for stage, (memory, came) in enumerate(zip(predicted.memory_per_rank, figures.peak_memory_bytes, strict=False)):
+        yield compared(f"memory, stage {stage}", "bytes", memory["total"], came, why)
 
 
-def _why_time(promise: Promise, seconds: float, steps: MeasuredSteps | None) -> Iterator[str]:
-    interval = promise.predicted.interval_s
-    if interval is not None:
-        low, high = interval
-        share = f"{promise.predicted.interval_coverage:.0%}"
-        if low <= seconds <= high:
-            yield f"within {time_text(low)} to {time_text(high)}, where {share} of runs were expected"
-        else:
-            yield f"outside {time_text(low)} to {time_text(high)}, where {share} of runs were expected"
-    if promise.differences:
+def _why_time(prediction: Prediction, seconds: float, steps: MeasuredSteps | None) -> Iterator[str]:
+    predicted = prediction.predicted
+    if predicted.interval_s is not None:
+        low, high = predicted.interval_s
+        where = "within" if low <= seconds <= high else "outside"
+        share = f"{predicted.interval_coverage:.0%}"
+        yield f"{where} {time_text(low)} to {time_text(high)}, where {share} of runs were expected"
+    if prediction.differences:
         yield "what ran may not be what was priced (see above)"
     if steps is not None:
-        spent = max(steps.comparison.rank_times, key=lambda each: each.busy)
-        parts = promise.predicted.breakdown
-        compute = sum(parts[name] for name in COMPUTE)
-        yield f"ops of the busiest rank took {time_text(spent.busy)}, {time_text(compute)} were promised"
+        busiest = max(spent.busy for spent in steps.comparison.rank_times)
+        compute = sum(predicted.breakdown[name] for name in COMPUTE)
+        yield f"ops of the busiest rank took {time_text(busiest)}, {time_text(compute)} were promised"
 
 
 def _why_bubble(steps: MeasuredSteps, promised: float) -> Iterator[str]:
-    simulated = steps.simulated.bubble_ratio
+    simulated = steps.comparison.simulated.bubble_ratio
     yield f"the same order with the measured op times has {simulated:.1%}; the rest are transfers and the host"
     if abs(simulated - promised) > BUBBLE_POINTS:
         yield "so the times of ops are in other proportions than was promised"
-    ops = steps.comparison.mean_times()
-    spans = [span.end - span.start for row in steps.comparison.measured.spans for span in row]
-    if ops and min(spans, default=1.0) < 1e-3:
-        yield f"ops are as short as {time_text(min(spans))}, so a wait of the host weighs much"
-
-
-def time_by_rank(steps: MeasuredSteps) -> list[RankTime]:
-    """Return on what each rank spent the measured step, in seconds."""
-    return steps.comparison.rank_times
+    shortest = min((span.end - span.start for row in steps.comparison.measured.spans for span in row), default=1.0)
+    if steps.comparison.mean_times() and shortest < 1e-3:
+        yield f"ops are as short as {time_text(shortest)}, so a wait of the host weighs much"

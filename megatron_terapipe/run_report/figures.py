@@ -2,23 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import isfinite, isnan
+from itertools import groupby
+from math import inf, isfinite, isnan
 from statistics import fmean, median, quantiles
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_terapipe.run_report.metrics_file import Piece, TrainingRun
 from megatron_terapipe.search.answer.figures import time_text
-from megatron_terapipe.training.records import IterationMetrics
+from megatron_terapipe.training.records import IterationMetrics, outlier_bound
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""
 
 SPREADS, LEAST_RATIO = 7.0, 1.3
 """Spreads above the median, and parts of the median, from which on an iteration is slow."""
-
-SPREAD_OF_NORMAL = 1.4826
-"""Standard deviation over median absolute deviation of normal values (Rousseeuw and Croux 1993, equation 1.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,34 +115,13 @@ def peak_memory(run: TrainingRun) -> tuple[int, ...]:
 
 def slow_iterations(run: TrainingRun) -> list[IterationMetrics]:
     """Return the iterations that took far longer than others of their batch size, the first ones of pieces left out."""
-    bounds = {size: slow_from(times) for size, times in _times_by_batch_size(run.steady).items()}
-    return [each for each in run.steady if each.iteration_time_s > bounds.get(each.global_batch_size, float("inf"))]
-
-
-def slow_from(times: Sequence[float]) -> float:
-    """Return the seconds above which an iteration is slow among others."""
-    middle = median(times)
-    spread = SPREAD_OF_NORMAL * median(abs(time - middle) for time in times)
-    return max(middle + SPREADS * spread, LEAST_RATIO * middle)
-
-
-def first_iterations(run: TrainingRun) -> list[tuple[float, float]]:
-    """Return the iterations from each start that are no part of the figures, as ranges."""
-    steady = {each.iteration for each in run.steady}
-    ranges = []
-    for _, iterations in run.counted:
-        left_out = [each.iteration for each in iterations[:5] if each.iteration not in steady]
-        if left_out:
-            ranges.append((left_out[0] - 0.5, left_out[-1] + 0.5))
-    return ranges
-
-
-def _times_by_batch_size(iterations: Sequence[IterationMetrics]) -> dict[int, list[float]]:
+    # The iterations of `steady` have one batch size, but in a run that is too short to leave any out.
     times: dict[int, list[float]] = {}
-    for each in iterations:
+    for each in run.steady:
         if not isnan(each.iteration_time_s):
             times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
-    return times
+    bounds = {size: outlier_bound(of_size, SPREADS, LEAST_RATIO) for size, of_size in times.items()}
+    return [each for each in run.steady if each.iteration_time_s > bounds.get(each.global_batch_size, inf)]
 
 
 def _wall_time(run: TrainingRun) -> float | None:
@@ -160,14 +136,10 @@ def _wall_time(run: TrainingRun) -> float | None:
 
 Kind = Literal["start", "restart", "end", "failure", "skipped update", "spike", "slow iteration", "save"]
 
-KINDS: tuple[Kind, ...] = (
-    *("start", "restart", "end", "failure"),
-    *("skipped update", "spike", "slow iteration", "save"),
-)
-
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 NO_END = "no end was recorded: it was killed, stood still, or goes on"
-"""What is known of a run whose last piece does not say how it ended."""
+"""End of a run whose last piece has none in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +155,7 @@ class Incident:
     text: str
     """What is to be said of it."""
     gravity: float = 0.0
-    """By which incidents of its kind are told first."""
+    """Seconds of a slow iteration, and 0 of others: the gravest of a kind are listed."""
 
     @property
     def where(self) -> str:
@@ -242,9 +214,7 @@ def _restart_text(before: Piece, piece: Piece) -> str:
     again = max(last - piece.first + 1, 0)
     parts = [f"started again with iteration {piece.first}"]
     if again:
-        parts.append(
-            "1 iteration was done a second time" if again == 1 else f"{again} iterations were done a second time"
-        )
+        parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} done a second time")
     if before.end is not None and piece.start is not None:
         parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the end of the piece before")
     return ", ".join(parts)
@@ -254,13 +224,12 @@ def _skipped(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
     bad = {each.iteration: each for each in iterations if each.skipped or not isfinite(each.lm_loss)}
     for first, last in _together(bad):
         if not all(isfinite(bad[number].lm_loss) for number in range(first, last + 1)):
-            yield Incident("skipped update", first, last, "the loss was NaN or infinite")
+            text = "the loss was NaN or infinite"
         elif bad[first].loss_scale is None:
-            yield Incident("skipped update", first, last, "a gradient was NaN or infinite, and the weights were kept")
+            text = "a gradient was NaN or infinite, and the weights were kept"
         else:
-            yield Incident(
-                "skipped update", first, last, "a gradient was too large for fp16, and the weights were kept"
-            )
+            text = "a gradient was too large for fp16, and the weights were kept"
+        yield Incident("skipped update", first, last, text)
 
 
 def _spikes(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
@@ -282,7 +251,6 @@ def _slow(run: TrainingRun) -> Iterator[Incident]:
 
 def _together(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """First and last of each run of consecutive numbers."""
-    listed = list(numbers)
-    starts = [number for number, before in zip(listed, [None, *listed], strict=False) if number - 1 != before]
-    ends = [number for number, after in pairwise([*listed, -1]) if number + 1 != after]
-    yield from zip(starts, ends, strict=True)
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        together = [number for _, number in group]
+        yield together[0], together[-1]

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import nan
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import parse_json, read_text
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.class_schema import class_schema
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.records import (
     EvaluationMetrics,
     Event,
     IterationMetrics,
-    Machine,
     Note,
     RunEnd,
     RunStart,
@@ -30,27 +29,15 @@ from megatron_terapipe.training.records import (
 
 Line = IterationMetrics | EvaluationMetrics | Event
 
-_Kind = TypeVar("_Kind", bound=Line)
-
 EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
 """Kinds of events, by the value of the key `event`."""
 
-PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+PARTS = ("validation", "test")
 """Parts of the data that are evaluated on."""
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsLines:
-    """Contents of a metrics file."""
-
-    lines: tuple[Line, ...]
-    """In their order."""
-    faults: tuple[str, ...]
-    """What of the file was left out, a line each."""
-
-
-def read_metrics_lines(path: Path) -> MetricsLines:
-    """Read a metrics file; a line that is damaged is left out, and said.
+def read_metrics_lines(path: Path) -> tuple[list[Line], tuple[str, ...]]:
+    """Return the lines of a metrics file, and a sentence for the damaged lines that are left out.
 
     Raises:
         UserError: if it cannot be read, or has no line of an iteration.
@@ -68,11 +55,19 @@ def read_metrics_lines(path: Path) -> MetricsLines:
             f"{path} has no line of an iteration in {len(texts)} lines: give the file that a run wrote with "
             "--metrics-file"
         )
-    return MetricsLines(tuple(lines), tuple(_told(path, faults, len(texts))))
+    told = []
+    if faults and faults[-1][0] == len(texts):
+        told.append(f"{path}: the last line is cut off, as by a run that was killed, and left out")
+        faults.pop()
+    if faults:
+        number, message = faults[0]
+        others = f", and {len(faults) - 1} more lines" if len(faults) > 1 else ""
+        told.append(f"{path}: line {number}{others} left out, because it is damaged ({message.partition(':')[0]})")
+    return lines, tuple(told)
 
 
 def line_of(text: str) -> Line:
-    """Return what a line says.
+    """Return the record of a line.
 
     Raises:
         UserError: if it is no line of a metrics file.
@@ -80,26 +75,19 @@ def line_of(text: str) -> Line:
     values = parse_json(text, "a metrics line")
     if not isinstance(values, dict):
         raise ConfigError(f"{json.dumps(values)[:40]} is no JSON object: give a metrics file")
-    kind = values.get("event")
-    if kind is not None:
-        if not isinstance(kind, str) or kind not in EVENTS:
-            raise ConfigError(f"event {json.dumps(kind)[:40]} is not known: it has {', '.join(EVENTS)}")
-        return _checked(EVENTS[kind], values)
-    for part in PARTS:
-        if f"{part}_lm_loss" in values:
-            loss = values[f"{part}_lm_loss"]
-            return _checked(
-                EvaluationMetrics,
-                {"consumed_samples": 0, **values, "part": part, "lm_loss": nan if loss is None else loss},
-            )
-    return _checked(
-        IterationMetrics, {**values, "lm_loss": nan if values.get("lm_loss") is None else values["lm_loss"]}
-    )
-
-
-def _checked(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
+    name = values.get("event")
+    part = next((part for part in PARTS if f"{part}_lm_loss" in values), None)
+    if name is not None:
+        if not isinstance(name, str) or name not in EVENTS:
+            raise ConfigError(f"event {json.dumps(name)[:40]} is not known: it has {', '.join(EVENTS)}")
+        kind: Any = EVENTS[name]
+    else:
+        kind = IterationMetrics if part is None else EvaluationMetrics
+        loss = values.get("lm_loss" if part is None else f"{part}_lm_loss")
+        values = values if part is None else {"consumed_samples": 0, **values, "part": part}
+        values = {**values, "lm_loss": nan if loss is None else loss}
     try:
-        return _adapters()[kind].validate_python(values)  # type: ignore[no-any-return]
+        return _adapter(kind).validate_python(values)  # type: ignore[no-any-return]
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -107,76 +95,45 @@ def _checked(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
 
 
 @cache
-def _adapters() -> dict[type[Any], TypeAdapter[Any]]:
-    """Checks of each kind of line, made where the first line is read."""
-    return {kind: TypeAdapter(kind) for kind in (IterationMetrics, EvaluationMetrics, *EVENTS.values())}
-
-
-def _told(path: Path, faults: list[tuple[int, str]], num_lines: int) -> Iterator[str]:
-    if faults and faults[-1][0] == num_lines:
-        yield f"{path}: the last line is cut off, as by a run that was killed, and left out"
-        faults = faults[:-1]
-    if faults:
-        number, message = faults[0]
-        others = f", and {len(faults) - 1} more lines" if len(faults) > 1 else ""
-        yield f"{path}: line {number}{others} left out, because it is damaged ({message.partition(':')[0]})"
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def metrics_schema() -> dict[str, Any]:
     """Return the JSON Schema of one line: an iteration, an evaluation or an event."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Line of a metrics file",
-        "anyOf": [_iteration(), *(_evaluation(part) for part in PARTS), *(_event(name) for name in EVENTS)],
-    }
+    iteration = class_schema(IterationMetrics) | {"title": "Iteration"}
+    iteration["properties"]["lm_loss"] = _loss("Training loss")
+    forms = [iteration]
+    for part in PARTS:
+        name = f"{part}_lm_loss"
+        done = {"type": "integer", "description": "Iterations done."}
+        forms.append(
+            {
+                "title": f"Evaluation on the {part} data",
+                "type": "object",
+                "properties": {"iteration": done, name: _loss("Mean loss")},
+                "required": ["iteration", name],
+                "additionalProperties": False,
+            }
+        )
+    for name, kind in EVENTS.items():
+        event = class_schema(kind) | {"title": f"Event: {name}"}
+        event["properties"] = {"event": {"const": name}, **event["properties"]}
+        event["required"] = ["event", *event["required"]]
+        if machine := event.pop("$defs", {}).get("Machine"):
+            event["properties"]["machine"] = machine
+        forms.append(event)
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Line of a metrics file"}
+    return about | {"anyOf": forms}
 
 
-def _iteration() -> dict[str, Any]:
-    schema = _described(IterationMetrics, "Iteration")
-    # JSON has no NaN.
-    schema["properties"]["lm_loss"] = {
-        "anyOf": [{"type": "number"}, {"type": "null"}],
-        "description": "Training loss; null if it is no number.",
-    }
-    return schema
-
-
-def _evaluation(part: str) -> dict[str, Any]:
-    loss = {"anyOf": [{"type": "number"}, {"type": "null"}], "description": "Mean loss; null if it is no number."}
-    iteration = {"type": "integer", "description": "Iterations done."}
-    return {
-        "title": f"Evaluation on the {part} data",
-        "type": "object",
-        "properties": {"iteration": iteration, f"{part}_lm_loss": loss},
-        "required": ["iteration", f"{part}_lm_loss"],
-        "additionalProperties": False,
-    }
-
-
-def _event(name: str) -> dict[str, Any]:
-    schema = _described(EVENTS[name], f"Event: {name}")
-    schema["properties"] = {"event": {"const": name}, **schema["properties"]}
-    schema["required"] = ["event", *schema["required"]]
-    return schema
-
-
-def _described(kind: type[Any], title: str) -> dict[str, Any]:
-    """The schema of a dataclass whose fields have docstrings."""
-    schema = TypeAdapter(kind).json_schema(mode="serialization")
-    machine = schema.pop("$defs", {}).get("Machine")
-    if machine is not None:
-        schema["properties"]["machine"] = _with_help(machine, Machine)
-    return _with_help(schema, kind) | {"title": title, "additionalProperties": False}
-
-
-def _with_help(schema: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    for name, text in field_help(kind).items():
-        schema["properties"][name]["description"] = text
-    return schema
+def _loss(name: str) -> dict[str, Any]:
+    """The schema of a loss. JSON has no NaN."""
+    return {"anyOf": [{"type": "number"}, {"type": "null"}], "description": f"{name}; null if it is no number."}
 
 
 METRICS_FILE = "metrics.jsonl"
-"""Name under which the metrics file is looked for where a run is given as a directory."""
+"""Name of the metrics file in a directory that is given as a run."""
 
 WARM_UP = 2
 """Iterations after each start that are no part of the figures: the first makes buffers and the optimizer's state, the
@@ -188,17 +145,14 @@ class Piece:
     """A run from one start to its end."""
 
     start: RunStart | None = None
-    """How it started; None if the file does not say."""
+    """None if the file does not have it."""
     iterations: list[IterationMetrics] = field(default_factory=list)
-    """In their order."""
     evaluations: list[EvaluationMetrics] = field(default_factory=list)
-    """In their order."""
     saves: list[Saved] = field(default_factory=list)
     """Checkpoints for which it waited."""
     notes: list[Note] = field(default_factory=list)
-    """Lines of its log."""
     end: RunEnd | None = None
-    """How it ended; None if it was killed, goes on, or the file does not say."""
+    """None if it was killed, goes on, or the file does not have it."""
 
     @property
     def first(self) -> int:
@@ -208,19 +162,20 @@ class Piece:
         return 1 if self.start is None else self.start.iteration + 1
 
     def add(self, line: Line) -> None:
-        """Take one more line."""
-        if isinstance(line, IterationMetrics):
-            self.iterations.append(line)
-        elif isinstance(line, EvaluationMetrics):
-            self.evaluations.append(line)
-        elif isinstance(line, Saved):
-            self.saves.append(line)
-        elif isinstance(line, Note):
-            self.notes.append(line)
-        elif isinstance(line, RunEnd):
-            self.end = line
-        else:
-            self.start = line
+        """Append a line."""
+        match line:
+            case IterationMetrics():
+                self.iterations.append(line)
+            case EvaluationMetrics():
+                self.evaluations.append(line)
+            case Saved():
+                self.saves.append(line)
+            case Note():
+                self.notes.append(line)
+            case RunEnd():
+                self.end = line
+            case RunStart():
+                self.start = line
 
 
 @dataclass(frozen=True)
@@ -228,22 +183,21 @@ class TrainingRun:
     """A run."""
 
     name: str
-    """For legends."""
     path: Path
     """Its metrics file."""
     pieces: tuple[Piece, ...]
     """In the order in which they ran."""
     faults: tuple[str, ...] = ()
-    """What of its files was left out, a line each."""
+    """Parts of its files that were left out, a line each."""
 
     @property
     def start(self) -> RunStart | None:
-        """How its last piece started, which says how it was trained."""
+        """The start of its last piece."""
         return next((piece.start for piece in reversed(self.pieces) if piece.start is not None), None)
 
     @property
     def end(self) -> RunEnd | None:
-        """How it ended."""
+        """The end of its last piece."""
         return self.pieces[-1].end
 
     @cached_property
@@ -278,17 +232,17 @@ class TrainingRun:
         """Iterations that were done again after a restart."""
         return sum(len(piece.iterations) for piece in self.pieces) - len(self.iterations)
 
-    def evaluations(self, part: str = "validation") -> list[EvaluationMetrics]:
-        """Return its evaluations on a part of the data, those that a later piece did again left out."""
+    def evaluations(self) -> list[EvaluationMetrics]:
+        """Return its evaluations on the validation data, without those that a later piece did again."""
         kept: list[EvaluationMetrics] = []
         for piece in self.pieces:
             kept = [each for each in kept if each.iteration < piece.first]
-            kept += [each for each in piece.evaluations if each.part == part]
+            kept += [each for each in piece.evaluations if each.part == "validation"]
         return kept
 
 
 def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
-    """Read runs.
+    """Read runs from metrics files, or from directories with one.
 
     Args:
         join: whether they are pieces of one run, in their order.
@@ -296,24 +250,19 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
     Raises:
         UserError: if a file cannot be read, or holds no iteration.
     """
-    files = [metrics_file(path) for path in paths]
-    names = _names(files)
-    runs = [_read_run(path, name) for path, name in zip(files, names, strict=True)]
+    files = [path / METRICS_FILE if path.is_dir() else path for path in map(Path, paths)]
+    # The shortest names that tell files apart.
+    names = [path.parent.name if path.name == METRICS_FILE and path.parent.name else path.stem for path in files]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in files]
+    runs = []
+    for path, name in zip(files, names, strict=True):
+        lines, faults = read_metrics_lines(path)
+        runs.append(TrainingRun(name, path, tuple(_pieces(lines)), faults))
     if not join:
         return runs
     pieces = tuple(piece for run in runs for piece in run.pieces)
     return [TrainingRun(names[0], files[0], pieces, tuple(fault for run in runs for fault in run.faults))]
-
-
-def metrics_file(path: str) -> Path:
-    """Return the metrics file of a run that is given as a file or as a directory."""
-    given = Path(path)
-    return given / METRICS_FILE if given.is_dir() else given
-
-
-def _read_run(path: Path, name: str) -> TrainingRun:
-    read = read_metrics_lines(path)
-    return TrainingRun(name, path, tuple(_pieces(read.lines)), read.faults)
 
 
 def _pieces(lines: Sequence[Line]) -> Iterator[Piece]:
@@ -329,9 +278,3 @@ def _pieces(lines: Sequence[Line]) -> Iterator[Piece]:
         if isinstance(line, IterationMetrics):
             last = line.iteration
     yield piece
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """The shortest names that tell files apart."""
-    stems = [path.parent.name if path.name == METRICS_FILE and path.parent.name else path.stem for path in files]
-    return stems if len(set(stems)) == len(stems) else [str(path) for path in files]

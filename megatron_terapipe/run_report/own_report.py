@@ -115,12 +115,12 @@ def _write_report(metrics_file: str, path: str) -> None:
     # Imported where a report is written: it takes pydantic, and a while.
     from deepspeed_ext.plan.text_files import write_text
     from megatron_terapipe.run_report.page import render_report
-    from megatron_terapipe.run_report.report import Sources, read_report
+    from megatron_terapipe.run_report.report import read_report
 
     # Whoever reads it meanwhile, or ends this process, finds a whole page or none.
     part = Path(f"{path}.part")
     try:
-        write_text(part, render_report(read_report(Sources(runs=[metrics_file]))), make_folder=True)
+        write_text(part, render_report(read_report([metrics_file])), make_folder=True)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -1,12 +1,10 @@
-"""The report as one HTML page: its charts, its sections, and the document."""
+"""The report as one HTML page."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from deepspeed_ext.plan.draw import render_comparison
-from megatron_terapipe.page.chart import Chart, Curve, Level, Point, chart_figure, thinning_note
 from megatron_terapipe.page.document import (
     MEMORY_NAMES,
     Bar,
@@ -19,137 +17,11 @@ from megatron_terapipe.page.document import (
     strip,
     timelines,
 )
-from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU, Promise
-from megatron_terapipe.run_report.figures import KINDS, first_iterations, slow_from, told
-from megatron_terapipe.run_report.metrics_file import TrainingRun
+from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
+from megatron_terapipe.run_report.figures import KINDS, told
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.text import about, glance, heading, strategy_line, title_of
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
-from megatron_terapipe.training.records import IterationMetrics
-
-Value = Callable[[IterationMetrics], float | None]
-
-GIGABYTE = 1e9
-CLIPPED_FROM = 3.0
-"""Parts of the bound of slow iterations above which the chart of times ends."""
-
-
-def charts(runs: Sequence[TrainingRun], promises: Sequence[Promise | None]) -> dict[str, Chart]:
-    """Return the charts of some runs, by names for files; those of which nothing was recorded are left out.
-
-    Args:
-        promises: what the search promised of each.
-    """
-    restarts = [float(piece.first) for run in runs for piece in run.pieces[1:]]
-    found = dict(_charts(runs, promises))
-    return {
-        name: replace(chart, marks=restarts) for name, chart in found.items() if any(c.points for c in chart.curves)
-    }
-
-
-def _charts(runs: Sequence[TrainingRun], promises: Sequence[Promise | None]) -> Iterator[tuple[str, Chart]]:
-    single = len(runs) == 1
-    promise = promises[0] if single else None
-    predicted = None if promise is None else promise.predicted
-    yield "loss", Chart(title="Loss", curves=list(_losses(runs)))
-    low, high = (predicted.interval_s or (predicted.iteration_time_s,) * 2) if predicted else (0.0, 0.0)
-    levels = [Level("promised", predicted.iteration_time_s, low, high)] if predicted else []
-    yield (
-        "iteration_time",
-        Chart(
-            title="Time of an iteration",
-            unit="s",
-            curves=_curves(runs, lambda each: each.iteration_time_s),
-            levels=levels,
-            shaded=first_iterations(runs[0]) if single else (),
-            from_zero=True,
-            top=_top(runs, high),
-            note="shaded: first iterations after a start, no part of the figures" if single else "",
-        ),
-    )
-    sequences = predicted.tokens_per_s if predicted else 0.0
-    levels = [Level("promised", sequences, sequences, sequences)] if predicted else []
-    tokens = _curves(runs, lambda each: each.tokens_per_second)
-    yield "throughput", Chart(title="Tokens a second", curves=tokens, levels=levels, from_zero=True)
-    mfu = _curves(runs, lambda each: None if each.mfu is None else 100 * each.mfu)
-    yield "mfu", Chart(title="MFU", unit="%", curves=mfu, from_zero=True)
-    yield "grad_norm", Chart(title="Norm of the gradient", curves=_curves(runs, _norm), logarithmic=True)
-    yield "learning_rate", Chart(title="Learning rate", curves=_curves(runs, lambda each: each.learning_rate))
-    scales = _curves(runs, lambda each: each.loss_scale)
-    yield "loss_scale", Chart(title="Loss scale", curves=scales, logarithmic=True)
-    if len({each.global_batch_size for run in runs for each in run.iterations}) > 1:
-        sizes = _curves(runs, lambda each: float(each.global_batch_size))
-        yield "batch_size", Chart(title="Global batch size", unit="sequences", curves=sizes, from_zero=True)
-    yield (
-        "memory",
-        Chart(
-            title="Peak memory so far" if single else "Peak memory of the fullest stage",
-            unit="GB",
-            curves=_memory_of_stages(runs[0]) if single else _curves(runs, _fullest),
-            levels=_promised_memory(promise),
-            from_zero=True,
-        ),
-    )
-
-
-def _curves(runs: Sequence[TrainingRun], value: Value) -> list[Curve]:
-    """A curve for each run, over the iterations that have the value."""
-    names = [run.name if len(runs) > 1 else "" for run in runs]
-    return [
-        Curve(name, _points(run, value), number) for number, (name, run) in enumerate(zip(names, runs, strict=True))
-    ]
-
-
-def _points(run: TrainingRun, value: Value) -> list[Point]:
-    found = ((float(each.iteration), value(each)) for each in run.iterations)
-    return [(place, y) for place, y in found if y is not None]
-
-
-def _losses(runs: Sequence[TrainingRun]) -> Iterator[Curve]:
-    for number, run in enumerate(runs):
-        single = len(runs) == 1
-        yield Curve("training" if single else run.name, _points(run, lambda each: each.lm_loss), number)
-        validation = [(float(each.iteration), each.lm_loss) for each in run.evaluations()]
-        if validation:
-            name = "validation" if single else f"{run.name}, validation"
-            yield Curve(name, validation, number + len(runs), dotted=True)
-
-
-def _norm(metrics: IterationMetrics) -> float | None:
-    return metrics.grad_norm
-
-
-def _fullest(metrics: IterationMetrics) -> float | None:
-    return max(metrics.peak_memory_bytes) / GIGABYTE if metrics.peak_memory_bytes else None
-
-
-def _memory_of_stages(run: TrainingRun) -> list[Curve]:
-    num_stages = max((len(each.peak_memory_bytes or ()) for each in run.iterations), default=0)
-
-    def of_stage(stage: int) -> Value:
-        def value(metrics: IterationMetrics) -> float | None:
-            peaks = metrics.peak_memory_bytes
-            return peaks[stage] / GIGABYTE if peaks is not None and stage < len(peaks) else None
-
-        return value
-
-    # More than eight curves are not told apart.
-    shown = range(num_stages) if num_stages <= 8 else (0, num_stages // 2, num_stages - 1)
-    return [Curve(f"stage {stage}", _points(run, of_stage(stage)), number) for number, stage in enumerate(shown)]
-
-
-def _promised_memory(promise: Promise | None) -> list[Level]:
-    if promise is None or not promise.predicted.memory_per_rank:
-        return []
-    totals = [memory["total"] / GIGABYTE for memory in promise.predicted.memory_per_rank]
-    return [Level("promised, least to most of a stage", max(totals), min(totals), max(totals))]
-
-
-def _top(runs: Sequence[TrainingRun], high: float) -> float | None:
-    """Where the chart of times ends: one slow iteration shall not flatten all others."""
-    top = max(max(CLIPPED_FROM * slow_from([each.iteration_time_s for each in run.steady]), high) for run in runs)
-    return top if any(each.iteration_time_s > top for run in runs for each in run.iterations) else None
-
 
 MOST_LISTED = 6
 """Incidents of a kind that are told one by one."""
@@ -177,8 +49,7 @@ def described(report: RunReport) -> str:
 def runs_table(reports: Sequence[RunReport]) -> str:
     """Return the figures of several runs, a row each."""
     names = ("run", "model", "loss", "validation", "iteration", "tokens/s", "MFU", "bubble", "memory", "iterations")
-    head = "".join(f'<th class="{"left" if name in ("run", "model") else ""}">{name}</th>' for name in names)
-    lines = []
+    lines = ["".join(f'<th class="{"left" if place < 2 else ""}">{name}</th>' for place, name in enumerate(names))]
     for report in reports:
         figures = report.figures
         cells = (
@@ -189,16 +60,13 @@ def runs_table(reports: Sequence[RunReport]) -> str:
             time_text(figures.iteration_time_s.median),
             f"{figures.tokens_per_s.median:,.0f}",
             "" if figures.mfu is None else f"{figures.mfu:.1%}",
-            "" if report.steps is None else f"{report.steps.measured:.1%}",
+            "" if report.steps is None else f"{report.steps.bubble_ratio:.1%}",
             bytes_text(max(figures.peak_memory_bytes)) if figures.peak_memory_bytes else "",
             f"{figures.iterations:,}",
         )
-        lines.append(
-            "".join(
-                f'<td class="{"left" if place < 2 else ""}">{escape(cell)}</td>' for place, cell in enumerate(cells)
-            )
-        )
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+        columns = enumerate(map(escape, cells))
+        lines.append("".join(f'<td class="{"left" if place < 2 else ""}">{cell}</td>' for place, cell in columns))
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def missing(reports: Sequence[RunReport]) -> str:
@@ -212,8 +80,8 @@ def missing(reports: Sequence[RunReport]) -> str:
 
 def promised(report: RunReport) -> str:
     """Return what the search promised beside what came."""
-    promise = report.promise
-    if promise is None:
+    prediction = report.prediction
+    if prediction is None:
         return ""
     rows = "".join(
         f'<tr><td class="left">{escape(each.name)}</td><td>{escape(each.text(each.promised))}</td>'
@@ -221,8 +89,8 @@ def promised(report: RunReport) -> str:
         f'<td class="left why">{escape(each.why)}</td></tr>'
         for each in report.kept
     )
-    sentence = f"Rank {promise.rank} of {promise.path}, priced for {promise.cluster}."
-    others = "".join(f"<li>{escape(line)}</li>" for line in promise.differences)
+    sentence = f"Rank {prediction.rank} of {prediction.path}, priced for {prediction.cluster}."
+    others = "".join(f"<li>{escape(line)}</li>" for line in prediction.differences)
     differs = f"<p>What ran may not be what was priced:</p><ul>{others}</ul>" if others else ""
     return (
         f'<p class="sub">{escape(sentence)}</p>{differs}'
@@ -237,58 +105,52 @@ def times(report: RunReport) -> str:
     steps = report.steps
     if steps is None:
         return ""
-    palette = colours(LEGEND_OF_TIMES)
     bars: list[Bar] = []
-    if report.promise is not None:
-        parts = report.promise.predicted.breakdown
+    if report.prediction is not None:
+        parts = report.prediction.predicted.breakdown
         compute = sum(parts[name] for name in COMPUTE)
         update = sum(parts[name] for name in ("gradient_reduction_s", "shared_weight_s", "optimizer_s", "fixed_s"))
         waits = (compute, parts["bubble_s"], parts["transfer_s"] + parts["host_copy_s"], 0.0, update)
-        total = time_text(report.promise.predicted.iteration_time_s)
+        total = time_text(report.prediction.predicted.iteration_time_s)
         bars.append(Bar("promised, busiest rank", dict(zip(LEGEND_OF_TIMES, waits, strict=True)), total))
     makespan = steps.comparison.measured.makespan
     rest = max(report.figures.iteration_time_s.median - makespan, 0.0)
     for rank, spent in enumerate(steps.comparison.rank_times):
         waits = (spent.busy, spent.dependency, spent.transfer, spent.host_overhead, rest)
-        bars.append(
-            Bar(
-                f"measured, pipeline rank {rank}",
-                dict(zip(LEGEND_OF_TIMES, waits, strict=True)),
-                time_text(makespan + rest),
-            )
-        )
-    written = {
-        number: {name: time_text(amount) for name, amount in bar.parts.items()} for number, bar in enumerate(bars)
-    }
+        parts = dict(zip(LEGEND_OF_TIMES, waits, strict=True))
+        bars.append(Bar(f"measured, pipeline rank {rank}", parts, time_text(makespan + rest)))
     note = (
-        f"Measured: the median of {steps.num_steps} steps; sums and update are the rest of the median iteration. Each "
-        "part has its seconds where the pointer is."
+        f"Measured: the median of {len(steps.comparison.steps)} steps; sums and update are the rest of the median "
+        "iteration. Each part has its seconds where the pointer is."
     )
-    return f'<p class="sub">{note}</p>' + legend(LEGEND_OF_TIMES, palette) + stacked_bars(bars, palette, written)
+    return f'<p class="sub">{note}</p>{_bars(bars, colours(LEGEND_OF_TIMES), LEGEND_OF_TIMES, time_text)}'
+
+
+def _bars(bars: Sequence[Bar], palette: Mapping[str, str], names: Sequence[str], text: Callable[[float], str]) -> str:
+    """Return bars below the legend of their parts; each part has its amount as text where the pointer is."""
+    written = {number: {name: text(amount) for name, amount in bar.parts.items()} for number, bar in enumerate(bars)}
+    return legend(names, palette) + stacked_bars(bars, palette, written)
 
 
 def memory(report: RunReport) -> str:
     """Return the memory of each stage, measured beside predicted."""
-    peaks, promise = report.figures.peak_memory_bytes, report.promise
+    peaks, prediction = report.figures.peak_memory_bytes, report.prediction
     if not peaks:
         return ""
     names = [*MEMORY_NAMES.values(), "measured"]
     palette = colours(names[:-1]) | {"measured": "#8b949e"}
-    predicted = [] if promise is None else promise.predicted.memory_per_rank
+    predicted = [] if prediction is None else prediction.predicted.memory_per_rank
     bars: list[Bar] = []
     for stage, peak in enumerate(peaks):
         if stage < len(predicted):
             parts = {name: predicted[stage][field] for field, name in MEMORY_NAMES.items()}
             bars.append(Bar(f"stage {stage}, promised", parts, bytes_text(predicted[stage]["total"])))
         bars.append(Bar(f"stage {stage}, measured", {"measured": float(peak)}, bytes_text(peak)))
-    written = {
-        number: {name: bytes_text(amount) for name, amount in bar.parts.items()} for number, bar in enumerate(bars)
-    }
     shown = [name for name in names if any(bar.parts.get(name, 0.0) > 0 for bar in bars)]
     start = report.run.start
     on_cpu = start is not None and start.machine.device == "cpu"
     note = f'<p class="sub">{ON_CPU[:1].upper()}{ON_CPU[1:]}.</p>' if on_cpu else ""
-    return note + legend(shown, palette) + stacked_bars(bars, palette, written)
+    return note + _bars(bars, palette, shown, bytes_text)
 
 
 def timeline(report: RunReport) -> str:
@@ -337,12 +199,7 @@ def what_happened(report: RunReport) -> str:
     return f"{marks}<ul>{lines}</ul>"
 
 
-def charts_of(reports: list[RunReport]) -> dict[str, Chart]:
-    """Return the charts of some reports, by names for files."""
-    return charts([each.run for each in reports], [each.promise for each in reports])
-
-
-def render_report(reports: list[RunReport]) -> str:
+def render_report(reports: Sequence[RunReport]) -> str:
     """Return the page of some reports."""
     title = title_of(reports)
     body = [f"<header><h1>{escape(title)}</h1></header>"]
@@ -351,23 +208,16 @@ def render_report(reports: list[RunReport]) -> str:
         body.append(section("", at_a_glance(reports[0])))
     else:
         body.append(section("Runs", runs_table(reports)))
-    body += _if_any("Not known", missing(reports))
-    drawn = charts_of(reports).values()
-    note = thinning_note(drawn)
-    figures = "".join(chart_figure(chart) for chart in drawn)
-    said = f'<p class="sub">{escape(note)}</p>' if note else ""
-    body.append(section("Curves over iterations", f'{said}<div class="charts">{figures}</div>'))
+    contents = [("Not known", missing(reports), "")]
     for report in reports:
         name = f" ({report.run.name})" if len(reports) > 1 else ""
-        body += _if_any(f"What the search promised, and what came{name}", promised(report))
-        body += _if_any(f"Where an iteration goes{name}", times(report))
-        body += _if_any(f"Memory of each stage{name}", memory(report))
-        body += _if_any(f"Timeline, measured and simulated{name}", timeline(report), kind="timelines")
-        body += _if_any(f"What happened{name}", what_happened(report))
-        body.append(section(f"The run{name}", described(report)))
+        contents += [
+            (f"What the search promised, and what came{name}", promised(report), ""),
+            (f"Where an iteration goes{name}", times(report), ""),
+            (f"Memory of each stage{name}", memory(report), ""),
+            (f"Timeline, measured and simulated{name}", timeline(report), "timelines"),
+            (f"What happened{name}", what_happened(report), ""),
+            (f"The run{name}", described(report), ""),
+        ]
+    body += [section(name, content, kind=kind) for name, content, kind in contents if content]
     return html_document(title, "\n".join(body))
-
-
-def _if_any(title: str, content: str, *, kind: str = "") -> Iterator[str]:
-    if content:
-        yield section(title, content, kind=kind)

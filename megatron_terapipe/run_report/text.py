@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from itertools import chain
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.page.chart import value_text
-from megatron_terapipe.run_report.figures import NO_END, Figures, Spread, told
+from megatron_terapipe.page.document import value_text
+from megatron_terapipe.run_report.figures import NO_END, told
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
 from megatron_terapipe.strategy import Strategy
@@ -66,39 +66,34 @@ def about(report: RunReport) -> Iterator[tuple[str, str]]:
 
 def glance(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield the figures of a run at a glance: values, and what they are."""
-    figures, promise = report.figures, report.promise
+    figures = report.figures
     if figures.loss is not None:
         yield f"{figures.loss:.4g}", "training loss at the end"
     if figures.validation_loss is not None and figures.best_validation_loss is not None:
         best, where = figures.best_validation_loss
         least = "" if best == figures.validation_loss else f", least {best:.4g} at iteration {where}"
         yield f"{figures.validation_loss:.4g}", f"validation loss{least}"
-    predicted = None if promise is None else promise.predicted
+    predicted = None if report.prediction is None else report.prediction.predicted
     promised = "" if predicted is None else f", promised {time_text(predicted.iteration_time_s)}"
-    yield time_text(figures.iteration_time_s.median), f"an iteration, {spread_text(figures.iteration_time_s)}{promised}"
+    spread = figures.iteration_time_s
+    within = f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
+    yield time_text(spread.median), f"an iteration, {within}{promised}"
     yield f"{figures.tokens_per_s.median:,.0f}", "tokens a second"
-    yield _tflops_text(figures), "model FLOP/s a device"
+    tflops = figures.tflops_per_device
+    yield f"{tflops:.3g} T" if tflops >= 1 else f"{tflops * 1e3:.3g} G", "model FLOP/s a device"
     if figures.mfu is not None:
         promised = "" if predicted is None or predicted.mfu is None else f", promised {predicted.mfu:.0%}"
         yield f"{figures.mfu:.1%}", f"MFU{promised}"
     if report.steps is not None:
         promised = "" if predicted is None else f", promised {predicted.bubble_ratio:.1%}"
-        yield f"{report.steps.measured:.1%}", f"bubble ratio{promised}"
+        yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{promised}"
     if figures.peak_memory_bytes:
-        promised = (
-            ""
-            if not predicted or not predicted.memory_per_rank
-            else (f", promised {bytes_text(predicted.peak_memory_bytes)}")
-        )
+        has_memory = predicted is not None and predicted.memory_per_rank
+        promised = f", promised {bytes_text(predicted.peak_memory_bytes)}" if has_memory else ""
         yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{promised}"
     planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
     tokens = "" if figures.tokens is None else f", {value_text(float(figures.tokens))} tokens"
     yield f"{figures.iterations:,}", f"iterations{planned}{tokens}"
-
-
-def spread_text(spread: Spread) -> str:
-    """Return the range in which nine of ten measurements of time lie."""
-    return f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
 
 
 def duration_text(seconds: float) -> str:
@@ -106,15 +101,11 @@ def duration_text(seconds: float) -> str:
     if seconds < 60:
         return time_text(seconds)
     whole = round(seconds)
-    for size, unit, smaller, of_smaller in ((86400, "d", "h", 3600), (3600, "h", "min", 60), (60, "min", "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // of_smaller} {smaller}"
-    raise AssertionError
-
-
-def _tflops_text(figures: Figures) -> str:
-    value = figures.tflops_per_device
-    return f"{value:.3g} T" if value >= 1 else f"{value * 1e3:.3g} G"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def end_text(report: RunReport) -> str:

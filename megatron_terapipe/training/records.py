@@ -5,9 +5,10 @@ iterations and of evaluations have no such key. Nothing here needs torch: the re
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import exp, isfinite
+from statistics import median
 from typing import Any, ClassVar, Literal, Self
 
 
@@ -48,8 +49,20 @@ class Progress:
         return self.consumed_samples - self.skipped_samples
 
 
+class Record:
+    """A line of the metrics file: a dataclass whose fields are the keys."""
+
+    __slots__ = ()
+    event: ClassVar[str | None] = None
+    """Value of the key `event`; None for lines without the key."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file."""
+        return ({} if self.event is None else {"event": self.event}) | asdict(self)  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IterationMetrics:
+class IterationMetrics(Record):
     """Numbers of a training iteration. The names are those of the metrics file."""
 
     iteration: int
@@ -90,12 +103,12 @@ class IterationMetrics:
         return self.grad_norm is None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file; JSON has no NaN, so a loss that is no number is null."""
-        return asdict(self) | {"lm_loss": _or_none(self.lm_loss)}
+        """Return the object of the metrics file; JSON has no NaN, so a loss that is not finite is null."""
+        return Record.as_json(self) | {"lm_loss": _or_none(self.lm_loss)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationMetrics:
+class EvaluationMetrics(Record):
     """Numbers of an evaluation."""
 
     iteration: int
@@ -132,10 +145,10 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStart:
+class RunStart(Record):
     """Start of a run, or of one more piece of it: what trains, where, and how."""
 
-    event: ClassVar[str] = "start"
+    event = "start"
 
     iteration: int
     """Iterations done before."""
@@ -172,16 +185,12 @@ class RunStart:
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        return {"event": self.event, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class Saved(Record):
     """A checkpoint for which training waited."""
 
-    event: ClassVar[str] = "save"
+    event = "save"
 
     iteration: int
     """Iterations done."""
@@ -190,16 +199,12 @@ class Saved:
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC, when training went on."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        return {"event": self.event, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
+class Note(Record):
     """A line of the log that is about no iteration or evaluation alone."""
 
-    event: ClassVar[str] = "note"
+    event = "note"
 
     iteration: int
     """Iterations done."""
@@ -208,16 +213,12 @@ class Note:
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        return {"event": self.event, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
+class RunEnd(Record):
     """End of a run, or of one piece of it. A run that was killed as a whole has none."""
 
-    event: ClassVar[str] = "end"
+    event = "end"
 
     iteration: int
     """Iterations done."""
@@ -228,10 +229,22 @@ class RunEnd:
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        return {"event": self.event, **asdict(self)}
-
 
 Event = RunStart | Saved | Note | RunEnd
 """Any of them."""
+
+
+SPREAD_OF_NORMAL = 1.4826
+"""Standard deviation over median absolute deviation of normal values (Rousseeuw and Croux 1993, equation 1.2)."""
+
+
+def outlier_bound(values: Sequence[float], spreads: float, least_ratio: float) -> float:
+    """Return the value above which one is far outside others.
+
+    Args:
+        spreads: robust standard deviations above their median; at least as far is:
+        least_ratio: the bound over the median.
+    """
+    middle = median(values)
+    deviation = SPREAD_OF_NORMAL * median(abs(value - middle) for value in values)
+    return max(middle + spreads * deviation, least_ratio * middle)

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.command import main as plan_command
 from deepspeed_ext.plan.measured import StepRecord
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.timeline import executed_order
-from megatron_terapipe.run_report.report import Sources, read_report
+from megatron_terapipe.run_report.report import read_report
 from megatron_terapipe.strategy import Strategy
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
@@ -70,7 +70,7 @@ def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None
 
 
 def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
-    (report,) = read_report(Sources(runs=[str(trained.metrics)]))
+    (report,) = read_report([str(trained.metrics)])
     start, end = report.run.start, report.run.end
     assert start is not None and end is not None
     assert (start.iteration, start.train_iters, start.machine.device, start.machine.num_devices) == (0, 6, "cpu", 2)
