@@ -20,7 +20,7 @@ SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretra
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help reference demo test test-fast test-all check style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
+.PHONY: help reference demo test test-fast test-all check architecture audit style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,9 +46,13 @@ test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, a
 test-all: $(VENV)/installed ## all tests on all setups
 	$(PYTEST) --all-setups --durations=30
 
-# With --jobs 2, types are checked while the site is built.
-check: docs types style ## style, types, names, layers, docstrings, the site, and known vulnerabilities of dependencies
-	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/architecture
+# With --jobs 2 they run side by side, the longest first.
+check: docs types architecture audit style ## style, types, names, layers, the site, and known vulnerabilities of dependencies
+
+architecture: $(VENV)/installed
+	$(BIN)/python -m pytest --quiet tests/architecture
+
+audit: $(VENV)/installed
 	$(BIN)/python -m tests.audit_dependencies
 
 style: $(VENV)/installed
