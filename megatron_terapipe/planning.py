@@ -254,7 +254,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
 
 def _device(op_profile: str | None) -> str:
     """Return the name of the device that was measured, as the library has it; else of the default one."""
-    from megatron_terapipe.search.price.profile_files import read_profile
+    from megatron_terapipe.search.price.profile import read_profile
 
     if op_profile is None:
         return DEVICE

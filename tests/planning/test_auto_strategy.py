@@ -12,7 +12,7 @@ from megatron_terapipe.arguments.build import NOT_SEARCHED
 from megatron_terapipe.arguments.parser import flags
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
-from megatron_terapipe.search.price.profile_files import write_profile
+from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import STRATEGY_FILE, find_strategy
 from tests.search.op_times.profiles import profile

@@ -15,7 +15,7 @@ from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer import slices_command
 from megatron_terapipe.search.answer.flags import cluster_of, model_of
 from megatron_terapipe.search.learn.costs import costs_of
-from megatron_terapipe.search.price.profile_files import write_profile
+from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
 from tests.search.op_times.profiles import profile
 

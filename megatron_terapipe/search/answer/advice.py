@@ -27,9 +27,8 @@ from megatron_terapipe.search.answer.json_schema import (
 from megatron_terapipe.search.answer.utilisation import UtilizationCheck
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess, smallest_device_with
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors
 from megatron_terapipe.search.price.memory import MemoryOverheads
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.alternatives import FewerDevices
 from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, Remedy

@@ -84,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
     from megatron_terapipe.search.measure.on_hosts import measure_hosts
     from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
-    from megatron_terapipe.search.price.profile import Profile
-    from megatron_terapipe.search.price.profile_files import write_profile
+    from megatron_terapipe.search.price.profile import Profile, write_profile
 
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
@@ -176,8 +175,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 def summary(profile: "Profile") -> Iterable[str]:
     """Yield what was measured, in a few lines."""
-    from megatron_terapipe.search.price.profile import shape_in_words
-    from megatron_terapipe.search.price.profile_efficiency import message_line
+    from megatron_terapipe.search.price.profile_times import message_line
 
     nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
     yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}"
@@ -186,7 +184,7 @@ def summary(profile: "Profile") -> Iterable[str]:
             longest = max(layer.points, key=lambda point: (point.end - point.start, -point.micro_batch_size))
             backward = longest.input_gradient_s + longest.weight_gradient_s
             yield (
-                f"  {shape_in_words(layer.shape)}, tensor-parallel size {layer.tensor_parallel_size}: "
+                f"  {layer.shape}, tensor-parallel size {layer.tensor_parallel_size}: "
                 f"{longest.micro_batch_size} x {longest.end - longest.start} tokens forward "
                 f"{1000 * longest.forward_s:.3g} ms, backward {1000 * backward:.3g} ms ({len(layer.points)} points)"
             )

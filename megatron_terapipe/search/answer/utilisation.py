@@ -27,8 +27,7 @@ from types import MappingProxyType
 from megatron_terapipe.search.answer.figures import flops_utilization
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import moved
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
+from megatron_terapipe.search.price.efficiency import ProfileFactors, moved
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import moves_of, with_constants

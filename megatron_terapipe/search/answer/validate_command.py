@@ -115,7 +115,7 @@ def _predicted(
 
     from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations
     from megatron_terapipe.search.learn.validation import deal_groups, leave_out, predict_in_folds, predict_trials
-    from megatron_terapipe.search.price.profile_files import read_profile
+    from megatron_terapipe.search.price.profile import read_profile
 
     profile = read_profile(options.profile) if options.profile else None
     # Silent when nobody watches.

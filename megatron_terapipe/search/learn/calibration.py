@@ -39,9 +39,8 @@ from megatron_terapipe.search.learn.fit import (
 )
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_guessed
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
 
 Floats = NDArray[np.float64]
 

@@ -55,15 +55,11 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
 from megatron_terapipe.search.machine.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
+from megatron_terapipe.search.price.layer_times import RememberedTimes
 from megatron_terapipe.search.price.memory import MemoryOverheads
-from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
-from megatron_terapipe.search.price.profile_efficiency import (
-    ProfileFactors,
-    RememberedTimes,
-    measured_cluster,
-    measured_efficiency,
-)
+from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_cluster, measured_efficiency
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]

@@ -11,19 +11,17 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, is_guessed
-from megatron_terapipe.search.price.layer_times import OpTimes
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, is_guessed
+from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
 from megatron_terapipe.search.price.measured_layers import given_layers
 from megatron_terapipe.search.price.prediction import Prediction
-from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
-from megatron_terapipe.search.price.profile_efficiency import (
-    ProfileFactors,
-    ScaledTimes,
+from megatron_terapipe.search.price.profile import Profile, read_profile
+from megatron_terapipe.search.price.profile_times import (
+    MeasuredProfile,
     measured_cluster,
     measured_efficiency,
     profile_notes,
 )
-from megatron_terapipe.search.price.profile_files import read_profile
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
 

@@ -22,8 +22,8 @@ from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
-from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
-from megatron_terapipe.search.price.profile_efficiency import measured_efficiency
+from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 
 Step = Callable[[int], None]
 

@@ -202,6 +202,29 @@ class StateBytes:
     step: the norm of gradients, and zeroing them."""
 
 
+def state_bytes(
+    precision: str,
+    zero_stage: int,
+    weights: float,
+    gradients: float,
+    optimizer: float,
+    *,
+    step: float = 0.0,
+    divided: tuple[str, ...] = (),
+    bucket: int = 0,
+    whole_step: float = 0.0,
+) -> StateBytes:
+    """Return the bytes of a parameter; the names are those of `ParameterBytes` and, shorter, of `StateBytes`."""
+    parameter = ParameterBytes(weights=weights, gradients=gradients, optimizer=optimizer, step=step, divided=divided)
+    return StateBytes(
+        precision=precision,
+        zero_stage=zero_stage,
+        parameter=parameter,
+        bucket_element_bytes=bucket,
+        whole_step_bytes=whole_step,
+    )
+
+
 OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (
     ("sequence_parallel_size", (1,)),
     ("recompute", ("none", "selective", "full")),

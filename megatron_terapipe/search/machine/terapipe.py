@@ -12,10 +12,9 @@ from megatron_terapipe.search.machine.software import (
     Communication,
     Operator,
     Operators,
-    ParameterBytes,
     Products,
     Software,
-    StateBytes,
+    state_bytes,
 )
 
 OPERATORS = Operators(
@@ -74,45 +73,19 @@ TERAPIPE = Software(
     bucket_elements=BUCKET_ELEMENTS,
     states=(
         # The step takes the norm of gradients (4), and scales them (8).
-        StateBytes(
-            precision="fp32",
-            zero_stage=0,
-            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8),
-            whole_step_bytes=12,
-        ),
+        state_bytes("fp32", 0, weights=4, gradients=4, optimizer=8, whole_step=12),
         # DeepSpeedZeroOptimizer keeps copies and moments, and gradients of its own part.
-        StateBytes(
-            precision="fp32",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step")),
-            bucket_element_bytes=4,
-        ),
+        state_bytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
         # FP16_Optimizer: gradients in fp32, and again as one tensor.
-        StateBytes(
-            precision="fp16", zero_stage=0, parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=8)
-        ),
-        StateBytes(
-            precision="fp16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
-            bucket_element_bytes=2,
-        ),
+        state_bytes("fp16", 0, weights=2, gradients=2, optimizer=12, step=8),
+        state_bytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
         # BF16_Optimizer divides its state at stage 0, too; there gradients add up in bf16. But each rank takes the norm
         # of all gradients, which are cast for it (2 + 4 + 4), and zeroes them twice (4).
-        StateBytes(
-            precision="bf16",
-            zero_stage=0,
-            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
-            whole_step_bytes=14,
+        state_bytes(
+            "bf16", 0, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), whole_step=14
         ),
         # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025). The norm reads
         # them (4), and they are zeroed twice (8).
-        StateBytes(
-            precision="bf16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=4, optimizer=12, divided=("optimizer",)),
-            bucket_element_bytes=4,
-            whole_step_bytes=12,
-        ),
+        state_bytes("bf16", 1, weights=2, gradients=4, optimizer=12, divided=("optimizer",), bucket=4, whole_step=12),
     ),
 )

@@ -1,74 +1,26 @@
 """Descriptions of other trainers, all descriptions by name, and descriptions that users write.
 
-megatron_lm
-    Megatron-LM as it was when most published tables were measured (2021 to 2023).
-
-    Sources: Narayanan et al., arXiv 2104.04473 sections 4.1 (scatter and gather of messages) and 4.2 (fused kernels);
-    Korthikanti et al., arXiv 2205.05198 section 4 (what a layer keeps).
-
-deepspeed
-    DeepSpeed's pipeline engine with the layers of Megatron-LM: Megatron-DeepSpeed, as most published runs used it.
-
-    Sources: `runtime/pipe/engine.py`, `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and
-    `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Gradients travel as its optimizers send them: sums of bf16 in
-    fp32, and
-    all-reduced even at ZeRO stage 1 (`cost.step_costs.step_traffic`). GPT-NeoX's rotation is written in Python.
-
-deepspeed_eager
-    DeepSpeed's pipeline engine with layers written in plain PyTorch, tensor-parallel ones of Megatron-DeepSpeed.
-
-    OPT and GPT-Neo are written so in Sailor (github.com/eth-easl/sailor,
-    third_party/Megatron-DeepSpeed/megatron/model/
-    gpt_neo_model.py), with products of scores, a softmax in fp32, LayerNorm, GELU and dropout as PyTorch has them.
-    Bytes of
-    eager operators were counted as PyTorch 2.13 dispatches them.
-
-    Scores and the optimizer's step take longer than counted bytes, so theirs are those that explain what the authors
-    measured of one layer on one GPU (sailor/Planner/sailor_planner/profiles/GPT-Neo-2.7/GH-96/profile.json): 16
-    sequences
-    on one rank take 36.5 ms forward and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
-
-fsdp
-    PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager.
-
-    Each rank keeps a part of every weight. A layer's weights are gathered before its forward and again before its
-    backward,
-    one layer ahead of the ops, and its gradients are reduced in fp32 while the layer before it computes. Trials write
-    it as
-    ZeRO 1 without a pipeline.
-
-    Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4. Bytes and kernels of eager operators were counted as
-    PyTorch
-    2.13 dispatches them in bf16.
-
-llm_foundry
-    MosaicML's llm-foundry of 2023: FSDP with Triton's attention and fused losses.
-
-    Sources: its throughput tables (github.com/mosaicml/llm-foundry, scripts/train/benchmarking). Most rows say
-    `FULL_SHARD`
-    and `DEFAULT` (gradients are reduced in fp32). `attn_impl` in `submit_benchmarks.py` is Triton's, a form of the
-    first
-    FlashAttention.
-
-alst
-    DeepSpeed's ALST: ZeRO 3 with sequence-parallel ranks, layers of Hugging Face's transformers and Liger's kernels.
-
-    It has no pipeline, and the search does not rank its strategies: `search/rivals` prices it beside a ranking.
-
-    Sources: Bekman et al., arXiv 2506.13996; ArcticTraining, `projects/sequence-parallelism` (its recipes name
-    FlashAttention-2, Liger and a reduction in bf16) and `monkey_patches.py`; DeepSpeed 0.19.8,
-    `runtime/sequence_parallel/
-    ulysses_sp.py`. Liger's kernels (arXiv 2410.10989) fuse a norm, a gated activation, a rotation, and the head with
-    its
-    loss.
-
-megatron_core
-    Megatron-core as NVIDIA runs it since 2024: Transformer Engine's layers, fused kernels, messages under ops.
-
-    Sources: Megatron-core's user guide (overlap of gradient reduction, parameter gathering and messages between
-    stages) and
-    Transformer Engine's (LayerNormLinear, fused attention by cuDNN), release 2.x; the performance guide of NeMo for
-    tensor-parallel communication overlap.
+- `megatron-lm`: Megatron-LM as it was when most published tables were measured. Narayanan et al., arXiv 2104.04473
+  sections 4.1 (scatter and gather of messages) and 4.2 (fused kernels); Korthikanti et al., arXiv 2205.05198 section 4
+  (what a layer keeps).
+- `deepspeed`: DeepSpeed's pipeline engine with Megatron-LM's layers. `runtime/pipe/engine.py`,
+  `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Sums
+  of bf16 travel in fp32, all-reduced even at ZeRO stage 1. GPT-NeoX's rotation is written in Python.
+- `deepspeed-eager`: the same with layers in plain PyTorch, as Sailor has OPT and GPT-Neo (github.com/eth-easl/sailor,
+  third_party/Megatron-DeepSpeed/megatron/model/gpt_neo_model.py). Bytes of eager operators were counted as PyTorch 2.13
+  dispatches them. Those of scores and of the step explain the authors' measurement of one layer on one GPU
+  (sailor/Planner/sailor_planner/profiles/GPT-Neo-2.7/GH-96/profile.json): 16 sequences on one rank take 36.5 ms forward
+  and 97.8 ms backward, the step of its 79 million parameters 2.9 ms.
+- `fsdp`: PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager (Zhao et al., arXiv
+  2304.11277 sections 3 and 4). Weights of a layer are gathered before its forward and again before its backward, one
+  layer ahead, and gradients are reduced in fp32 under the layer before. Trials write it as ZeRO 1 without a pipeline.
+- `llm-foundry`: MosaicML's of 2023, FSDP with Triton's attention and fused losses, as in its throughput tables
+  (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
+- `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
+  which has no pipeline: `rank/rivals.py` prices it beside a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
+  `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
+- `megatron-core`: Megatron-core with Transformer Engine as NVIDIA runs it since 2024. Its user guide (overlaps), that
+  of Transformer Engine 2.x (LayerNormLinear, attention by cuDNN), NeMo's performance guide (tensor-parallel overlap).
 """
 
 import math
@@ -90,10 +42,9 @@ from megatron_terapipe.search.machine.software import (
     Communication,
     Operator,
     Operators,
-    ParameterBytes,
     Products,
     Software,
-    StateBytes,
+    state_bytes,
 )
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 
@@ -114,10 +65,13 @@ OPERATORS = Operators(
     embedding=Operator(forward=4, backward=4, forward_kernels=6, backward_kernels=6),
 )
 
-FP32 = ParameterBytes(weights=4, gradients=4, optimizer=8)
-FP32_SHARED = ParameterBytes(weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"))
-HALF = ParameterBytes(weights=2, gradients=4, optimizer=12)
-"""Gradients add up in fp32."""
+PIPELINE = (
+    *OURS_ALONE,
+    ("schedule", ("gpipe", "1f1b", "interleaved")),
+    ("num_token_slices", (1,)),
+    ("stage_partition", ("uniform",)),
+)
+"""What Megatron's pipelines run."""
 
 MEGATRON_LM = Software(
     name="megatron-lm",
@@ -128,32 +82,18 @@ MEGATRON_LM = Software(
         kernel="scores", skips_masked=False, forward_kernels=8, backward_kernels=16, keeps_dropped=True
     ),
     communication=Communication(shares_transfers=True, reduction_bytes=2),
-    runs=(
-        *OURS_ALONE,
-        ("schedule", ("gpipe", "1f1b", "interleaved")),
-        ("num_token_slices", (1,)),
-        ("stage_partition", ("uniform",)),
-    ),
+    runs=PIPELINE,
     residual_dropout=True,
     bucket_elements=500_000_000,
     states=(
-        StateBytes(precision="fp32", zero_stage=0, parameter=FP32),
-        StateBytes(precision="fp32", zero_stage=1, parameter=FP32_SHARED, bucket_element_bytes=4),
-        StateBytes(precision="fp16", zero_stage=0, parameter=HALF),
-        StateBytes(
-            precision="fp16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
-            bucket_element_bytes=2,
-        ),
-        StateBytes(precision="bf16", zero_stage=0, parameter=HALF),
+        state_bytes("fp32", 0, weights=4, gradients=4, optimizer=8),
+        state_bytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
+        # At stage 0 gradients add up in fp32.
+        state_bytes("fp16", 0, weights=2, gradients=4, optimizer=12),
+        state_bytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
+        state_bytes("bf16", 0, weights=2, gradients=4, optimizer=12),
         # A gradient of a micro-batch, and sums in fp32.
-        StateBytes(
-            precision="bf16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=6, optimizer=12, divided=("optimizer",)),
-            bucket_element_bytes=2,
-        ),
+        state_bytes("bf16", 1, weights=2, gradients=6, optimizer=12, divided=("optimizer",), bucket=2),
     ),
 )
 
@@ -206,8 +146,6 @@ DEEPSPEED_EAGER = replace(
 )
 
 
-_ALL = ("weights", "gradients", "optimizer", "step")
-
 _RMSNORM = Operator(forward=4, backward=8, forward_bytes=28, backward_bytes=76, forward_kernels=8, backward_kernels=16)
 
 FSDP = Software(
@@ -255,11 +193,14 @@ FSDP = Software(
     # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
     bucket_elements=200_000_000,
     states=tuple(
-        StateBytes(
-            precision=precision,
-            zero_stage=1,
-            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8, divided=_ALL),
-            bucket_element_bytes=4 if precision == "fp32" else 2,
+        state_bytes(
+            precision,
+            1,
+            weights=4,
+            gradients=4,
+            optimizer=8,
+            divided=("weights", "gradients", "optimizer", "step"),
+            bucket=4 if precision == "fp32" else 2,
         )
         for precision in ("fp32", "fp16", "bf16")
     ),
@@ -305,12 +246,6 @@ ALST = replace(
 )
 
 
-_DIVIDED = ("optimizer",)
-"""The distributed optimizer divides copies and moments, not the gradients that products add to."""
-
-_SINGLE = ParameterBytes(weights=4, gradients=4, optimizer=8)
-_HALF = ParameterBytes(weights=2, gradients=4, optimizer=12)
-
 MEGATRON_CORE = Software(
     name="megatron-core",
     title="Megatron-core with Transformer Engine",
@@ -348,21 +283,13 @@ MEGATRON_CORE = Software(
         tensor_parallel_overlap=0.1,
         reduction_bytes=2,
     ),
-    runs=(
-        *OURS_ALONE,
-        ("schedule", ("gpipe", "1f1b", "interleaved")),
-        ("num_token_slices", (1,)),
-        ("stage_partition", ("uniform",)),
-    ),
+    runs=PIPELINE,
     bucket_elements=40_000_000,
+    # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(
-        StateBytes(
-            precision=precision,
-            zero_stage=zero_stage,
-            parameter=replace(parameter, divided=_DIVIDED if zero_stage else ()),
-        )
-        for precision, parameter in (("fp32", _SINGLE), ("fp16", _HALF), ("bf16", _HALF))
-        for zero_stage in (0, 1)
+        state_bytes(precision, stage, weights, 4, optimizer, divided=("optimizer",) if stage else ())
+        for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12))
+        for stage in (0, 1)
     ),
 )
 
@@ -397,13 +324,12 @@ def find_software(name: str) -> Software:
         software = TypeAdapter(Software).validate_python(changed)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        at = place(name, *(step for step in first["loc"]))
+        at = place(name, *first["loc"])
         raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): mend it") from None
     hidden = software.communication.tensor_parallel_overlap
     if hidden > 1:
-        raise fault(
-            place(name, "communication", "tensor_parallel_overlap"), hidden, "is not a share up to 1", "give one"
-        )
+        at = place(name, "communication", "tensor_parallel_overlap")
+        raise fault(at, hidden, "is not a share up to 1", "give one")
     return software
 
 

@@ -33,7 +33,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES, LinkClass, MeasuredRun, Nodes, link_classes
-from megatron_terapipe.search.price.profile import OpPoint, ProfiledLink, Shape, shape_of
+from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledLink
 from megatron_terapipe.search.price.workload import gpt_workload
 
 BLOCKS_TOGETHER = 3
@@ -69,7 +69,7 @@ class OpTimes(NamedTuple):
 class MeasuredLayers:
     """Layers of one kind, to be run one after the other."""
 
-    shape: Shape
+    shape: LayerShape
     modules: tuple[nn.Module, ...]
     functions: tuple[Callable[..., Tensor], ...]
     """What runs each; may be another function of a module, as of a tied embedding."""
@@ -95,15 +95,15 @@ def build_layers(
 
     found = []
     blocks = workload.layers[workload.first_dealt : workload.end_dealt]
-    for shape in dict.fromkeys(shape_of(block) for block in blocks):
-        index = [shape_of(block) for block in blocks].index(shape)
+    for shape in dict.fromkeys(LayerShape.of(block) for block in blocks):
+        index = [LayerShape.of(block) for block in blocks].index(shape)
         modules = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
         found.append(MeasuredLayers(shape, modules, modules, count=BLOCKS_TOGETHER))
     if recompute != "none":
         return found
     words, positions, norm, head = (built(specs[index]) for index in (0, 1, -2, -1))
     output = partial(specs[-1].forward_fn, head) if isinstance(specs[-1], TiedLayerSpec) else head
-    embedding_shape, norm_shape, head_shape = (shape_of(workload.layers[index]) for index in (0, -2, -1))
+    embedding_shape, norm_shape, head_shape = (LayerShape.of(workload.layers[index]) for index in (0, -2, -1))
     found.append(MeasuredLayers(embedding_shape, (words, positions), (words, positions), reads_tokens=True))
     found.append(MeasuredLayers(norm_shape, (norm,), (norm,)))
     found.append(MeasuredLayers(head_shape, (head,), (output,), ends_in_loss=True))
@@ -134,7 +134,7 @@ class LayerTimer:
             for module in layers.modules:
                 self._weight_gradients.attach(module)
             sums[layers.shape] = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
-        found: dict[tuple[Shape, MeasuredRun], list[list[OpTimes]]] = {}
+        found: dict[tuple[LayerShape, MeasuredRun], list[list[OpTimes]]] = {}
         for run in islice(cycle(runs), MOST_VISITS * len(runs)):
             for layers in built:
                 repeats = found.setdefault((layers.shape, run), [])

@@ -19,7 +19,14 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, Nodes
-from megatron_terapipe.search.price.profile import OpPoint, Profile, ProfiledEngine, ProfiledLayer, ProfiledLink, Shape
+from megatron_terapipe.search.price.profile import (
+    LayerShape,
+    OpPoint,
+    Profile,
+    ProfiledEngine,
+    ProfiledLayer,
+    ProfiledLink,
+)
 
 
 def run_on_ranks(
@@ -174,7 +181,7 @@ def measure_together(
     links = measure_links(device, nodes, lambda words: tell(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-    points: dict[tuple[Shape, int, str], list[OpPoint]] = {}
+    points: dict[tuple[LayerShape, int, str], list[OpPoint]] = {}
     for size, recompute, share in sizes.layouts():
         now = time.perf_counter()
         ends = now + share * max(begun + budget_s - now, 0.0)
@@ -194,7 +201,7 @@ def measure_together(
             shape=shape,
             tensor_parallel_size=size,
             recompute=recompute,  # type: ignore[arg-type]
-            points=merged(found, by_place=shape[0] == "block"),
+            points=merged(found, by_place=shape.kind == "block"),
         )
         for (shape, size, recompute), found in points.items()
     )

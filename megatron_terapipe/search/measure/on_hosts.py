@@ -21,8 +21,7 @@ from megatron_terapipe.search.machine.hostfile import parse_hostfile
 from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
 from megatron_terapipe.search.measure.machine import Progress, engine_here, measure_together
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
-from megatron_terapipe.search.price.profile import Profile
-from megatron_terapipe.search.price.profile_files import parse_profile, profile_to_json
+from megatron_terapipe.search.price.profile import Profile, parse_profile, profile_to_json
 
 MARK = "measured: "
 """Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""

@@ -21,8 +21,8 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.closed_form import StepCosts, step_costs
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
-from megatron_terapipe.search.price.layer_times import OpTimes
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
 from megatron_terapipe.search.price.links import (
     ClusterTable,
     LayerLinks,
@@ -33,7 +33,6 @@ from megatron_terapipe.search.price.links import (
 )
 from megatron_terapipe.search.price.memory import MemoryModel, MemoryOverheads, default_overheads, host_copy_settings
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.simulated_time import (
     ScheduleSimulator,

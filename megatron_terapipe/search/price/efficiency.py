@@ -315,3 +315,36 @@ def is_guessed(device: Device) -> bool:
 def reachable_bandwidth(device: Device) -> float:
     """Bytes per second of a device's memory, such that `memory_efficiency` of it is reached as on an A100."""
     return device.memory_bandwidth * relative_efficiency(device).memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileFactors:
+    """Seconds in training per second of the profile.
+
+    The priors are guesses: that of `ops` is wide enough for two ranks that share what one had alone, that of `messages`
+    for collectives that wait for a busy processor.
+    """
+
+    ops: float = constant(1.0, 0.4)
+    """Of what layers compute."""
+    messages: float = constant(1.0, 0.8)
+    """Of collectives and of messages between stages, beyond the latency of their links."""
+    gaps: float = constant(1.0, 0.7)
+    """Of what the executor needs between two ops of a rank."""
+    step: float = constant(1.0, 0.5)
+    """Of what comes once an iteration: the optimizer, and what an iteration takes however small it is."""
+
+    def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
+        """HardwareEfficiency of training."""
+        return replace(
+            measured,
+            inside_efficiency=measured.inside_efficiency / self.messages,
+            network_efficiency=measured.network_efficiency / self.messages,
+            transfer_inside_efficiency=measured.transfer_inside_efficiency / self.messages,
+            transfer_network_efficiency=measured.transfer_network_efficiency / self.messages,
+            collective_s=measured.collective_s * self.messages,
+            transfer_s=measured.transfer_s * self.messages,
+            op_s=measured.op_s * self.gaps,
+            optimizer_passes=measured.optimizer_passes * self.step,
+            iteration_s=measured.iteration_s * self.step,
+        )

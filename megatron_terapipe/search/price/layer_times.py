@@ -82,3 +82,50 @@ class OpTimes(Protocol):
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Return the seconds of the ops of one layer; arrays have the shape that those of the query broadcast to."""
         ...
+
+
+@dataclass(frozen=True)
+class ScaledTimes:
+    """Op times of which every one takes longer by the same factor; an `OpTimes`."""
+
+    op_times: OpTimes
+    factor: float
+
+    @property
+    def includes_collectives(self) -> bool:
+        """As the measured ones say."""
+        return self.op_times.includes_collectives
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        return LayerTimes(*(np.multiply(part, self.factor) for part in self.op_times(query)))
+
+
+class RememberedTimes:
+    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`."""
+
+    def __init__(self, op_times: OpTimes) -> None:
+        self._op_times = op_times
+        # Layers are kept with their times: while one is, no other has its id.
+        self._known: dict[tuple[object, ...], tuple[Layer, LayerTimes]] = {}
+
+    @property
+    def includes_collectives(self) -> bool:
+        """As the others say."""
+        return self._op_times.includes_collectives
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end, query.sequence_parallel_size
+        grids = [np.asarray(each, dtype=float) for each in sizes]
+        key = (
+            id(query.layer),
+            query.device,
+            query.recompute,
+            query.sequence_parallel,
+            query.key_value_gradients,
+            *((each.shape, each.tobytes()) for each in grids),
+        )
+        if key not in self._known:
+            self._known[key] = query.layer, self._op_times(query)
+        return self._known[key][1]

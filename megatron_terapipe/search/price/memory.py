@@ -2,19 +2,6 @@
 
     states (bytes a parameter) + peak of activations -> Counted --overheads--> RankMemory
 
-Bytes of weights, gradients and optimizer state of one parameter, as a trainer keeps them.
-
-| trainer, precision, ZeRO stage | weights | gradients | optimizer | more during its step |
-|---|---|---|---|---|
-| fp32, 0 | 4 | 4 | 8: two moments | |
-| fp32, 1 (DeepSpeedZeroOptimizer) | 4 | 4 | 12 / dp: copy and moments | 4 / dp: gradients of the own part |
-| fp16, 1 (DeepSpeedZeroOptimizer) | 2 | 2 | 12 / dp | 4 / dp: the same, in fp32 |
-| fp16, 0, ours (FP16_Optimizer) | 2 | 2 | 12 | 8: gradients in fp32, and again as one tensor |
-| fp16 or bf16, 0, Megatron-LM (gradients added up in fp32) | 2 | 4 | 12 | |
-| bf16, 1, DeepSpeed (BF16_Optimizer) | 2 | 6: of a micro-batch, and sums in fp32 | 12 / dp | |
-| bf16, 1, ours (the same, but products add to the sums: docs/adr/0025) | 2 | 4 | 12 / dp | |
-| bf16, 0, ours (BF16_Optimizer, sums in bf16; shards all the same) | 2 | 2 | 12 / dp | 4 / dp |
-
 Sources: `zero/stage_1_and_2.py`, `fp16/fused_optimizer.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8's `runtime`;
 Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 bytes a parameter).
 """
@@ -52,32 +39,6 @@ from megatron_terapipe.search.price.prediction import RankMemory
 from megatron_terapipe.search.price.stages import LayerCounter, LayerCounts, PlacedStrategy
 from megatron_terapipe.search.price.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
-
-
-class RankBytes(NamedTuple):
-    """Bytes of one parameter on a rank; arguments that were arrays make arrays."""
-
-    weights: ScalarOrArray
-    gradients: ScalarOrArray
-    optimizer: ScalarOrArray
-    step: ScalarOrArray
-
-
-def state_bytes(software: Software, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> RankBytes:
-    """Bytes of one parameter, an array as `data_parallel_size` [...] is."""
-    each = software.state(precision, zero_stage).parameter
-    return RankBytes(*(each.on_rank(name, data_parallel_size) for name in RankBytes._fields))
-
-
-def bucket_bytes(software: Software, precision: str, parameters: ScalarOrArray, zero_stage: int) -> ScalarOrArray:
-    """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
-
-    Args:
-        parameters: parameters of a rank, a number or an array of any shape [...].
-    """
-    element = software.state(precision, zero_stage).bucket_element_bytes
-    return 2 * element * np.minimum(parameters, software.bucket_elements)
-
 
 Floats = NDArray[np.float64]
 
@@ -183,7 +144,7 @@ class Counted(NamedTuple):
     gradients: ScalarOrArray
     optimizer: ScalarOrArray
     step: ScalarOrArray
-    """More while the optimizer steps, when no activation is left."""
+    """More while the optimizer steps; by then no activations are held."""
     activations: ScalarOrArray = 0.0
     """Kept from forward to backward, at the peak."""
     key_values: ScalarOrArray = 0.0
@@ -197,7 +158,7 @@ class Counted(NamedTuple):
     """How many the rank is in."""
 
     def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
-        """Add the bytes that are allocated and freed within an iteration; arguments broadcast."""
+        """Add the bytes at the moment of the peak, and those of messages between stages; arguments broadcast."""
         return self._replace(**held._asdict(), buffers=self.buffers + messages)
 
 
@@ -291,11 +252,7 @@ class MemoryModel:
         counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
         own = strategy.granularity
-        states = self.states(
-            counts.parameters,
-            layout=strategy.layout,
-            zero_stage=strategy.zero_stage,
-        )
+        states = self.states(counts.parameters, layout=strategy.layout, zero_stage=strategy.zero_stage)
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
         all_ranks = states.holding(self._held(strategy, counts, activation_limit, copies), messages)
         columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
@@ -307,15 +264,13 @@ class MemoryModel:
         Args:
             parameters: [...] parameters of each rank.
         """
-        copies = layout.num_weight_copies
-        each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=copies)
+        copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
         groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
+        kept = ("weights", "gradients", "optimizer", "step")
         return Counted(
-            weights=parameters * each.weights,
-            gradients=parameters * each.gradients,
-            optimizer=parameters * float(each.optimizer),
-            step=parameters * float(each.step),
-            buffers=bucket_bytes(self.software, self.precision, parameters, zero_stage),
+            **{name: parameters * state.parameter.on_rank(name, copies) for name in kept},
+            # One bucket reduces gradients, the other gathers weights.
+            buffers=2 * state.bucket_element_bytes * np.minimum(parameters, self.software.bucket_elements),
             communicators=float(sum(size > 1 for size in groups)),
         )
 
@@ -368,12 +323,8 @@ class MemoryModel:
 
     def micro_batches_of_peak(self, strategy: Strategy) -> int:
         """Return the micro-batches with which every rank reaches its peak; more repeat the steady state."""
-        return steady_micro_batches(
-            strategy.schedule,
-            strategy.pipeline_parallel_size,
-            strategy.num_token_slices,
-            strategy.num_micro_batches,
-        )
+        ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
+        return steady_micro_batches(strategy.schedule, ranks, token_slices, strategy.num_micro_batches)
 
     def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None, copies: HostCopyPlan | None) -> Held:
         """[P] bytes that each rank holds at its peak."""

@@ -1,266 +1,73 @@
-"""The profile of a machine, and op times from it: seconds of an op through measured points.
+"""The profile of a machine: times of ops, messages and the engine, and the files that `measure` writes with them."""
 
-    measured points --Surface--> seconds of (micro-batch, token slice) --MeasuredProfile--> LayerTimes
-
-Between points the times follow the terms that an op has,
-
-    fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
-
-with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
-slice, whose coefficients, none below zero, are fitted to all points. Few points do not tell all terms apart: one is
-met by any term alone. Then only the first terms of `PREFERRED` that they tell apart are fitted, so a single point
-says that times grow with the rows, not that they are fixed (ADR 61). What the points differ from the fit by is a
-factor, and the logarithm of that factor is interpolated: over the start of the token slice, then over its length,
-then over the micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the
-surface goes through the points, and where they grow from one to the next, so does it between them; beyond the last
-point the factor stays what it was.
-"""
-
+import json
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
-import numpy as np
-from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
-from megatron_terapipe.config.flops import attended_positions, positions_in_reach
-from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
-from megatron_terapipe.search.price.workload import Attention, Layer, Workload
-
-Whole = NDArray[np.int64]
-
-PREFERRED = (1, 0, 2, 3)
-"""Columns of `terms`, fitted where points tell them from those before: most of the time of an op goes into its rows."""
-
-TINY_S = 1e-9
-"""Seconds below which an op takes no time: logarithms need a floor."""
-
-
-class Point(NamedTuple):
-    """One measured op."""
-
-    micro_batch_size: int
-    start: int
-    end: int
-    seconds: float
+from deepspeed_ext.plan.terminal import write_json
+from megatron_terapipe.search.machine.documents import read_document
+from megatron_terapipe.search.machine.entries import (
+    Count,
+    CountOrNone,
+    Entry,
+    NotNegative,
+    Text,
+    fixed,
+    is_number,
+    read_entry,
+)
+from megatron_terapipe.search.price.workload import Attention, Layer, LayerKind, Product
 
 
-def terms(
-    micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, window: int | None = None
-) -> tuple[ScalarOrArray, ...]:
-    """Terms of an op without their coefficients; arguments broadcast."""
-    begin, stop = np.asarray(start), np.asarray(end)
-    rows = np.multiply(micro_batch_size, stop - begin)
-    positions = micro_batch_size * attended_positions(begin, stop, window)
-    before = micro_batch_size * (positions_in_reach(begin, stop, window) - (stop - begin))
-    return np.ones_like(rows, dtype=float), rows, positions, before
+class LayerShape(NamedTuple):
+    """What the times of a layer depend on, apart from the length of the sequence and what it holds beside products."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """The points of one micro-batch size: their lengths, and for each its starts and factors."""
-
-    lengths: Numbers
-    starts: tuple[Numbers, ...]
-    log_factors: tuple[Numbers, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Surface:
-    """Times of one op; see above."""
-
-    coefficients: Numbers
-    """[4] of the fitted terms."""
-    sizes: Numbers
-    """[M] micro-batch sizes that were measured."""
-    by_size: tuple[_Lengths, ...]
-    window: int | None = None
-    """Tokens that a token attends to, itself included; None for all before it."""
+    kind: LayerKind
+    hidden_size: int
+    products: tuple[Product, ...]
+    attention: Attention | None
+    num_norms: int
+    activation_width: int
+    gated: bool
 
     @classmethod
-    def through(cls, points: Sequence[Point], window: int | None = None) -> "Surface":
-        """Fit a surface through points.
+    def of(cls, layer: Layer) -> "LayerShape":
+        """Return the shape of a layer."""
+        return cls(*(getattr(layer, name) for name in cls._fields))
 
-        A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
-        """
-        seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
-        sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
-        seconds = _growing(sizes, starts, ends - starts, seconds)
-        coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
-        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends, window=window))
-        found = []
-        for size in np.unique(sizes):
-            lengths = np.unique((ends - starts)[sizes == size])
-            rows = [np.flatnonzero((sizes == size) & (ends - starts == length)) for length in lengths]
-            rows = [row[np.argsort(starts[row])] for row in rows]
-            found.append(
-                _Lengths(
-                    lengths.astype(float),
-                    tuple(starts[row].astype(float) for row in rows),
-                    tuple(log_factors[row] for row in rows),
-                )
-            )
-        return cls(coefficients, np.unique(sizes).astype(float), tuple(found), window)
+    @property
+    def window(self) -> int | None:
+        """Sliding window of its attention, in tokens; None = without one."""
+        return None if self.attention is None else self.attention.sliding_window
 
-    def __call__(
-        self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
-    ) -> Numbers:
-        """Seconds; arguments broadcast.
+    def __str__(self) -> str:
+        """Text for errors."""
+        heads = f", {self.attention.query_heads} heads" if self.attention else ""
+        if self.window is not None:
+            heads += f" in a window of {self.window}"
+        vocabulary = f", {self.products[0].outputs} outputs" if self.kind == "head" else ""
+        width = f", MLP of {self.activation_width}" if self.kind == "block" else ""
+        return f"a {self.kind} of hidden size {self.hidden_size}{heads}{width}{vocabulary}"
 
-        Args:
-            parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
-        """
-        size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
-        by_size = [
-            self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
-        ]
-        log_factor = _between(self.sizes, size, np.stack(by_size), lambda each: self._fitted(each, begin, stop))
-        return self._fitted(size, begin, stop, parts) * np.exp(log_factor)
-
-    def _fitted(
-        self, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
-    ) -> Numbers:
-        return _fitted(self.coefficients, size, start, end, parts, window=self.window)
-
-    def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
-        """Logarithm of measured over fitted time, for micro-batches of a measured size."""
-        length = end - start
-
-        def fitted(length: ScalarOrArray) -> Numbers:
-            return self._fitted(size, start, start + length)
-
-        of_lengths = [
-            np.interp(np.log(fitted(each)), np.log(self._fitted(size, known, known + each)), factors)
-            if len(known) > 1
-            else np.full(length.shape, factors[0])
-            for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
-        ]
-        return _between(held.lengths, length, np.stack(of_lengths), fitted)
-
-
-def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]) -> Numbers:
-    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of what is fitted there."""
-    above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
-    below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
-    low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
-    here = np.log(fitted(np.clip(wanted, knots[0], knots[-1])))
-    # Where the fit does not grow at all, by the logarithm of the size itself.
-    flat = high - low < 1e-12
-    log_low, log_high = np.log(knots[below]), np.log(knots[above])
-    by_size = np.divide(
-        np.log(np.clip(wanted, knots[0], knots[-1])) - log_low,
-        log_high - log_low,
-        out=np.zeros_like(here),
-        where=log_high > log_low,
-    )
-    by_fit = np.divide(here - low, high - low, out=np.zeros_like(here), where=~flat)
-    weight = np.where(flat, by_size, by_fit)
-    first = np.take_along_axis(values, below[None], 0)[0]
-    second = np.take_along_axis(values, above[None], 0)[0]
-    return cast(Numbers, first + weight * (second - first))
-
-
-def _fitted(
-    coefficients: Numbers,
-    size: ScalarOrArray,
-    start: ScalarOrArray,
-    end: ScalarOrArray,
-    parts: ScalarOrArray = 1.0,
-    *,
-    window: int | None = None,
-) -> Numbers:
-    fixed, *others = map(np.multiply, coefficients, terms(size, start, end, window))
-    return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
-
-
-def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
-    """Coefficients, none below zero, that make relative errors small."""
-    from scipy.optimize import nnls
-
-    relative = features / seconds[:, None]
-    scale = np.maximum(relative.max(axis=0), TINY_S)
-    relative = relative / scale
-    columns = _told_apart(relative)
-    found: Numbers = np.zeros(len(scale))
-    found[columns] = nnls(relative[:, columns], np.ones(len(seconds)))[0] / scale[columns]
-    return found
-
-
-def _told_apart(features: NDArray[np.float64]) -> list[int]:
-    """Columns of features [n, 4] that no others before them in the order of preference add up to."""
-    chosen: list[int] = []
-    for column in PREFERRED:
-        if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
-            chosen.append(column)
-    return chosen
-
-
-def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
-    """Times that never fall where a token slice begins later, is longer, or has more sequences."""
-    from scipy.optimize import isotonic_regression
-
-    logs = np.log(seconds)
-    axes = [(sizes, lengths, starts), (sizes, starts, lengths), (starts, lengths, sizes)]
-    for *same, along in axes:
-        lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index in range(len(logs)):
-            lines[tuple(int(axis[index]) for axis in same)].append(index)
-        for line in lines.values():
-            order = sorted(line, key=lambda index: int(along[index]))
-            logs[order] = isotonic_regression(logs[order]).x
-    return np.exp(logs)
-
-
-Shape = tuple[Any, ...]
-"""Comparable."""
-
-
-def shape_of(layer: Layer) -> Shape:
-    """The shape of a layer, apart from the length of the sequence and what it holds beside products."""
-    return (
-        layer.kind,
-        layer.hidden_size,
-        layer.products,
-        layer.attention,
-        layer.num_norms,
-        layer.activation_width,
-        layer.gated,
-    )
-
-
-def shape_to_json(shape: Shape) -> dict[str, Any]:
-    """The JSON object of a shape."""
-    kind, hidden_size, products, attention, num_norms, activation_width, gated = shape
-    # What most layers do not have is not in their entries.
-    more: dict[str, Any] = {"normed_heads": True} if attention and attention.normed else {}
-    if attention and attention.sliding_window is not None:
-        more["sliding_window"] = attention.sliding_window
-    if attention and attention.written_out:
-        more["written_out"] = True
-    return {
-        "kind": kind,
-        "hidden_size": hidden_size,
-        "products": [[each.inputs, each.outputs, each.parallel] for each in products],
-        "attention": attention and [attention.query_heads, attention.key_value_heads, attention.head_size],
-        **more,
-        "num_norms": num_norms,
-        "activation_width": activation_width,
-        "gated": gated,
-    }
-
-
-def shape_in_words(shape: Shape) -> str:
-    """For errors."""
-    kind, hidden_size, products, attention, *_ = shape
-    heads = f", {attention.query_heads} heads" if attention else ""
-    if attention and attention.sliding_window is not None:
-        heads += f" in a window of {attention.sliding_window}"
-    vocabulary = f", {products[0].outputs} outputs" if kind == "head" else ""
-    width = f", MLP of {shape[5]}" if kind == "block" else ""
-    return f"a {kind} of hidden size {hidden_size}{heads}{width}{vocabulary}"
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of a shape."""
+        attention = self.attention
+        document = self._asdict() | {
+            "products": [[each.inputs, each.outputs, each.parallel] for each in self.products],
+            "attention": attention and [attention.query_heads, attention.key_value_heads, attention.head_size],
+        }
+        # What most layers do not have is not in their entries.
+        more = {"normed_heads": attention.normed, "written_out": attention.written_out} if attention else {}
+        return (
+            document
+            | {name: True for name, has in more.items() if has}
+            | ({} if self.window is None else {"sliding_window": self.window})
+        )
 
 
 class OpPoint(NamedTuple):
@@ -274,16 +81,12 @@ class OpPoint(NamedTuple):
     weight_gradient_s: float
     """BW; both together are what the backward takes in one piece."""
 
-    def point(self, op: Literal["forward_s", "input_gradient_s", "weight_gradient_s"]) -> Point:
-        """One of the ops."""
-        return Point(self.micro_batch_size, self.start, self.end, getattr(self, op))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledLayer:
     """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times."""
 
-    shape: Shape
+    shape: LayerShape
     tensor_parallel_size: int
     recompute: Literal["none", "selective"]
     points: tuple[OpPoint, ...]
@@ -337,12 +140,16 @@ class Profile:
     num_nodes: int = 1
     """Nodes that took part; with one, nothing was measured of the network."""
 
+    def links_of(self, where: str) -> list[ProfiledLink]:
+        """Links `inside` nodes, or those of the `network`."""
+        return [link for link in self.links if link.where == where]
+
 
 def lone_sizes(profile: Profile) -> Iterator[str]:
     """Yield, in words, micro-batches and token slices of which one size alone was measured: all others are a guess."""
     found: dict[str, list[int]] = defaultdict(list)
     for layer in profile.layers:
-        if layer.shape[0] == "block" and layer.recompute == "none":
+        if layer.shape.kind == "block" and layer.recompute == "none":
             rows = {point.micro_batch_size for point in layer.points}
             lengths = {point.end - point.start for point in layer.points}
             alone = [f"micro-batches of {size}" for size in rows if len(rows) == 1]
@@ -353,148 +160,163 @@ def lone_sizes(profile: Profile) -> Iterator[str]:
         yield f"{alone_in_words} (tensor-parallel size {' and '.join(map(str, sorted(set(sizes))))})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Surfaces:
-    """The ops of one layer on one tensor-parallel size."""
+FORMAT = "terapipe-profile-1"
+"""First field of the file: other files, and later formats, are told apart by it."""
 
-    forward: Surface
-    input_gradient: Surface
-    weight_gradient: Surface
+POINT = "[micro-batch size, start, end, forward, input gradient and weight gradient in seconds]"
 
-    def __call__(
-        self, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        return (
-            self.forward(size, start, end, parts=parts),
-            self.input_gradient(size, start, end, parts=parts),
-            self.weight_gradient(size, start, end, parts=parts),
+
+NUMBERS = re.compile(r"\[\s*((?:-?[\d.eE+-]+,\s*)*-?[\d.eE+-]+)\s*\]")
+"""A list of numbers, as `json` spreads it over lines."""
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """The JSON object of a profile."""
+    return {
+        "format": FORMAT,
+        "device": profile.device,
+        "accelerator": profile.accelerator,
+        "num_devices": profile.num_devices,
+        "num_nodes": profile.num_nodes,
+        "precision": profile.precision,
+        "software": dict(profile.software),
+        "engine": profile.engine and asdict(profile.engine),
+        "links": [asdict(link) | {"points": [list(point) for point in link.points]} for link in profile.links],
+        "layers": [
+            {
+                "shape": layer.shape.to_json(),
+                "tensor_parallel_size": layer.tensor_parallel_size,
+                "recompute": layer.recompute,
+                "points": [list(point) for point in layer.points],
+            }
+            for layer in profile.layers
+        ],
+    }
+
+
+def write_profile(profile: Profile, path: str) -> None:
+    """Write a profile, each point on its own line."""
+    text = json.dumps(profile_to_json(profile), indent=1)
+    # Lists of numbers, which `json` spreads over many lines, on one.
+    write_json(path, NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text))
+
+
+class ShapeEntry(Entry):
+    """The shape of a layer."""
+
+    kind: LayerKind
+    hidden_size: Count
+    products: list[Annotated[list[Any], Field(min_length=3, max_length=3)]] = Field(default_factory=list)
+    attention: Annotated[list[CountOrNone], Field(min_length=3, max_length=3)] | None = None
+    normed_heads: bool = False
+    num_norms: CountOrNone
+    activation_width: CountOrNone
+    gated: bool
+    sliding_window: Count | None = None
+    written_out: bool = False
+
+    def shape(self) -> LayerShape:
+        """Return it as profiles keep it."""
+        attention = None
+        if self.attention is not None:
+            query_heads, key_value_heads, head_size = self.attention
+            attention = Attention(
+                query_heads,
+                key_value_heads,
+                head_size,
+                sliding_window=self.sliding_window,
+                normed=self.normed_heads,
+                written_out=self.written_out,
+            )
+        return LayerShape(
+            kind=self.kind,
+            hidden_size=self.hidden_size,
+            products=tuple(Product(*each) for each in self.products),
+            attention=attention,
+            num_norms=self.num_norms,
+            activation_width=self.activation_width,
+            gated=self.gated,
         )
 
 
-@dataclass(frozen=True)
-class MeasuredProfile:
-    """Times of layers as they were measured, interpolated; an `OpTimes`.
-
-    A layer is known by its shape: times of one hidden size say nothing of another, and are refused. Sizes between
-    measured ones are interpolated, as `Surface` says; over the tensor-parallel size, on logarithms. A tensor-parallel
-    size beyond the largest measured divides all but the fixed time. Reductions between ranks are not in the times.
-
-    With full recomputation the input gradient takes a forward more. With selective recomputation it takes what the
-    profile has measured of that, or else what the roofline's rule would: a third of the forward.
-    """
-
-    profile: Profile
-
-    @property
-    def includes_collectives(self) -> bool:
-        """Each rank was measured alone."""
-        return False
-
-    def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Times of one layer; see `OpTimes`."""
-        layer, start, end = query.layer, query.start, query.end
-        if layer.attention is None:
-            # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.
-            start, end = 0.0, np.subtract(end, start)
-        sizes = query.tensor_parallel_size, query.sequences, start, end
-        tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
-        forward, of_input, of_weight = (np.empty(tensor.shape) for _ in range(3))
-        for each in np.unique(tensor):
-            mine = tensor == each
-            times = self._on(layer, float(each), size[mine], begin[mine], stop[mine])
-            forward[mine], of_input[mine], of_weight[mine] = times
-            if layer.kind == "block" and query.recompute == "full":
-                of_input[mine] += times[0]
-            elif layer.kind == "block" and query.recompute == "selective":
-                of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
-        return LayerTimes(forward[()], of_input[()], of_weight[()])
-
-    def covers(self, workload: Workload) -> bool:
-        """Whether every layer of a model was measured."""
-        known = {each.shape for each in self.profile.layers if each.recompute == "none"}
-        return all(shape_of(layer) in known for layer in workload.layers)
-
-    def _on(
-        self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        """Times on one tensor-parallel size: measured, between two, or beyond them."""
-        known = sorted(self._known(layer))
-        shape = shape_of(layer)
-        below = max((each for each in known if each <= tensor), default=known[0])
-        above = min((each for each in known if each >= tensor), default=known[-1])
-        first = self._surfaces[shape, below](size, start, end, tensor / below if above == below else 1.0)
-        if above == below:
-            return first
-        second = self._surfaces[shape, above](size, start, end, 1.0)
-        weight = np.log(tensor / below) / np.log(above / below)
-        return tuple(low ** (1 - weight) * high**weight for low, high in zip(first, second, strict=True))
-
-    def _selective(
-        self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers, forward: Numbers
-    ) -> Numbers:
-        """Seconds that selective recomputation adds to the input gradient."""
-        shape = shape_of(layer)
-        measured = [each for each, _ in self._extra if each == shape]
-        sizes = [ranks for each, ranks in self._extra if each == shape]
-        if not measured:
-            return forward / 3
-        nearest = min(sizes, key=lambda ranks: abs(np.log(ranks / tensor)))
-        # Norms and activations are computed row by row: a token slice takes as long wherever it begins.
-        return self._extra[shape, nearest](size, 0.0, np.subtract(end, start), parts=tensor / nearest)
-
-    def _known(self, layer: Layer) -> dict[int, ProfiledLayer]:
-        """Measured layers of a layer's shape, by tensor-parallel size."""
-        shape = shape_of(layer)
-        found = {
-            each.tensor_parallel_size: each
-            for each in self.profile.layers
-            if each.shape == shape and each.recompute == "none"
-        }
-        if not found:
-            kinds = [shape_in_words(each.shape) for each in self.profile.layers if each.shape[0] == layer.kind]
-            there = f"; it has {', '.join(dict.fromkeys(kinds))}" if kinds else ""
-            raise ConfigError(
-                f"the profile {self.profile.source or 'just measured'} has no "
-                f"{shape_in_words(shape).removeprefix('a ')}{there}: measure this model, or give no profile"
-            )
-        return found
-
-    @cached_property
-    def _surfaces(self) -> Mapping[tuple[Shape, int], _Surfaces]:
-        return {
-            (each.shape, each.tensor_parallel_size): _Surfaces(
-                Surface.through([point.point("forward_s") for point in each.points], _window(each.shape)),
-                Surface.through([point.point("input_gradient_s") for point in each.points], _window(each.shape)),
-                Surface.through([point.point("weight_gradient_s") for point in each.points], _window(each.shape)),
-            )
-            for each in self.profile.layers
-            if each.recompute == "none"
-        }
-
-    @cached_property
-    def _extra(self) -> Mapping[tuple[Shape, int], Surface]:
-        """Surfaces of the time that selective recomputation adds, by shape and tensor-parallel size."""
-
-        def backward(layer: ProfiledLayer) -> dict[tuple[int, int, int], float]:
-            return {point[:3]: point.input_gradient_s + point.weight_gradient_s for point in layer.points}
-
-        plain = {
-            (each.shape, each.tensor_parallel_size): backward(each)
-            for each in self.profile.layers
-            if each.recompute == "none"
-        }
-        found = {}
-        for each in self.profile.layers:
-            key = each.shape, each.tensor_parallel_size
-            if each.recompute == "selective" and key in plain:
-                more = {at: seconds - plain[key][at] for at, seconds in backward(each).items() if at in plain[key]}
-                points = [Point(*at, max(seconds, 0.0)) for at, seconds in more.items() if at[1] == 0]
-                if points:
-                    found[key] = Surface.through(points)
-        return found
+def _op_point(row: object) -> OpPoint:
+    if not _is_row(row, 6):
+        raise ValueError(f"is not {POINT}, none below 0: measure again")
+    size, start, end, *seconds = row
+    if any(value != int(value) for value in (size, start, end)) or size < 1 or not start < end:
+        raise ValueError("has an empty token slice or micro-batch: measure again")
+    return OpPoint(int(size), int(start), int(end), *seconds)
 
 
-def _window(shape: Shape) -> int | None:
-    """Sliding window of a layer of a shape."""
-    attention: Attention | None = shape[3]
-    return None if attention is None else attention.sliding_window
+def _message(row: object) -> tuple[int, float]:
+    if not _is_row(row, 2):
+        raise ValueError("is not [bytes, seconds], none below 0: measure again")
+    return int(row[0]), float(row[1])
+
+
+def _is_row(row: Any, width: int) -> TypeGuard[list[float]]:
+    return isinstance(row, list) and len(row) == width and all(is_number(value) and value >= 0 for value in row)
+
+
+class LayerEntry(Entry):
+    """Times of a layer."""
+
+    shape: ShapeEntry
+    tensor_parallel_size: Count
+    recompute: Literal["none", "selective"]
+    points: list[Annotated[Any, BeforeValidator(_op_point)]] = Field(min_length=1)
+
+
+class LinkEntry(Entry):
+    """Times of messages."""
+
+    where: Literal["inside", "network"]
+    what: Literal["all_reduce", "transfer"]
+    num_ranks: Annotated[int, Field(ge=2)]
+    ranks_per_node: Count = 1
+    flows: Count = 1
+    points: list[Annotated[Any, BeforeValidator(_message)]] = Field(min_length=1)
+
+
+class EngineEntry(Entry):
+    """Times of the engine."""
+
+    op_s: NotNegative
+    optimizer_s_per_parameter: NotNegative
+    iteration_s: NotNegative
+
+
+class ProfileEntry(Entry):
+    """A profile."""
+
+    format: Annotated[str, fixed(FORMAT, "give a file that `terapipe search measure` wrote")]
+    device: Text
+    accelerator: Text
+    num_devices: Count
+    num_nodes: Count = 1
+    precision: Literal["fp32", "fp16", "bf16"]
+    software: dict[str, Any] = Field(default_factory=dict)
+    layers: list[LayerEntry] = Field(min_length=1)
+    links: list[LinkEntry] = Field(default_factory=list)
+    engine: EngineEntry | None = None
+
+
+def read_profile(path: str) -> Profile:
+    """Read a profile."""
+    return replace(parse_profile(read_document(path), path), source=path)
+
+
+def parse_profile(document: object, where: str) -> Profile:
+    """Read a profile from the object of a file."""
+    entry = read_entry(ProfileEntry, document, where)
+    values = dict(entry) | {
+        "software": tuple((name, str(version)) for name, version in entry.software.items()),
+        "layers": tuple(
+            ProfiledLayer(**dict(each) | {"shape": each.shape.shape(), "points": tuple(each.points)})
+            for each in entry.layers
+        ),
+        "links": tuple(ProfiledLink(**dict(each) | {"points": tuple(each.points)}) for each in entry.links),
+        "engine": None if entry.engine is None else ProfiledEngine(**dict(entry.engine)),
+    }
+    del values["format"]
+    return Profile(**values)

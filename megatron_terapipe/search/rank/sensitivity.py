@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.rank.ranked import Ranked

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.price.profile_files import read_profile
+from megatron_terapipe.search.price.profile import read_profile
 from tests.end_to_end.hosts.network import Network, missing, network
 from tests.end_to_end.launching import DEEPSPEED, TIMEOUT_S, environment
 

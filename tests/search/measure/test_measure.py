@@ -10,7 +10,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.measure_command import numbers
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, default_numbers_of_token_slices
-from megatron_terapipe.search.price.profile import OpPoint, ProfiledLink, Shape, shape_of
+from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledLink
 from megatron_terapipe.search.price.workload import gpt_workload
 from tests.distributed import run_distributed
 
@@ -36,7 +36,7 @@ RUNS = ((1, "none"), (2, "none"), (2, "selective"))
 class Found(NamedTuple):
     """What a rank found: layers by run, and links."""
 
-    layers: dict[tuple[int, str], list[tuple[Shape, list[OpPoint]]]]
+    layers: dict[tuple[int, str], list[tuple[LayerShape, list[OpPoint]]]]
     links: list[ProfiledLink]
     links_in_no_time: list[ProfiledLink]
 
@@ -74,13 +74,13 @@ def found() -> Found:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str], found: Found) -> None:
-    shapes = {shape_of(layer) for layer in gpt_workload(MODEL).layers}
-    wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape[0] == "block"}
+    shapes = {LayerShape.of(layer) for layer in gpt_workload(MODEL).layers}
+    wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape.kind == "block"}
     assert {shape for shape, _ in found.layers[run]} == wanted
     for shape, points in found.layers[run]:
         assert [point[:3] for point in points] == [*((2, start, start + 8) for start in (0, 8, 16, 24)), (1, 0, 32)]
         assert all(point.forward_s > 0 and point.input_gradient_s + point.weight_gradient_s > 0 for point in points)
-        if shape[0] == "block":
+        if shape.kind == "block":
             assert all(point.weight_gradient_s > 0 and point.input_gradient_s > 0 for point in points)
 
 

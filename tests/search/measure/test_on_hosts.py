@@ -10,7 +10,7 @@ from megatron_terapipe.search.measure import on_hosts
 from megatron_terapipe.search.measure.machine import Progress
 from megatron_terapipe.search.measure.on_hosts import measure_hosts
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
-from megatron_terapipe.search.price.profile_files import profile_to_json
+from megatron_terapipe.search.price.profile import profile_to_json
 from tests.search.measure.test_measure import sizes
 from tests.search.op_times.profiles import profile
 

@@ -2,12 +2,12 @@
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.price.profile import (
+    LayerShape,
     OpPoint,
     Profile,
     ProfiledEngine,
     ProfiledLayer,
     ProfiledLink,
-    shape_of,
 )
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 
@@ -39,20 +39,20 @@ def profile(
     layers_of_model = gpt_workload(model).layers
     cuts = [(size, start, start + length) for size in SIZES for length in LENGTHS for start in range(0, 64, length)]
     layers = []
-    for layer in {shape_of(each): each for each in layers_of_model}.values():
+    for layer in {LayerShape.of(each): each for each in layers_of_model}.values():
         places = cuts if layer.attention else [(size, 0, length) for size in SIZES for length in LENGTHS]
         window = layer.attention.sliding_window if layer.attention else None
         for tensor in tensor_parallel_sizes:
             points = tuple(op_point(*place, tensor, window=window) for place in places)
             layers.append(
-                ProfiledLayer(shape=shape_of(layer), tensor_parallel_size=tensor, recompute="none", points=points)
+                ProfiledLayer(shape=LayerShape.of(layer), tensor_parallel_size=tensor, recompute="none", points=points)
             )
             if layer.attention and selective:
                 cheap = [(size, 0, length, tensor, 5e-7, window) for size in (1, 4) for length in (8, 64)]
                 points = tuple(op_point(*each) for each in cheap)
                 layers.append(
                     ProfiledLayer(
-                        shape=shape_of(layer), tensor_parallel_size=tensor, recompute="selective", points=points
+                        shape=LayerShape.of(layer), tensor_parallel_size=tensor, recompute="selective", points=points
                     )
                 )
     messages = tuple((size, 2e-4 + size / 1e9) for size in (2**10, 2**14, 2**18, 2**22))

@@ -12,7 +12,7 @@ from megatron_terapipe.search.price.closed_form import step_costs
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import ClusterTable, GroupTopology, RankGroups, all_reduce_s, transfer_s
 from megatron_terapipe.search.price.profile import Profile, ProfiledLink
-from megatron_terapipe.search.price.profile_efficiency import (
+from megatron_terapipe.search.price.profile_times import (
     measured_cluster,
     measured_efficiency,
     measured_node,

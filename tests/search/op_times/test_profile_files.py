@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.price.profile_files import profile_to_json, read_profile, write_profile
+from megatron_terapipe.search.price.profile import profile_to_json, read_profile, write_profile
 from tests.search.op_times.profiles import profile
 
 

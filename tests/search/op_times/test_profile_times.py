@@ -11,7 +11,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.price.profile import MeasuredProfile, Point, Surface
+from megatron_terapipe.search.price.profile_times import MeasuredProfile, Point, Surface
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 from tests.search.op_times.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
 

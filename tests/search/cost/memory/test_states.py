@@ -1,7 +1,17 @@
+"""Bytes of weights, gradients and optimizer state."""
+
 import pytest
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.machine.trainers import SOFTWARE
-from megatron_terapipe.search.price.memory import bucket_bytes, state_bytes
+from megatron_terapipe.search.price.memory import Counted, MemoryModel
+from tests.search.cost.machines import GPT, nodes
+
+
+def states(software: str, precision: str, zero_stage: int, parameters: float) -> Counted:
+    """Bytes of a rank of four replicas."""
+    model = MemoryModel(workload=GPT, cluster=nodes(2), software=SOFTWARE[software], precision=precision)
+    return model.states(parameters, layout=ParallelLayout(data_parallel_size=4), zero_stage=zero_stage)
 
 
 @pytest.mark.parametrize(
@@ -20,11 +30,11 @@ from megatron_terapipe.search.price.memory import bucket_bytes, state_bytes
     ],
 )
 def test_bytes_of_a_parameter(software: str, precision: str, zero_stage: int, total: float) -> None:
-    states = state_bytes(SOFTWARE[software], precision, zero_stage=zero_stage, data_parallel_size=4)
-    assert states.weights + states.gradients + states.optimizer == pytest.approx(total)
+    counted = states(software, precision, zero_stage, 1.0)
+    assert counted.weights + counted.gradients + counted.optimizer == pytest.approx(total)
 
 
 def test_buckets_are_no_larger_than_the_model() -> None:
-    assert bucket_bytes(SOFTWARE["deepspeed"], "fp16", 1e12, 1) == 2 * 2 * 500e6
-    assert bucket_bytes(SOFTWARE["terapipe"], "bf16", 1e6, 1) == 2 * 4 * 1e6
-    assert bucket_bytes(SOFTWARE["deepspeed"], "fp16", 1e12, 0) == 0
+    assert states("deepspeed", "fp16", 1, 1e12).buffers == 2 * 2 * 500e6
+    assert states("terapipe", "bf16", 1, 1e6).buffers == 2 * 4 * 1e6
+    assert states("deepspeed", "fp16", 0, 1e12).buffers == 0

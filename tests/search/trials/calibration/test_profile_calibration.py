@@ -17,10 +17,10 @@ from megatron_terapipe.search.machine.cluster import cluster_document, model_doc
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.layer_times import LayerQuery
-from megatron_terapipe.search.price.profile import MeasuredProfile, Profile
-from megatron_terapipe.search.price.profile_efficiency import ProfileFactors, ScaledTimes, measured_efficiency
-from megatron_terapipe.search.price.profile_files import write_profile
+from megatron_terapipe.search.price.efficiency import ProfileFactors
+from megatron_terapipe.search.price.layer_times import LayerQuery, ScaledTimes
+from megatron_terapipe.search.price.profile import Profile, write_profile
+from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy

@@ -1,0 +1,493 @@
+"""The profile of a machine, and op times from it: seconds of an op through measured points.
+
+    measured points --Surface--> seconds of (micro-batch, token slice) --MeasuredProfile--> LayerTimes
+
+Between points the times follow the terms that an op has,
+
+    fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
+
+with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
+slice, whose coefficients, none below zero, are fitted to all points. Few points do not tell all terms apart: one is
+met by any term alone. Then only the first terms of `PREFERRED` that they tell apart are fitted, so a single point
+says that times grow with the rows, not that they are fixed (ADR 61). What the points differ from the fit by is a
+factor, and the logarithm of that factor is interpolated: over the start of the token slice, then over its length,
+then over the micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the
+surface goes through the points, and where they grow from one to the next, so does it between them; beyond the last
+point the factor stays what it was.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import geometric_mean
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.config.flops import attended_positions, positions_in_reach
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.machine.cluster import Cluster, Node
+from megatron_terapipe.search.machine.library import names_one_device
+from megatron_terapipe.search.machine.software import Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, carried_by_network, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
+from megatron_terapipe.search.price.profile import LayerShape, Profile, ProfiledLayer, ProfiledLink, lone_sizes
+from megatron_terapipe.search.price.workload import Layer, Workload
+
+Whole = NDArray[np.int64]
+
+PREFERRED = (1, 0, 2, 3)
+"""Columns of `terms`, fitted where points tell them from those before: most of the time of an op goes into its rows."""
+
+TINY_S = 1e-9
+"""Seconds below which an op takes no time: logarithms need a floor."""
+
+
+class Point(NamedTuple):
+    """One measured op."""
+
+    micro_batch_size: int
+    start: int
+    end: int
+    seconds: float
+
+
+def terms(
+    micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, window: int | None = None
+) -> tuple[ScalarOrArray, ...]:
+    """Terms of an op without their coefficients; arguments broadcast."""
+    begin, stop = np.asarray(start), np.asarray(end)
+    rows = np.multiply(micro_batch_size, stop - begin)
+    positions = micro_batch_size * attended_positions(begin, stop, window)
+    before = micro_batch_size * (positions_in_reach(begin, stop, window) - (stop - begin))
+    return np.ones_like(rows, dtype=float), rows, positions, before
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """The points of one micro-batch size: their lengths, and for each its starts and factors."""
+
+    lengths: Numbers
+    starts: tuple[Numbers, ...]
+    log_factors: tuple[Numbers, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Times of one op; see above."""
+
+    coefficients: Numbers
+    """[4] of the fitted terms."""
+    sizes: Numbers
+    """[M] micro-batch sizes that were measured."""
+    by_size: tuple[_Lengths, ...]
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None for all before it."""
+
+    @classmethod
+    def through(cls, points: Sequence[Point], window: int | None = None) -> "Surface":
+        """Fit a surface through points.
+
+        A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
+        """
+        seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
+        sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
+        seconds = _growing(sizes, starts, ends - starts, seconds)
+        coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
+        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends, window=window))
+        found = []
+        for size in np.unique(sizes):
+            lengths = np.unique((ends - starts)[sizes == size])
+            rows = [np.flatnonzero((sizes == size) & (ends - starts == length)) for length in lengths]
+            rows = [row[np.argsort(starts[row])] for row in rows]
+            found.append(
+                _Lengths(
+                    lengths.astype(float),
+                    tuple(starts[row].astype(float) for row in rows),
+                    tuple(log_factors[row] for row in rows),
+                )
+            )
+        return cls(coefficients, np.unique(sizes).astype(float), tuple(found), window)
+
+    def __call__(
+        self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
+    ) -> Numbers:
+        """Seconds; arguments broadcast.
+
+        Args:
+            parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
+        """
+        size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
+        by_size = [
+            self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
+        ]
+        log_factor = _between(self.sizes, size, np.stack(by_size), lambda each: self._fitted(each, begin, stop))
+        return self._fitted(size, begin, stop, parts) * np.exp(log_factor)
+
+    def _fitted(
+        self, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
+    ) -> Numbers:
+        return _fitted(self.coefficients, size, start, end, parts, window=self.window)
+
+    def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
+        """Logarithm of measured over fitted time, for micro-batches of a measured size."""
+        length = end - start
+
+        def fitted(length: ScalarOrArray) -> Numbers:
+            return self._fitted(size, start, start + length)
+
+        of_lengths = [
+            np.interp(np.log(fitted(each)), np.log(self._fitted(size, known, known + each)), factors)
+            if len(known) > 1
+            else np.full(length.shape, factors[0])
+            for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
+        ]
+        return _between(held.lengths, length, np.stack(of_lengths), fitted)
+
+
+def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]) -> Numbers:
+    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of what is fitted there."""
+    above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
+    below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
+    low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
+    here = np.log(fitted(np.clip(wanted, knots[0], knots[-1])))
+    # Where the fit does not grow at all, by the logarithm of the size itself.
+    flat = high - low < 1e-12
+    log_low, log_high = np.log(knots[below]), np.log(knots[above])
+    by_size = np.divide(
+        np.log(np.clip(wanted, knots[0], knots[-1])) - log_low,
+        log_high - log_low,
+        out=np.zeros_like(here),
+        where=log_high > log_low,
+    )
+    by_fit = np.divide(here - low, high - low, out=np.zeros_like(here), where=~flat)
+    weight = np.where(flat, by_size, by_fit)
+    first = np.take_along_axis(values, below[None], 0)[0]
+    second = np.take_along_axis(values, above[None], 0)[0]
+    return cast(Numbers, first + weight * (second - first))
+
+
+def _fitted(
+    coefficients: Numbers,
+    size: ScalarOrArray,
+    start: ScalarOrArray,
+    end: ScalarOrArray,
+    parts: ScalarOrArray = 1.0,
+    *,
+    window: int | None = None,
+) -> Numbers:
+    fixed, *others = map(np.multiply, coefficients, terms(size, start, end, window))
+    return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
+
+
+def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
+    """Coefficients, none below zero, that make relative errors small."""
+    from scipy.optimize import nnls
+
+    relative = features / seconds[:, None]
+    scale = np.maximum(relative.max(axis=0), TINY_S)
+    relative = relative / scale
+    columns = _told_apart(relative)
+    found: Numbers = np.zeros(len(scale))
+    found[columns] = nnls(relative[:, columns], np.ones(len(seconds)))[0] / scale[columns]
+    return found
+
+
+def _told_apart(features: NDArray[np.float64]) -> list[int]:
+    """Columns of features [n, 4] that no others before them in the order of preference add up to."""
+    chosen: list[int] = []
+    for column in PREFERRED:
+        if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
+            chosen.append(column)
+    return chosen
+
+
+def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
+    """Times that never fall where a token slice begins later, is longer, or has more sequences."""
+    from scipy.optimize import isotonic_regression
+
+    logs = np.log(seconds)
+    axes = [(sizes, lengths, starts), (sizes, starts, lengths), (starts, lengths, sizes)]
+    for *same, along in axes:
+        lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index in range(len(logs)):
+            lines[tuple(int(axis[index]) for axis in same)].append(index)
+        for line in lines.values():
+            order = sorted(line, key=lambda index: int(along[index]))
+            logs[order] = isotonic_regression(logs[order]).x
+    return np.exp(logs)
+
+
+@dataclass(frozen=True)
+class MeasuredProfile:
+    """Times of layers as they were measured, interpolated; an `OpTimes`.
+
+    A layer is known by its shape: times of one hidden size say nothing of another, and are refused. Sizes between
+    measured ones are interpolated, as `Surface` says; over the tensor-parallel size, on logarithms. A tensor-parallel
+    size beyond the largest measured divides all but the fixed time. Reductions between ranks are not in the times.
+
+    With full recomputation the input gradient takes a forward more. With selective recomputation it takes what the
+    profile has measured of that, or else what the roofline's rule would: a third of the forward.
+    """
+
+    profile: Profile
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Each rank was measured alone."""
+        return False
+
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        layer, start, end = query.layer, query.start, query.end
+        if layer.attention is None:
+            # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.
+            start, end = 0.0, np.subtract(end, start)
+        sizes = query.tensor_parallel_size, query.sequences, start, end
+        tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
+        forward, of_input, of_weight = (np.empty(tensor.shape) for _ in range(3))
+        for each in np.unique(tensor):
+            mine = tensor == each
+            times = self._on(layer, float(each), size[mine], begin[mine], stop[mine])
+            forward[mine], of_input[mine], of_weight[mine] = times
+            if layer.kind == "block" and query.recompute == "full":
+                of_input[mine] += times[0]
+            elif layer.kind == "block" and query.recompute == "selective":
+                of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
+        return LayerTimes(forward[()], of_input[()], of_weight[()])
+
+    def covers(self, workload: Workload) -> bool:
+        """Whether every layer of a model was measured."""
+        known = {each.shape for each in self.profile.layers if each.recompute == "none"}
+        return all(LayerShape.of(layer) in known for layer in workload.layers)
+
+    def _on(self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers) -> list[Numbers]:
+        """Times on one tensor-parallel size: measured, between two, or beyond them."""
+        shape, known = LayerShape.of(layer), self._measured_sizes(layer)
+        below = max((each for each in known if each <= tensor), default=known[0])
+        above = min((each for each in known if each >= tensor), default=known[-1])
+
+        def at(measured: int, parts: float) -> list[Numbers]:
+            return [surface(size, start, end, parts=parts) for surface in self._surfaces[shape, measured]]
+
+        first = at(below, tensor / below if above == below else 1.0)
+        if above == below:
+            return first
+        weight = np.log(tensor / below) / np.log(above / below)
+        return [low ** (1 - weight) * high**weight for low, high in zip(first, at(above, 1.0), strict=True)]
+
+    def _selective(
+        self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers, forward: Numbers
+    ) -> Numbers:
+        """Seconds that selective recomputation adds to the input gradient."""
+        shape = LayerShape.of(layer)
+        sizes = [ranks for each, ranks in self._extra if each == shape]
+        if not sizes:
+            return forward / 3
+        nearest = min(sizes, key=lambda ranks: abs(np.log(ranks / tensor)))
+        # Norms and activations are computed row by row: a token slice takes as long wherever it begins.
+        return self._extra[shape, nearest](size, 0.0, np.subtract(end, start), parts=tensor / nearest)
+
+    def _measured_sizes(self, layer: Layer) -> list[int]:
+        """Tensor-parallel sizes at which layers of this shape were measured."""
+        shape = LayerShape.of(layer)
+        found = sorted(ranks for each, ranks in self._surfaces if each == shape)
+        if not found:
+            kinds = dict.fromkeys(str(each.shape) for each in self.profile.layers if each.shape.kind == layer.kind)
+            there = f"; it has {', '.join(kinds)}" if kinds else ""
+            raise ConfigError(
+                f"the profile {self.profile.source or 'just measured'} has no "
+                f"{str(shape).removeprefix('a ')}{there}: measure this model, or give no profile"
+            )
+        return found
+
+    @cached_property
+    def _surfaces(self) -> Mapping[tuple[LayerShape, int], tuple[Surface, ...]]:
+        """Surfaces of F, BI and BW, by shape and tensor-parallel size."""
+        return {
+            (each.shape, each.tensor_parallel_size): tuple(
+                Surface.through([Point(*point[:3], point[op]) for point in each.points], each.shape.window)
+                for op in (3, 4, 5)
+            )
+            for each in self.profile.layers
+            if each.recompute == "none"
+        }
+
+    @cached_property
+    def _extra(self) -> Mapping[tuple[LayerShape, int], Surface]:
+        """Surfaces of the time that selective recomputation adds, by shape and tensor-parallel size."""
+
+        def backward(layer: ProfiledLayer) -> dict[tuple[int, int, int], float]:
+            return {point[:3]: point.input_gradient_s + point.weight_gradient_s for point in layer.points}
+
+        plain = {
+            (each.shape, each.tensor_parallel_size): backward(each)
+            for each in self.profile.layers
+            if each.recompute == "none"
+        }
+        found = {}
+        for each in self.profile.layers:
+            key = each.shape, each.tensor_parallel_size
+            if each.recompute == "selective" and key in plain:
+                more = {at: seconds - plain[key][at] for at, seconds in backward(each).items() if at in plain[key]}
+                points = [Point(*at, max(seconds, 0.0)) for at, seconds in more.items() if at[1] == 0]
+                if points:
+                    found[key] = Surface.through(points)
+        return found
+
+
+ENGINE_ZERO_STAGE = 1
+"""ZeRO stage that engines are measured under (`search.measure.engine`)."""
+
+LEAST_S = 1e-7
+"""No message starts in less."""
+
+
+class Line(NamedTuple):
+    """Seconds of a message: `start_s + num_bytes * byte_s`."""
+
+    start_s: float
+    byte_s: float
+
+
+def measured_efficiency(
+    profile: Profile, cluster: Cluster, efficiency: HardwareEfficiency | None = None, software: Software = TERAPIPE
+) -> HardwareEfficiency:
+    """Return efficiency in which what a profile has measured is as measured; the rest stays.
+
+    Several measurements of a kind of link count alike: one group alone, and several that share the cards of a node.
+
+    Args:
+        cluster: of whose nodes some are such machines; of several kinds of nodes the first that has measured devices.
+    """
+    efficiency = efficiency or HardwareEfficiency()
+    node = measured_node(profile, measured_cluster(profile, cluster))
+    values: dict[str, float] = {}
+    for where in ("inside", "network"):
+        reached = [
+            (link, _share_reached(link, node))
+            for link in profile.links_of(where)
+            if not _is_bound_inside(link, profile)
+        ]
+        transfers = [share for link, share in reached if link.what == "transfer"]
+        sums = [share for link, share in reached if link.what == "all_reduce"]
+        values |= {f"transfer_{where}_efficiency": geometric_mean(transfers)} if transfers else {}
+        values |= {f"{where}_efficiency": geometric_mean(sums)} if sums else {}
+    starts = {"transfer_s": _transfer_start(profile, node), "collective_s": _collective_start(profile, node)}
+    values |= {name: start for name, start in starts.items() if start is not None}
+    if profile.engine is not None:
+        reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
+        moved = profile.engine.optimizer_s_per_parameter * reached_bytes
+        beside = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step_bytes
+        values["optimizer_passes"] = max((moved - beside) / software.step_bytes, LEAST_S)
+        values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
+        values["op_s"] = profile.engine.op_s
+    return replace(efficiency, **values)  # type: ignore[arg-type]
+
+
+def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
+    """Return the cluster with the latency of the network that a profile has measured; the rest stays.
+
+    Nodes whose network is another than the measured node's keep their own: nobody measured it.
+    """
+    first = measured_node(profile, cluster)
+    alone = [link for link in profile.links_of("network") if link.what == "transfer" and link.flows == 1]
+    if not alone:
+        return cluster
+    start = _transfer_start(profile, first)
+    # Without a measurement inside a node, nothing tells the start of a message from the latency.
+    latency = max(message_line(alone[0].points).start_s - (start or HardwareEfficiency().transfer_s), LEAST_S)
+    network = replace(first.network, latency_s=latency)
+    nodes = (replace(node, network=network) if node.network == first.network else node for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def measured_node(profile: Profile, cluster: Cluster) -> Node:
+    """Return the first node with devices of the kind that a profile was measured on; the first of all if none has."""
+    return next((node for node in cluster.nodes if _has_measured_devices(node, profile)), cluster.nodes[0])
+
+
+def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured."""
+    name = profile.source or "the profile"
+    others = dict.fromkeys(node.device.name for node in cluster.nodes if not _has_measured_devices(node, profile))
+    if others:
+        yield (
+            f"{name} was measured on {profile.device}: ops on {' and '.join(others)} are priced as if they took as long"
+        )
+    if len(cluster.nodes) > 1 and not profile.links_of("network"):
+        yield (
+            f"{name} was measured on one host: links between hosts are those of the data sheet; measure --hostfile "
+            "measures them"
+        )
+    largest = max(node.num_devices for node in cluster.nodes)
+    if largest > 1 and not profile.links_of("inside"):
+        yield f"{name} was measured with one rank on a host: links inside a node are those of the data sheet"
+    elif largest > profile.num_devices:
+        yield (
+            f"{name} was measured with {profile.num_devices} ranks on a host, and nodes have up to {largest}: what "
+            f"{largest} ranks share of a node was not measured"
+        )
+    for sizes in lone_sizes(profile):
+        yield (
+            f"{name} was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
+            "longer --budget-s"
+        )
+
+
+def message_line(points: Sequence[tuple[int, float]]) -> Line:
+    """Fit start and time per byte to messages, relative errors small, neither below zero."""
+    from scipy.optimize import nnls
+
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    features = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    scale = np.maximum(features.max(axis=0), 1e-30)
+    (start, byte), _ = nnls(features / scale, np.ones(len(sizes)))
+    return Line(max(float(start / scale[0]), LEAST_S), max(float(byte / scale[1]), 1e-15))
+
+
+def _has_measured_devices(node: Node, profile: Profile) -> bool:
+    """Whether a profile was measured on devices of the kind of a node's: processors are all one kind."""
+    if profile.accelerator == "cpu" or not node.device.is_gpu:
+        return (profile.accelerator == "cpu") is not node.device.is_gpu
+    return names_one_device(node.device.name, profile.device)
+
+
+def _share_reached(link: ProfiledLink, node: Node) -> float:
+    """Share of the data sheet that a group reached, others sharing the cards of its nodes (`RankGroups`)."""
+    rounds, bandwidth, num_nodes = 1.0, node.inside.bandwidth, 1
+    if link.where == "network":
+        bandwidth = node.network.bandwidth * min(node.num_network_cards / link.flows, link.ranks_per_node)
+        num_nodes = link.num_ranks // link.ranks_per_node
+    if link.what == "all_reduce":
+        rounds = 2 * float(carried_by_network(link.num_ranks, num_nodes))
+    return rounds / (message_line(link.points).byte_s * bandwidth)
+
+
+def _is_bound_inside(link: ProfiledLink, profile: Profile) -> bool:
+    """Whether an all-reduce over nodes took no longer than one inside them, and so says nothing of the network."""
+    if link.where == "inside" or link.what == "transfer" or link.ranks_per_node == 1:
+        return False
+    inside = [message_line(each.points).byte_s for each in profile.links_of("inside") if each.what == link.what]
+    return bool(inside) and message_line(link.points).byte_s <= 1.1 * max(inside)
+
+
+def _transfer_start(profile: Profile, node: Node) -> float | None:
+    """Seconds that a message between stages takes to start, beside the latency of its link; None if unknown."""
+    lines = [message_line(link.points) for link in profile.links_of("inside") if link.what == "transfer"]
+    return max(lines[0].start_s - node.inside.latency_s, LEAST_S) if lines else None
+
+
+def _collective_start(profile: Profile, node: Node) -> float | None:
+    """Seconds that a collective takes to start, beside the latencies of its links; None if none was measured."""
+    sums = [link for link in profile.links if link.what == "all_reduce"]
+    # One inside a node tells most: there latency is small.
+    for link in sorted(sums, key=lambda each: (each.where, each.flows, each.ranks_per_node)):
+        nodes = 1 if link.where == "inside" else max(link.num_ranks // link.ranks_per_node, 1)
+        inside_steps = (link.num_ranks if nodes == 1 else link.ranks_per_node) - 1
+        latency = inside_steps * node.inside.latency_s + np.log2(nodes) * node.network.latency_s
+        return max(message_line(link.points).start_s - 2 * float(latency), LEAST_S)
+    return None
