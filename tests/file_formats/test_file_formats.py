@@ -24,7 +24,7 @@ from megatron_terapipe.file_formats.table import FILE_FORMATS
 from megatron_terapipe.search.learn.calibration import calibrate
 from megatron_terapipe.search.learn.cluster_calibrations import read_calibrations, write_calibrations
 from megatron_terapipe.search.machine.cluster_files import is_flat
-from megatron_terapipe.search.price.profile_files import profile_to_json
+from megatron_terapipe.search.price.profile import profile_to_json
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.architecture.sources import ROOT
 from tests.file_formats.forms import check_reader, validate
