@@ -34,8 +34,7 @@ from typing import Any
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
-from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.settings import read_settings
+from megatron_terapipe.neox.convert import convert, read_settings
 
 HERE = ("--dry-run", "--dry-run-without-files")
 """Flags that leave out what is not here: devices, tokenizers, data, checkpoints."""

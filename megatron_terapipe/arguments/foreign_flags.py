@@ -84,7 +84,9 @@ def _flags_of(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignFlag]]:
     for verdict in verdicts:
         for row in table[verdict]:
             names = {takes: row.pop(kind, "").split() for kind, takes in kinds}
-            facts = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+            facts: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+            }
             for takes, of_kind in names.items():
                 for name in of_kind:
                     yield f"--{name}", ForeignFlag(verdict=verdict, takes=takes, **facts)

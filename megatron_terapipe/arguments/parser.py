@@ -345,14 +345,14 @@ def add_trainer_flags(
     if only not in (None, ACCEPTED):
         return known
     group = parser.add_argument_group("Accepted", "Flags of other trainers that change nothing here.")
-    for name, each in foreign_flags().flags.items():
-        if each.verdict == "refused":
+    for name, foreign in foreign_flags().flags.items():
+        if foreign.verdict == "refused":
             continue
-        settings: dict[str, Any] = {"help": argparse.SUPPRESS}
-        if each.takes != 1:
-            settings["nargs"] = each.takes
-        if each.verdict == "accepted":
-            settings |= {"help": f"{each.text.capitalize()}.", "metavar": "{" + ",".join(each.values) + "}"}
+        settings = {"help": argparse.SUPPRESS}
+        if foreign.takes != 1:
+            settings["nargs"] = foreign.takes
+        if foreign.verdict == "accepted":
+            settings |= {"help": f"{foreign.text.capitalize()}.", "metavar": "{" + ",".join(foreign.values) + "}"}
         group.add_argument(name, action=_Keep, keep=line.take, **settings)
         known.append(name)
     return known

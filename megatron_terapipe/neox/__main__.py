@@ -13,8 +13,15 @@ from deepspeed_ext.plan.terminal import CommandParser, run_command
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.convert import convert, left_open
-from megatron_terapipe.neox.settings import BEFORE_2023_12, SINCE_2023_12, Conversion, paths_of, read_settings
+from megatron_terapipe.neox.convert import (
+    BEFORE_2023_12,
+    SINCE_2023_12,
+    Conversion,
+    convert,
+    left_open,
+    paths_of,
+    read_settings,
+)
 from megatron_terapipe.planning import slots_of_hosts
 
 LAUNCHER, SCRIPT = "deepy.py", "train.py"

@@ -1,58 +1,446 @@
-"""Convert NeoX's settings to a command: ranks and batch, learning rate, optimizer, data, checkpoints, launcher.
+"""GPT-NeoX's settings, converted to flags of the trainer.
 
-Read `convert`, at the end, first. The model has a module of its own.
+YAML files -> read_settings -> convert -> Conversion: the command, remarks on what it leaves out, or a refusal
+
+Settings that need no rule of their own are rows of `settings.toml`. Read `convert`, at the end, first.
 """
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import prod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from math import prod, sqrt
+from pathlib import Path, PurePath
 from typing import Any
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import option_of
-from megatron_terapipe.config.parsing import check_host_name
+from megatron_terapipe.config.parsing import check_host_name, parse_yaml
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, TRAINING_CANNOT_BE_RUN, ConfigError
-from megatron_terapipe.neox.model import convert_initial_weights, convert_model
-from megatron_terapipe.neox.settings import (
-    MODELS,
-    OPERATION,
-    SINCE_2023_12,
-    SWITCHES,
-    TRAININGS,
-    VALUES,
-    Conversion,
-    Defaults,
-    as_number,
-)
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+def paths_of(names: Iterable[str], directory: str | None = None) -> list[str]:
+    """Return the paths of configuration files, which may be named without `.yml`, as NeoX's launcher takes them."""
+    named = (name if name.endswith((".yml", ".yaml", ".json")) else f"{name}.yml" for name in names)
+    return [str(PurePath(directory or "", name)) for name in named]
+
+
+def read_settings(paths: Iterable[str]) -> dict[str, Any]:
+    """Read files and put them together, as NeoX does: dashes are underscores, and no key may stand twice.
+
+    Raises:
+        UserError: if a file cannot be read, is no YAML mapping, or a key stands twice.
+    """
+    settings: dict[str, Any] = {}
+    came_from: dict[str, str] = {}
+    for path in paths:
+        document = parse_yaml(read_text(path), path)
+        if not isinstance(document, dict):
+            raise ConfigError(f"{path} is not a mapping of settings to values: write one")
+        for key, value in document.items():
+            name = str(key).replace("-", "_")
+            if came_from.get(name) == path:
+                raise ConfigError(f"{path} sets {name} twice: remove one")
+            if name in settings:
+                raise ConfigError(f"{path} sets {name}, and so does {came_from[name]}: remove it from one of them")
+            settings[name], came_from[name] = value, path
+    return settings
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the table of settings, by part; reasons of operation by key."""
+    import tomllib
+
+    found = tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
+    found["operation"] = {key: reason for reason, keys in found["operation"].items() for key in keys.split()}
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """Values of settings that a file leaves out, where NeoX's default has changed."""
+
+    dropout: float
+    weight_decay: float
+
+
+SINCE_2023_12 = Defaults(dropout=0.0, weight_decay=0.1)
+"""Defaults of NeoX since December 2023."""
+
+BEFORE_2023_12 = Defaults(dropout=0.1, weight_decay=0.01)
+"""Defaults of NeoX until then, version 2.0 included."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversion:
+    """A conversion under way: settings are taken from it; flags, remarks and refusals are put into it.
+
+    A default that a method takes is NeoX's.
+    """
+
+    settings: Mapping[str, Any]
+    """NeoX's settings by key; null stands for NeoX's default."""
+
+    flags: list[tuple[str, ...]] = field(default_factory=list)
+    """Flags of the trainer, each with its values."""
+
+    launcher: list[tuple[str, ...]] = field(default_factory=list)
+    """Flags of the launcher."""
+
+    refusals: list[str] = field(default_factory=list)
+    """Settings that decide what is trained and have no counterpart, each with its value and the reason."""
+
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+    """Settings of operation that the command does without, or says in another way, each with the reason."""
+
+    taken: set[str] = field(default_factory=set)
+    """Keys that have been looked at."""
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return a setting, and mark it as converted."""
+        self.taken.add(key)
+        value = self.settings.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a setting that is a number."""
+        return as_number(key, self.take(key, default))
+
+    def count(self, key: str, default: int | None = None) -> int | None:
+        """Return a setting that is a whole number."""
+        value = self.number(key, default)
+        if value is not None and value != int(value):
+            raise ConfigError(f"{key} {value} is not a whole number: give one")
+        return None if value is None else int(value)
+
+    def several(self, key: str) -> list[Any]:
+        """Return a setting that is a list; empty if it is not set."""
+        value = self.take(key, [])
+        if not isinstance(value, list):
+            raise ConfigError(f"{key} {value!r} is not a list: write it as [...]")
+        return value
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Return a setting that holds others."""
+        value = self.take(key, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} {value!r} is not a mapping: write it as {{...}}")
+        return {str(name): inner for name, inner in value.items() if inner is not None}
+
+    def one_of_two(self, first: str, second: str, both: str) -> tuple[Any, Any]:
+        """Return two numbers, of which at most one may be given; `both` is what the two say."""
+        values = self.number(first), self.number(second)
+        if None not in values:
+            raise ConfigError(f"{first} {values[0]} and {second} {values[1]} both {both}: remove one")
+        return values
+
+    def flag(self, name: str, *values: object) -> None:
+        """Add a flag to the command."""
+        self.flags.append((name, *map(str, values)))
+
+    def refuse(self, setting: str, reason: str, end: str = MODEL_CANNOT_BE_TRAINED) -> None:
+        """Record a setting without which another model would be trained, or in another way."""
+        # A value of YAML may have several lines; an error has one.
+        self.refusals.append(" ".join(f"{setting}: {reason}: {end}".split()))
+
+    def remark(self, setting: str, reason: str) -> None:
+        """Record a setting of operation that has no flag."""
+        self.remarks.append((" ".join(setting.split()), reason))
+
+    def check(self) -> None:
+        """Raise a ConfigError that names every setting that is in the way, if any is."""
+        if self.refusals:
+            raise ConfigError("; ".join(self.refusals))
+
+    def words(self) -> list[str]:
+        """Return the words after the name of the trainer."""
+        return [word for flag in self.flags for word in flag]
+
+    def command(self) -> str:
+        """Return the command, a flag a line, as a shell reads it."""
+        launch = " ".join(["deepspeed", *map(shlex.join, self.launcher), "pretrain_gpt.py"])
+        return " \\\n    ".join([launch, *map(shlex.join, self.flags)]) + "\n"
+
+    def comments(self) -> Iterator[str]:
+        """Yield the remarks, those with one reason in one line."""
+        settings_by_reason = defaultdict(list)
+        for setting, reason in self.remarks:
+            settings_by_reason[reason].append(setting)
+        for reason, settings in settings_by_reason.items():
+            yield f"{', '.join(settings)}: {reason}"
+
+
+MOST_NUMBER = 1e36
+"""Numbers are below this: loss scales come next to it."""
+
+
+def as_number(key: str, value: Any) -> Any:
+    """Return a value that must be a number or None. YAML reads 1e-4 as text, because it has no point."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ConfigError(f"{key} {value} is not a number: give one") from None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{key} {value!r} is not a number: give one")
+    if value is not None and not abs(value) < MOST_NUMBER:
+        raise ConfigError(f"{key} {value!r} is beyond {MOST_NUMBER:g}: give less")
+    return value
+
+
+POSITIONS = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
+NORMS = {
+    "layernorm": ("layernorm", "layernorm_epsilon"),
+    "te_layernorm": ("layernorm", "layernorm_epsilon"),
+    "rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
+    "te_rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
+}
+"""Type of the trainer's norm, and the setting of its epsilon."""
+
+EPSILONS = {"layernorm_epsilon": 1e-5, "rms_norm_epsilon": 1e-8}
+"""NeoX's defaults; Transformer Engine's norms within the MLP have them whatever the files say."""
+
+
+def convert_positions_and_norms(conversion: Conversion) -> None:
+    """Convert positions and norms."""
+    name = str(conversion.take("pos_emb", "learned"))
+    percent, base = conversion.number("rotary_pct", 1.0), conversion.number("rotary_emb_base", 10000)
+    if name in POSITIONS:
+        conversion.flag("--position-embedding-type", POSITIONS[name])
+    else:
+        conversion.refuse(f"pos_emb {name}", "positions can be learned, rotary or none")
+    if name == "rotary":
+        conversion.flag("--rotary-base", base)
+        conversion.flag("--rotary-percent", percent)
+    name = conversion.take("norm", "layernorm")
+    epsilons = {key: conversion.number(key, default) for key, default in EPSILONS.items()}
+    if name not in NORMS:
+        conversion.refuse(f"norm {name}", "norms can be layernorm or rmsnorm")
+        return
+    ours, key = NORMS[name]
+    if not conversion.take("use_bias_in_norms", True) and ours == "layernorm":
+        conversion.refuse("use_bias_in_norms false", "a LayerNorm has a bias")
+    if conversion.settings.get("te_layernorm_mlp") and epsilons[key] != EPSILONS[key]:
+        reason = f"with te_layernorm_mlp NeoX gives the MLP's norm {EPSILONS[key]}, and here all norms have one epsilon"
+        conversion.refuse(f"{key} {epsilons[key]}", reason)
+    conversion.flag("--normalization", ours)
+    conversion.flag("--layernorm-epsilon", epsilons[key])
+
+
+NOT_ATTENTION = {
+    "mamba": "Mamba layers are not in this trainer",
+    "rwkv": "recurrent layers are not in this trainer",
+    "gmlp": "MLPs over positions are not in this trainer",
+    "amlp": "MLPs over positions are not in this trainer",
+}
+"""Kinds of layers that do not attend, or not in this way, and the reason why they are refused."""
+
+
+def convert_attention(conversion: Conversion) -> None:
+    """Convert heads, kinds and windows; where layers do not attend, nothing else matters."""
+    groups = conversion.count("num_kv_heads")
+    if groups:
+        conversion.flag("--num-key-value-heads", groups)
+    kinds = layer_kinds(conversion.take("attention_config"), conversion.count("num_layers"))
+    for kind in sorted(set(kinds) - {"global", "flash"}):
+        conversion.refuse(f"attention_config {kind}", NOT_ATTENTION.get(kind, "attention is global"))
+    if NOT_ATTENTION.keys() & set(kinds):
+        conversion.check()
+    # NeoX's window counts the tokens before a token, and only its flash layers have it.
+    width = conversion.count("sliding_window_width")
+    with_window = [int(kind == "flash") for kind in kinds]
+    if width is None:
+        return
+    if conversion.settings.get("te_mha"):
+        conversion.refuse(f"sliding_window_width {width}", "Transformer Engine takes two numbers", "leave te_mha out")
+    elif not any(with_window):
+        conversion.remark("sliding_window_width", "NeoX gives a window to flash layers alone, and there is none")
+    else:
+        conversion.flag("--sliding-window", width + 1)
+        if not all(with_window):
+            conversion.flag("--window-attn-skip-freq", str(with_window).replace(" ", ""))
+
+
+MOST_LAYERS = 10_000
+"""Layers of a model at most, as in `--num-layers`."""
+
+
+def layer_kinds(config: Any, num_layers: int | None) -> list[str]:
+    """Return the kind of each layer from `[[["global", "flash"], 6]]`, or from a kind for each layer; None = global."""
+    if config is None:
+        return ["global"] * (num_layers or 1)
+    kinds: list[str] = []
+    try:
+        for entry in config:
+            if isinstance(entry, str):
+                kinds.append(entry)
+                continue
+            pattern, times = entry
+            if times == "all":
+                times = (num_layers or len(pattern)) // len(pattern)
+            if times * max(len(pattern), 1) > MOST_LAYERS:
+                raise ValueError("too many layers")
+            kinds += [str(kind) for kind in pattern] * times
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise ConfigError(f'attention_config {config!r} is not a list such as [[["flash"], 12]]: write one') from None
+    if num_layers is not None and len(kinds) != num_layers:
+        raise ConfigError(
+            f"attention_config describes {len(kinds)} layers and num_layers is {num_layers}: describe each layer once"
+        )
+    return kinds
+
+
+ACTIVATIONS = {"gelu": "gelu-exact", "relu": "relu", "swiglu": "swiglu", "geglu": "geglu-exact"}
+"""NeoX's GELU has the error function; its fused kernel has the tanh form."""
+
+TRANSFORMER_ENGINE = {
+    **ACTIVATIONS,
+    **{"gelu": "gelu", "geglu": "geglu", "squared_relu": "squared-relu", "srelu": "squared-relu"},
+}
+"""Activations of `te_layernorm_mlp`, whose GELU has the tanh form."""
+
+GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
+"""Activations that double the first matrix in NeoX, whether they are here or not."""
+
+
+def convert_mlp(conversion: Conversion) -> None:
+    """Convert activation and width."""
+    name = conversion.take("activation", "gelu")
+    fused = conversion.take("bias_gelu_fusion", False) or conversion.take("openai_gelu", False)
+    engine = bool(conversion.take("te_layernorm_mlp", False))
+    older = conversion.take("mlp_type", "regular")
+    activation = (TRANSFORMER_ENGINE if engine else ACTIVATIONS).get(name)
+    if older == "llama":
+        activation = "swiglu" if name in ("silu", "swish", "swiglu") else None
+    elif older != "regular":
+        conversion.refuse(f"mlp_type {older}", "it can be regular or llama")
+    elif name == "gelu" and fused:
+        activation = "gelu"
+    hidden_size = conversion.count("hidden_size")
+    given, factor = conversion.count("intermediate_size"), conversion.number("expansion_factor")
+    if given and factor:
+        raise ConfigError(f"intermediate_size {given} and expansion_factor {factor} both size the MLP: remove one")
+    asked = given or (int(factor * (hidden_size or 0)) if factor else None)
+    multiple = conversion.count("mlp_multiple_of") or None
+    if activation is None:
+        conversion.refuse(f"activation {name}", "it can be gelu, relu, swiglu or geglu")
+        return
+    conversion.flag("--activation", activation)
+    if hidden_size is None:
+        return
+    if older == "llama":  # NeoX's older gated MLP has what is asked for, otherwise two thirds of 4h.
+        width, multiple = asked or int(2 * 4 * hidden_size / 3), multiple or 256
+    else:
+        width = asked or 4 * hidden_size
+        if name in GATED:
+            # Two thirds of what is asked for, and half of that on each side; all of it in Transformer Engine's.
+            width = int(width * 2 / 3) if engine else int(width * 2 / 3) // 2
+        multiple = (1 + engine) * (multiple or 1)
+    conversion.flag("--ffn-hidden-size", -(-width // multiple) * multiple)
+
+
+def has_biases(conversion: Conversion) -> tuple[bool, bool]:
+    """Return whether the matrices of attention have biases, and those of the MLP."""
+    attention = bool(conversion.take("use_bias_in_attn_linear", True))
+    mlp = bool(conversion.take("use_bias_in_mlp", True))
+    # NeoX's older gated MLP has none, and Transformer Engine's layers are always built with them.
+    if conversion.take("mlp_type") == "llama":
+        mlp = False
+    if conversion.settings.get("te_mha"):
+        attention = True
+    if conversion.settings.get("te_layernorm_mlp"):
+        mlp = True
+    return attention, mlp
+
+
+def convert_biases_and_dropout(conversion: Conversion, defaults: Defaults) -> None:
+    """Convert biases, how attention and MLP are added, and dropout."""
+    attention, mlp = has_biases(conversion)
+    if not (attention and mlp):
+        conversion.flag("--disable-bias-linear")
+    if attention and not mlp:
+        conversion.flag("--add-attention-bias")
+    if mlp and not attention:
+        conversion.flag("--add-mlp-bias")
+    parallel, tied = conversion.take("gpt_j_residual", False), conversion.take("gpt_j_tied", False)
+    if parallel:
+        conversion.flag("--parallel-residual")
+    if parallel and tied:
+        conversion.flag("--shared-block-norm")
+    if parallel and not mlp:
+        reason = "attention and MLP add up in every layer; NeoX loses the attention of layers whose MLP has no biases"
+        conversion.remark("gpt_j_residual", reason)
+    hidden = conversion.number("hidden_dropout", defaults.dropout)
+    conversion.flag("--hidden-dropout", hidden)
+    conversion.flag("--attention-dropout", conversion.number("attention_dropout", defaults.dropout))
+    if hidden and not (mlp and (attention or not parallel)):
+        reason = (
+            "NeoX drops nothing where a matrix has no bias, and here dropout does not depend on biases: set it to 0"
+        )
+        conversion.refuse(f"hidden_dropout {hidden}", reason)
+
+
+NOT_NORMAL = ("orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal")
+"""Methods of NeoX whose numbers are not drawn from one normal distribution."""
+
+
+def convert_initial_weights(conversion: Conversion) -> None:
+    """Convert the standard deviation of most initial weights, and that of writers to the residual stream."""
+    std = conversion.number("init_method_std", 0.02)
+    methods = {
+        ("init_method", "--init-method-std"): conversion.take("init_method", "normal"),
+        ("output_layer_init_method", "--output-layer-init-std"): conversion.take(
+            "output_layer_init_method", "scaled_normal"
+        ),
+    }
+    hidden_size, layers = conversion.count("hidden_size"), conversion.count("num_layers")
+    if not hidden_size or not layers:
+        return
+    for (key, flag), method in methods.items():
+        start = standard_deviation(method, std, hidden_size=hidden_size, num_layers=layers)
+        if start is None:
+            reason = "weights start from a normal distribution" if method in NOT_NORMAL else "no method of NeoX"
+            conversion.refuse(f"{key} {method}", reason, TRAINING_CANNOT_BE_RUN)
+        else:
+            conversion.flag(flag, repr(start))
+
+
+def standard_deviation(method: str, std: float, *, hidden_size: int, num_layers: int) -> float | None:
+    """Return the standard deviation of a method of NeoX; None if it is not one number for every matrix."""
+    known = {
+        "normal": std,
+        "scaled_normal": std / sqrt(2 * num_layers),
+        # One residual a layer instead of two.
+        "single_residual_scaled_normal": std / sqrt(num_layers),
+        # Nguyen and Salazar, arXiv 1910.05895, section 2.2: Xavier's for a matrix of d x 4d.
+        "small_init": sqrt(2 / (5 * hidden_size)),
+        # GPT-J's, by its author Ben Wang.
+        "wang_init": 2 / (num_layers * sqrt(hidden_size)),
+    }
+    return known.get(method)
 
 
 def convert_parallel(conversion: Conversion) -> None:
-    """Convert the ranks that share layers, the stages, and how layers are dealt to them."""
-    # 0 stands for 1.
+    """Convert the ranks that share layers, the stages, and how layers are dealt to them; 0 stands for 1."""
     conversion.flag("--tensor-model-parallel-size", max(1, conversion.count("model_parallel_size", 1) or 1))
     stages = max(1, conversion.count("pipe_parallel_size", 0) or 1)
     conversion.flag("--pipeline-model-parallel-size", stages)
     method = conversion.take("pipe_partition_method", "type:transformer|mlp")
     if stages > 1:
-        ours = "parameters" if method == "parameters" else "uniform"
-        conversion.flag("--stage-partition", ours)
+        conversion.flag("--stage-partition", "parameters" if method == "parameters" else "uniform")
         if not str(method).startswith("type:transformer") and method != "parameters":
             reason = "stages get the same number of transformer layers; see --stage-partition"
             conversion.remark("pipe_partition_method", reason)
 
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
 def convert_batch(conversion: Conversion, world_size: int | None) -> None:
-    """Convert the batch sizes. NeoX computes the global batch size from the others and the number of processes.
-
-    Args:
-        world_size: number of processes; None if it is not known.
-
-    Raises:
-        ConfigError: if the sizes do not fit together, or depend on a number of processes that is not known.
-    """
+    """Convert the batch sizes. NeoX computes the global batch size from the others and the number of processes."""
     given = {key: None if conversion.take(key) == "auto" else conversion.count(key) for key in BATCH}
     whole, micro, accumulated = given.values()
     replicas = _replicas(conversion, world_size)
@@ -97,35 +485,68 @@ def _replicas(conversion: Conversion, world_size: int | None) -> int | None:
     return world_size // ranks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decay:
-    """A decay as the trainer takes it."""
-
-    end: int
-    """Iteration at which the learning rate is `min_lr`."""
-    warmup_fraction: float
-    """Iterations of the rise, as a share of those."""
-    exact: bool = True
-    """Whether the shape is NeoX's to the last digit."""
+ADAMS = ("adam", "adamw", "cpu_adam", "cpu_torch_adam")
+PARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "adam_w_mode", "adamw_mode"}
+"""Parameters of an optimizer that are read here, or have no effect."""
 
 
-def convert_learning_rate(conversion: Conversion) -> None:
-    """Convert rise and decay.
+def convert_optimizer(conversion: Conversion, defaults: Defaults) -> float:
+    """Convert the optimizer, but for its learning rate over time; return the highest rate."""
+    section = conversion.section("optimizer")
+    params = section.get("params") or {}
+    if not isinstance(params, dict):
+        raise ConfigError(f"optimizer.params {params!r} is not a mapping: write it as {{...}}")
 
-    Raises:
-        ConfigError: if the end of the decay is given twice.
-    """
+    def number(name: str, default: float) -> Any:
+        return as_number(f"optimizer.params.{name}", params.get(name, default))
+
+    kind = str(section.get("type", "Adam")).lower()
+    decay = conversion.number("weight_decay", params.get("weight_decay", defaults.weight_decay))
+    if kind == "sgd":
+        conversion.flag("--optimizer", "sgd")
+        conversion.flag("--sgd-momentum", number("momentum", 0.0))
+    elif kind in ADAMS:
+        conversion.flag("--optimizer", "adam")
+        betas = params.get("betas", (0.9, 0.999))
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ConfigError(f"optimizer.params.betas {betas!r} are not two numbers: write them as [0.9, 0.95]")
+        for name, beta in zip(("--adam-beta1", "--adam-beta2"), betas, strict=True):
+            conversion.flag(name, as_number("optimizer.params.betas", beta))
+        conversion.flag("--adam-eps", number("eps", 1e-8))
+    else:
+        conversion.refuse(f"optimizer {kind}", "it can be adam or sgd", TRAINING_CANNOT_BE_RUN)
+    if kind.startswith("cpu"):
+        conversion.remark(f"optimizer {kind}", "the optimizer stays on the accelerator")
+    if decay and False in (params.get("adam_w_mode"), params.get("adamw_mode")):
+        reason = "weights decay apart from the gradient"
+        conversion.refuse(f"weight_decay {decay} in the gradient", reason, TRAINING_CANNOT_BE_RUN)
+    for name in sorted(set(params) - PARAMETERS):
+        conversion.refuse(f"optimizer.params.{name}", "the optimizer has no such parameter", TRAINING_CANNOT_BE_RUN)
+    highest = number("lr", 0.001)
+    conversion.flag("--lr", highest)
+    conversion.flag("--weight-decay", decay)
+    conversion.flag("--clip-grad", conversion.number("gradient_clipping", 1.0))
+    return float(highest)
+
+
+def convert_learning_rate(conversion: Conversion, highest: float) -> None:
+    """Convert rise and decay. Files of Llemma give the rise in iterations, and the lowest rate as a share."""
     style = conversion.take("lr_decay_style", "linear")
-    lowest = _lowest(conversion)
+    rate, share = conversion.one_of_two("min_lr", "decay_lr_to", "give the lowest rate")
+    lowest = float(rate or 0.0 if share is None else share * highest)
     if style not in ("constant", "linear", "cosine"):
         conversion.refuse(f"lr_decay_style {style}", "it can be constant, linear or cosine", TRAINING_CANNOT_BE_RUN)
     conversion.flag("--lr-decay-style", style)
     conversion.flag("--min-lr", lowest)
-    iterations, end = conversion.count("train_iters"), _end(conversion)
+    iterations, end = conversion.count("train_iters"), conversion.count("lr_decay_iters")
+    _, fraction = conversion.one_of_two("lr_decay_iters", "lr_decay_fraction", "end the decay")
+    if fraction is not None and iterations is not None:
+        end = int(fraction * iterations)
     last = end or iterations
-    warmup = _warmup(conversion, last)
+    warmup, rise = conversion.one_of_two("warmup", "warmup_iters", "say how long the rate rises")
+    warmup = float(rise / last) if rise is not None and last else 0.01 if warmup is None else float(warmup)
     if style == "linear" and lowest and last is not None:
-        decay = cut_off(last, warmup, highest=_highest(conversion), lowest=lowest)
+        decay = cut_off(last, warmup, highest=highest, lowest=lowest)
         conversion.flag("--lr-decay-iters", decay.end)
         conversion.flag("--lr-warmup-fraction", repr(decay.warmup_fraction))
         if not decay.exact:
@@ -137,6 +558,18 @@ def convert_learning_rate(conversion: Conversion) -> None:
     conversion.flag("--lr-warmup-fraction", warmup)
     if style == "cosine" and end is not None and iterations is not None and end < iterations:
         conversion.remark("lr_decay_iters", f"the rate stays at min_lr after {end}; NeoX's cosine rises again")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decay:
+    """A decay as the trainer takes it."""
+
+    end: int
+    """Iteration at which the learning rate is `min_lr`."""
+    warmup_fraction: float
+    """Iterations of the rise, as a share of those."""
+    exact: bool = True
+    """Whether the shape is NeoX's to the last digit."""
 
 
 def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay:
@@ -151,40 +584,6 @@ def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay
     return Decay(end=end, warmup_fraction=rise / end, exact=abs(end - reached) <= 1e-9 * last)
 
 
-def _end(conversion: Conversion) -> int | None:
-    """Return the iteration at which the decay ends; None if it is the last one."""
-    end, fraction = conversion.count("lr_decay_iters"), conversion.number("lr_decay_fraction")
-    iterations = conversion.count("train_iters")
-    if end is not None and fraction is not None:
-        raise ConfigError(f"lr_decay_iters {end} and lr_decay_fraction {fraction} both end the decay: remove one")
-    if fraction is not None and iterations is not None:
-        return int(fraction * iterations)
-    return end
-
-
-def _warmup(conversion: Conversion, last: int | None) -> float:
-    """Return the share of the decay that the rate rises in. Files of Llemma give its iterations."""
-    fraction, rise = conversion.number("warmup"), conversion.number("warmup_iters")
-    if fraction is not None and rise is not None:
-        raise ConfigError(f"warmup {fraction} and warmup_iters {rise} both say how long the rate rises: remove one")
-    if rise is not None and last:
-        return float(rise / last)
-    return 0.01 if fraction is None else float(fraction)
-
-
-def _lowest(conversion: Conversion) -> float:
-    """Return the lowest rate. Files of Llemma give it as a share of the highest."""
-    rate, share = conversion.number("min_lr"), conversion.number("decay_lr_to")
-    if rate is not None and share is not None:
-        raise ConfigError(f"min_lr {rate} and decay_lr_to {share} both give the lowest rate: remove one")
-    return float(rate or 0.0 if share is None else share * _highest(conversion))
-
-
-def _highest(conversion: Conversion) -> float:
-    params = conversion.section("optimizer").get("params") or {}
-    return float(as_number("optimizer.params.lr", params.get("lr", 0.001)))
-
-
 LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 NUMBER_TYPES = {
     "fp16": ("enabled", "type", "fp16", *LOSS_SCALING),
@@ -193,54 +592,6 @@ NUMBER_TYPES = {
     "data_types": ("grad_accum_dtype",),
 }
 """Entries of each section that are read here, or have no effect."""
-
-ADAMS = ("adam", "adamw", "cpu_adam", "cpu_torch_adam")
-
-
-def convert_optimizer(conversion: Conversion, defaults: Defaults) -> None:
-    """Convert the optimizer, but for its learning rate over time.
-
-    Args:
-        defaults: values of settings that are left out and whose default has changed.
-
-    Raises:
-        ConfigError: if its parameters are not written as NeoX takes them.
-    """
-    section = conversion.section("optimizer")
-    params = section.get("params") or {}
-    if not isinstance(params, dict):
-        raise ConfigError(f"optimizer.params {params!r} is not a mapping: write it as {{...}}")
-    kind = str(section.get("type", "Adam")).lower()
-    decay = conversion.number("weight_decay", params.get("weight_decay", defaults.weight_decay))
-    if kind == "sgd":
-        conversion.flag("--optimizer", "sgd")
-        conversion.flag("--sgd-momentum", as_number("optimizer.params.momentum", params.get("momentum", 0.0)))
-    elif kind in ADAMS:
-        _adam(conversion, params)
-    else:
-        conversion.refuse(f"optimizer {kind}", "it can be adam or sgd", TRAINING_CANNOT_BE_RUN)
-    if kind.startswith("cpu"):
-        conversion.remark(f"optimizer {kind}", "the optimizer stays on the accelerator")
-    if decay and False in (params.get("adam_w_mode"), params.get("adamw_mode")):
-        conversion.refuse(
-            f"weight_decay {decay} in the gradient", "weights decay apart from the gradient", TRAINING_CANNOT_BE_RUN
-        )
-    known = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "adam_w_mode", "adamw_mode"}
-    for name in sorted(set(params) - known):
-        conversion.refuse(f"optimizer.params.{name}", "the optimizer has no such parameter", TRAINING_CANNOT_BE_RUN)
-    conversion.flag("--lr", as_number("optimizer.params.lr", params.get("lr", 0.001)))
-    conversion.flag("--weight-decay", decay)
-    conversion.flag("--clip-grad", conversion.number("gradient_clipping", 1.0))
-
-
-def _adam(conversion: Conversion, params: dict[str, Any]) -> None:
-    conversion.flag("--optimizer", "adam")
-    betas = params.get("betas", (0.9, 0.999))
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise ConfigError(f"optimizer.params.betas {betas!r} are not two numbers: write them as [0.9, 0.95]")
-    for name, beta in zip(("--adam-beta1", "--adam-beta2"), betas, strict=True):
-        conversion.flag(name, as_number("optimizer.params.betas", beta))
-    conversion.flag("--adam-eps", as_number("optimizer.params.eps", params.get("eps", 1e-8)))
 
 
 def convert_precision(conversion: Conversion) -> str:
@@ -259,14 +610,10 @@ def convert_precision(conversion: Conversion) -> str:
                 conversion.refuse(f"{owner}.{name}", "no flag decides it", remedy)
     if precision != "fp32":
         conversion.flag(f"--{precision}")
-    if types.get("grad_accum_dtype") == "fp32" and precision == "fp16":
+    if precision != "fp16":
+        return precision
+    if types.get("grad_accum_dtype") == "fp32":
         conversion.flag("--accumulate-allreduce-grads-in-fp32")
-    if precision == "fp16":
-        _loss_scale(conversion, half)
-    return precision
-
-
-def _loss_scale(conversion: Conversion, half: dict[str, Any]) -> None:
     scale = as_number("fp16.loss_scale", half.get("loss_scale", 0))
     if scale:
         conversion.flag("--loss-scale", scale)
@@ -274,14 +621,11 @@ def _loss_scale(conversion: Conversion, half: dict[str, Any]) -> None:
     conversion.flag("--initial-loss-scale", 2 ** int(power))
     for name, default in (("loss_scale_window", 1000), ("hysteresis", 2), ("min_loss_scale", 1)):
         conversion.flag(f"--{name.replace('_', '-')}", int(as_number(f"fp16.{name}", half.get(name, default))))
+    return precision
 
 
 def convert_zero(conversion: Conversion, precision: str) -> None:
-    """Convert the ZeRO stage. All stages compute the same update.
-
-    Args:
-        precision: `fp32`, `fp16` or `bf16`.
-    """
+    """Convert the ZeRO stage. All stages compute the same update."""
     zero = conversion.section("zero_optimization")
     stage = int(as_number("zero_optimization.stage", zero.pop("stage", 0)))
     ours = min(stage, 1)
@@ -294,44 +638,21 @@ def convert_zero(conversion: Conversion, precision: str) -> None:
     conversion.flag("--zero-stage", ours)
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
         if name in zero:
-            conversion.flag(
-                f"--zero-{name.replace('_', '-')}", int(as_number(f"zero_optimization.{name}", zero.pop(name)))
-            )
+            size = int(as_number(f"zero_optimization.{name}", zero.pop(name)))
+            conversion.flag(f"--zero-{name.replace('_', '-')}", size)
     for name in ("reduce_scatter", "contiguous_gradients"):
         if zero.get(name) is True:
             conversion.flag(f"--zero-{name.replace('_', '-')}")
             zero.pop(name)
     for name, value in zero.items():
-        if value is False:  # What is off needs no word.
-            continue
-        offload = "offload" in name
-        reason = "nothing is offloaded" if offload else "it can stand in a file for --deepspeed-config"
-        conversion.remark(f"zero_optimization.{name}", reason)
-
-
-def convert_recomputation(conversion: Conversion) -> None:
-    """Convert the recomputation of activations."""
-    layers = conversion.count("checkpoint_num_layers", 1) or 1
-    if conversion.take("checkpoint_activations", False):
-        conversion.flag("--recompute-granularity", "full")
-        conversion.flag("--recompute-num-layers", layers)
-
-
-LAUNCHER = {
-    "hostfile": ("--hostfile", None),
-    "include": ("--include", None),
-    "exclude": ("--exclude", None),
-    "num_nodes": ("--num_nodes", -1),
-    "num_gpus": ("--num_gpus", None),
-    "master_addr": ("--master_addr", None),
-    "master_port": ("--master_port", 29500),
-    "launcher": ("--launcher", "pdsh"),
-}
-"""Flag of the launcher for each setting, and the value that needs none."""
+        if value is not False:  # What is off needs no word.
+            offload = "offload" in name
+            reason = "nothing is offloaded" if offload else "it can stand in a file for --deepspeed-config"
+            conversion.remark(f"zero_optimization.{name}", reason)
 
 
 def convert_data(conversion: Conversion) -> None:
-    """Convert what is read."""
+    """Convert the data and the tokenizer, whose file NeoX names `vocab_file`, whatever it is."""
     path = conversion.take("data_path")
     split = str(conversion.take("split", "969, 30, 1")).replace(" ", "")
     if path is not None:
@@ -348,10 +669,6 @@ def convert_data(conversion: Conversion) -> None:
         pairs = [word for pair in zip(weights, paths, strict=True) for word in pair]
         if paths:
             conversion.flag(f"--{part}-data-path", *(pairs if len(paths) > 1 else paths))
-
-
-def convert_tokenizer(conversion: Conversion) -> None:
-    """Convert the tokenizer; NeoX names its file `vocab_file`, whatever it is."""
     kind = conversion.take("tokenizer_type", "GPT2BPETokenizer")
     vocabulary, merges = conversion.take("vocab_file"), conversion.take("merge_file")
     if kind == "GPT2BPETokenizer":
@@ -368,11 +685,7 @@ def convert_tokenizer(conversion: Conversion) -> None:
 
 
 def convert_checkpoints(conversion: Conversion) -> None:
-    """Convert when checkpoints are saved.
-
-    Raises:
-        ConfigError: if the iterations are no numbers that iterations have.
-    """
+    """Convert when checkpoints are saved."""
     factor, scale = conversion.number("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
     extra = {_iteration(each) for each in conversion.several("extra_save_iters")}
     kept = conversion.count("keep_last_n_checkpoints")
@@ -394,15 +707,7 @@ def convert_checkpoints(conversion: Conversion) -> None:
 
 
 def powers(factor: float, last: int) -> set[int]:
-    """Return the iterations before the last one that `checkpoint_scale: log` saves: whole powers of a factor.
-
-    Args:
-        factor: what each is multiplied by to give the next.
-        last: the last iteration, which is saved in any case.
-
-    Raises:
-        ConfigError: if the powers do not grow.
-    """
+    """Return the iterations before the last one that `checkpoint_scale: log` saves: whole powers of a factor."""
     if factor <= 1:
         raise ConfigError(f"checkpoint_factor {factor} does not grow with checkpoint_scale log: give more than 1")
     found, step = set(), factor
@@ -435,17 +740,13 @@ def convert_reports(conversion: Conversion) -> None:
 
 
 def convert_launch(conversion: Conversion) -> None:
-    """Convert how processes are started.
-
-    Raises:
-        ConfigError: if the first host has no host name, which the shells of all hosts would read.
-    """
+    """Convert how processes are started."""
     first_host = conversion.take("master_addr")
     if first_host is not None:
         check_host_name(str(first_host), "master_addr")
-    for key, (flag, needless) in LAUNCHER.items():
+    for key, (flag, *needless) in table()["launcher"].items():
         value = conversion.take(key)
-        if value is not None and value != needless:
+        if value is not None and value not in needless:
             conversion.launcher.append((flag, str(value)))
     comment = conversion.take("comment")
     if comment is not None:
@@ -467,36 +768,38 @@ def convert(
     Args:
         settings: settings of NeoX, by key with underscores.
         world_size: processes of the run; None = not known.
-        defaults: values of settings that are left out and whose default has changed.
 
     Raises:
         ConfigError: if a value is not what NeoX takes, or a setting that decides what is trained has no counterpart.
     """
     conversion = Conversion(settings=_with_extra_settings(settings))
     _check_sizes(conversion)
-    for key, (flag, default) in VALUES.items():
-        value = conversion.take(key, default)
+    for key, (flag, *default) in table()["values"].items():
+        value = conversion.take(key, *default)
         if value is not None:
             conversion.flag(flag, value)
-    for key, flag in SWITCHES.items():
+    for key, flag in table()["switches"].items():
         if conversion.take(key, False):
             conversion.flag(flag)
-    convert_model(conversion, defaults)
+    convert_positions_and_norms(conversion)
+    convert_attention(conversion)
+    convert_mlp(conversion)
+    convert_biases_and_dropout(conversion, defaults)
     convert_initial_weights(conversion)
     convert_parallel(conversion)
     convert_batch(conversion, world_size)
-    convert_optimizer(conversion, defaults)
-    convert_learning_rate(conversion)
+    highest = convert_optimizer(conversion, defaults)
+    convert_learning_rate(conversion, highest)
     convert_zero(conversion, convert_precision(conversion))
-    convert_recomputation(conversion)
+    layers = conversion.count("checkpoint_num_layers", 1) or 1
+    if conversion.take("checkpoint_activations", False):
+        conversion.flag("--recompute-granularity", "full")
+        conversion.flag("--recompute-num-layers", layers)
     convert_data(conversion)
-    convert_tokenizer(conversion)
     convert_checkpoints(conversion)
     convert_reports(conversion)
     convert_launch(conversion)
-    _fixed(conversion)
-    _rest(conversion)
-    conversion.check()
+    _check_the_rest(conversion)
     return conversion
 
 
@@ -524,11 +827,7 @@ def _check_sizes(conversion: Conversion) -> None:
 
 
 def _with_extra_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the settings of `deepspeed_extra_args` beside the others: NeoX hands both to DeepSpeed.
-
-    Raises:
-        ConfigError: if one stands in both places.
-    """
+    """Put the settings of `deepspeed_extra_args` beside the others: NeoX hands both to DeepSpeed."""
     extra = settings.get("deepspeed_extra_args") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(f"deepspeed_extra_args {extra!r} is not a mapping: write it as {{...}}")
@@ -538,25 +837,24 @@ def _with_extra_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in settings.items() if key != "deepspeed_extra_args"}, **extra}
 
 
-def _fixed(conversion: Conversion) -> None:
-    for end, table in {MODEL_CANNOT_BE_TRAINED: MODELS, TRAINING_CANNOT_BE_RUN: TRAININGS}.items():
-        for key, (agreeing, reason) in table.items():
+def _check_the_rest(conversion: Conversion) -> None:
+    """Refuse what is not as it is here, remark what concerns operation only, and end if anything was refused."""
+    parts = {"another-model": MODEL_CANNOT_BE_TRAINED, "another-training": TRAINING_CANNOT_BE_RUN}
+    for part, end in parts.items():
+        for key, (agreeing, reason) in table()[part].items():
             value = conversion.take(key)
             off = isinstance(value, Mapping) and not value.get("enabled", bool(value))
             if value is not None and value not in agreeing and not off:
                 conversion.refuse(_with_value(key, value), reason, end)
-
-
-def _rest(conversion: Conversion) -> None:
     for key, value in conversion.settings.items():
         if key in conversion.taken or value is None:
             continue
-        if key not in OPERATION:
-            conversion.refuse(
-                _with_value(key, value), "no setting of NeoX that is known here", "check how it is written"
-            )
+        if key not in table()["operation"]:
+            reason = "no setting of NeoX that is known here"
+            conversion.refuse(_with_value(key, value), reason, "check how it is written")
         elif value is not False:  # What is off needs no word.
-            conversion.remark(key, OPERATION[key])
+            conversion.remark(key, table()["operation"][key])
+    conversion.check()
 
 
 def _with_value(key: str, value: object) -> str:

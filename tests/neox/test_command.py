@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.neox.__main__ import main
-from megatron_terapipe.neox.settings import read_settings
-from tests.neox.test_conversion import LEAST
+from megatron_terapipe.neox.convert import read_settings
+from tests.neox.test_convert import LEAST
 
 pytest.importorskip("yaml")
 

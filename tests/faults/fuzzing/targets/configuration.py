@@ -7,8 +7,7 @@ from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config.data import read_data_arguments_by_part, read_split, read_weighted_prefixes
 from megatron_terapipe.config.layers import canonical_layers, layers_of_pattern
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.settings import read_settings
+from megatron_terapipe.neox.convert import convert, read_settings
 from tests.faults.fuzzing.target import Target
 from tests.faults.fuzzing.targets.search import STRATEGY, in_file
 
