@@ -647,7 +647,10 @@ def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
     def pieces() -> int:
         return sum(
             sum(
-                1 for _ in DocumentAttention(None, found, end)._pieces(torch.empty(1, end - start), torch.empty(1, end))
+                1
+                for _ in DocumentAttention(lambda *_: None, found, end)._pieces(
+                    torch.empty(1, end - start), torch.empty(1, end)
+                )
             )
             for start, end in cut.bounds()
         )

@@ -69,7 +69,7 @@ def kept_keys_and_values(state: SequenceState, window: int | None) -> list[torch
         return []
     if window is None:
         return list(held.read(0, SEQ))
-    return [each for pair in held._of_token_slices.values() for each in pair]
+    return [each for pair in held.kept.values() for each in pair]
 
 
 def left_out_bytes(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import BlockShape
@@ -18,6 +18,7 @@ from tests.model import plain
 from tests.model.configs import MODELS, SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices, random_weights
 from tests.model.test_attention import assert_same_with_gradients
+from tests.runtime.attention.masks import attention_keep_mask, keep_mask
 
 CUTS = [(SEQ,), (13, 1, 18)]
 PARTS = {

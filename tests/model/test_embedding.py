@@ -5,12 +5,13 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.model import plain
 from tests.model.configs import SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices
+from tests.runtime.attention.masks import keep_mask
 
 CUTS = [(SEQ,), (8, 8, 8, 8), (13, 1, 18)]
 ALONE = TensorParallelRanks()

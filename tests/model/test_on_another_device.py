@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import CudaFlash, CudaFlashOfRuns, sequence_state
+from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.inference import WholeModel
@@ -43,7 +43,7 @@ def test_every_tensor_follows(
     parts: dict[str, Any], documents: Documents | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_state, "kernel_for", lambda *_: CudaFlash())
-    monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda *_: CudaFlashOfRuns())
+    monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda *_: CudaFlash())
     device, dtype, half = torch.device("meta"), torch.bfloat16, SEQ // 2
     model = WholeModel(model_config(**parts)).to(device, dtype)
     tokens = torch.zeros(2, SEQ, dtype=torch.int64, device=device)

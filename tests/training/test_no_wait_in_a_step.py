@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
-from deepspeed_ext.runtime.attention import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention, sequence_state
+from deepspeed_ext.runtime.attention import AttentionKernel, CudaFlash, PlainAttention, sequence_state
 from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
@@ -124,9 +124,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     def seen(what: str) -> None:
         found[at[-1].kind.value, what] += 1
 
-    kernels = patch.multiple(
-        sequence_state, kernel_for=_kernel, kernel_of_runs_for=lambda _, window: CudaFlashOfRuns(window)
-    )
+    kernels = patch.multiple(sequence_state, kernel_for=_kernel, kernel_of_runs_for=lambda _, window: CudaFlash(window))
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
     with kernels, autocast, _Makers(seen), _Copies(seen):

@@ -3,7 +3,6 @@
 from deepspeed_ext.runtime.attention.flash_kernels import (
     CpuFlash,
     CudaFlash,
-    CudaFlashOfRuns,
     MemoryEfficient,
     Runs,
     activate_flash_attention_3,
@@ -24,7 +23,6 @@ __all__ = [
     "AttentionKernel",
     "CpuFlash",
     "CudaFlash",
-    "CudaFlashOfRuns",
     "Gradients",
     "MemoryEfficient",
     "PlainAttention",

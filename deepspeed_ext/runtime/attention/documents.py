@@ -1,6 +1,7 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
+from deepspeed_ext.runtime.attention import Attended, AttentionKernel, CudaFlash, Gradients, Runs
 from deepspeed_ext.runtime.micro_batch import to_device
 
 
@@ -68,26 +69,20 @@ class Documents:
 
     def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
         """Return the result of `seen` for each token slice, by its first token."""
-        cumulative = [[_cumulative(row, start, end) for row in self.starts] for start, end in bounds]
-        flat = [ends for rows in cumulative for row in rows for ends in (row.queries, row.keys)]
-        numbers = torch.tensor([each for ends in flat for each in ends], dtype=torch.int32)
+        runs, ends = [], []
+        for start, end in bounds:
+            for row in self.starts:
+                first_key, inner = _begun(row, start, end)
+                of_row = [[each - first for each in (first, *inner, end)] for first in (start, first_key)]
+                runs.append((start, first_key, *map(_longest, of_row)))
+                ends += of_row
+        numbers = torch.tensor([each for part in ends for each in part], dtype=torch.int32)
         # One copy for all of them, which nobody waits for.
-        tensors = iter(to_device(numbers, device).split([len(ends) for ends in flat]))
-
-        def on_device(row: _Cumulative) -> SeenKeys:
-            runs = Runs(next(tensors), next(tensors), _longest(row.queries), _longest(row.keys))
-            return SeenKeys(row.first_key, runs)
-
-        return {rows[0].start: tuple(map(on_device, rows)) for rows in cumulative}
-
-
-class _Cumulative(NamedTuple):
-    """Starts of documents in a token slice from `start` and in the keys from `first_key`, and the ends of both."""
-
-    start: int
-    first_key: int
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
+        tensors = iter(to_device(numbers, device).split([len(part) for part in ends]))
+        seen: dict[int, tuple[SeenKeys, ...]] = defaultdict(tuple)
+        for start, first_key, *longest in runs:
+            seen[start] += (SeenKeys(first_key, Runs(next(tensors), next(tensors), *longest)),)
+        return dict(seen)
 
 
 def _begun(starts: Sequence[int], start: int, end: int) -> tuple[int, Sequence[int]]:
@@ -98,12 +93,6 @@ def _begun(starts: Sequence[int], start: int, end: int) -> tuple[int, Sequence[i
     """
     inner = bisect_right(starts, start)
     return starts[inner - 1], starts[inner : bisect_left(starts, end, inner)]
-
-
-def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
-    first_key, inner = _begun(starts, start, end)
-    queries, keys = (tuple(each - first for each in (first, *inner, end)) for first in (start, first_key))
-    return _Cumulative(start, first_key, queries, keys)
 
 
 class SeenKeys(NamedTuple):
@@ -146,7 +135,7 @@ class DocumentsAtOnce:
         end: token behind the last one of the token slice.
     """
 
-    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys], end: int) -> None:
+    def __init__(self, kernel: CudaFlash, seen: Sequence[SeenKeys], end: int) -> None:
         self._kernel, self._seen, self._end = kernel, seen, end
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
@@ -155,7 +144,7 @@ class DocumentsAtOnce:
         rows = []
         for row, seen in enumerate(self._seen):
             keys = slice(seen.first_key - given_from, None)
-            rows.append(self._kernel.forward(query[row], key[row, keys], value[row, keys], seen.runs, scale))
+            rows.append(self._kernel.forward(query[row], key[row, keys], value[row, keys], scale, seen.runs))
         return Attended(*(_stacked(each) for each in zip(*rows, strict=True)))
 
     def backward(
@@ -169,15 +158,9 @@ class DocumentsAtOnce:
         rows = []
         for row, (first, runs) in enumerate(self._seen):
             keys = slice(first - given_from, None)
-            of_query, *of_seen = self._kernel.backward(
-                output_gradient[row],
-                query[row],
-                key[row, keys],
-                value[row, keys],
-                attended.output[row],
-                attended.log_sum_exp[row],
-                runs,
-                scale,
+            of_row = Attended(attended.output[row], attended.log_sum_exp[row])
+            of_query, *of_seen = self._kernel.gradients(
+                output_gradient[row], query[row], key[row, keys], value[row, keys], of_row, scale, runs
             )
             if first > first_key:
                 of_seen = [F.pad(each, (0, 0, 0, 0, first - first_key, 0)) for each in of_seen]
@@ -188,16 +171,6 @@ class DocumentsAtOnce:
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
     """Rows as one tensor, without a copy if there is one."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
-
-
-class _Piece(NamedTuple):
-    """The part of one document that lies in one token slice, in tokens of the whole sequence."""
-
-    row: int
-    first_key: int
-    """First key that one of its tokens sees: the start of the document, or of the first token's window."""
-    first: int
-    """First token of it in the token slice."""
 
 
 _Places = tuple[slice, slice]
@@ -215,7 +188,7 @@ class DocumentAttention:
                                prefix   diagonal
 
     Args:
-        kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
+        kernel: of a piece, given its row, its first query and its first key, counted in the whole sequence.
         end: token behind the last one of the token slice.
         window: tokens that a token attends to, itself included; None for all of its document so far.
     """
@@ -234,10 +207,8 @@ class DocumentAttention:
         output = torch.empty_like(query)
         at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
-        for piece, here, keys in self._pieces(query, key):
-            attended = self._kernel(piece.row, piece.first, piece.first_key).forward(
-                query[here], key[keys], value[keys], scale
-            )
+        for kernel, here, keys in self._pieces(query, key):
+            attended = kernel.forward(query[here], key[keys], value[keys], scale)
             output[here] = attended.output
             log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
         return Attended(output, log_sum_exp)
@@ -247,11 +218,9 @@ class DocumentAttention:
     ) -> Gradients:
         """Return the gradients, piece by piece, as in `AttentionKernel`; keys that no query sees get 0."""
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for piece, here, keys in self._pieces(query, key):
+        for kernel, here, keys in self._pieces(query, key):
             of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
-            gradients = self._kernel(piece.row, piece.first, piece.first_key).backward(
-                output_gradient[here], query[here], key[keys], value[keys], of_piece, scale
-            )
+            gradients = kernel.backward(output_gradient[here], query[here], key[keys], value[keys], of_piece, scale)
             of_query[here] = gradients.query
             for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
                 # Pieces share no keys: each is of another document, or of another row.
@@ -259,8 +228,8 @@ class DocumentAttention:
                 total[keys][:, prefix.shape[1] :] = own
         return Gradients.cut(of_query, of_key, of_value)
 
-    def _pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[_Piece, _Places, _Places]]:
-        """Pieces of documents in the token slice, and where their queries and their keys are in the tensors."""
+    def _pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[AttentionKernel, _Places, _Places]]:
+        """Kernel of each piece of a document in the token slice, and the places of its queries and its keys."""
         start, given_from = self._end - query.shape[1], self._end - key.shape[1]
         for row, starts in enumerate(self._documents.starts):
             of_first, inner = _begun(starts, start, self._end)
@@ -269,4 +238,4 @@ class DocumentAttention:
                 reached = begin if self._window is None else max(begin, first + 1 - self._window)
                 here = slice(row, row + 1), slice(first - start, end - start)
                 keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
-                yield _Piece(row, reached, first), here, keys
+                yield self._kernel(row, first, reached), here, keys

@@ -83,7 +83,7 @@ class CpuFlash:
         at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
         for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
-            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            queries, keys = tile
             mask = _mask(tile, window, query.dtype)
             attended = _forward(query[:, queries], key[:, keys], value[:, keys], scale, mask=mask)
             output[:, queries], log_sum_exp[:, :, queries] = attended
@@ -101,7 +101,7 @@ class CpuFlash:
     ) -> Gradients:
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for tile in query_tiles(query.shape[1], key.shape[1], window, _tile_length(window)):
-            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            queries, keys = tile
             found = _backward(
                 output_gradient[:, queries],
                 query[:, queries],
@@ -153,7 +153,7 @@ def _tile_length(window: int) -> int:
 
 def _mask(tile: QueryTile, window: int, dtype: torch.dtype) -> Tensor:
     """Mask that is added to the scores [N, E] of a tile: 0 in the window of a query, minus infinity elsewhere."""
-    num_queries, num_keys = tile.end - tile.first, tile.end_key - tile.first_key
+    num_queries, num_keys = (each.stop - each.start for each in tile)
     # Keys from the first of a query's window on, up to its own.
     last = num_keys - num_queries
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(last).triu_(last + 1 - window)
@@ -205,67 +205,6 @@ def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capab
     return dtype in oldest and capability >= oldest[dtype] and head_size * dtype.itemsize % 16 == 0
 
 
-class CudaFlash:
-    """Flash attention: one call, since its causal mask is aligned to the bottom right.
-
-    Args:
-        window: keys that a query sees, itself included; None for all up to its own.
-    """
-
-    def __init__(self, window: int | None = None) -> None:
-        self._before = _keys_before(window)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Return output and log-sum-exp, as in `AttentionKernel`."""
-        output, log_sum_exp, *_ = _aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            None,
-            None,
-            query.shape[1],
-            key.shape[1],
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=self._before,
-        )
-        return Attended(output, log_sum_exp)
-
-    def backward(
-        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
-    ) -> Gradients:
-        """Return the gradients, as in `AttentionKernel`."""
-        # Without dropout no state of a random generator is read: any tensor stands for it.
-        no_random_state = attended.log_sum_exp
-        return Gradients.cut(
-            *_aten._flash_attention_backward(
-                output_gradient,
-                query,
-                key,
-                value,
-                attended.output,
-                attended.log_sum_exp,
-                None,
-                None,
-                query.shape[1],
-                key.shape[1],
-                0.0,
-                True,
-                no_random_state,
-                no_random_state,
-                scale=scale,
-                window_size_left=self._before,
-            )
-        )
-
-
-def _keys_before(window: int | None) -> int | None:
-    """Keys before its own that a query sees: how flash attention takes a window."""
-    return None if window is None else window - 1
-
-
 class Runs(NamedTuple):
     """Bounds of the runs of queries and of keys in one row; runs do not attend to each other."""
 
@@ -279,69 +218,56 @@ class Runs(NamedTuple):
     """Keys of the longest run."""
 
 
-class CudaFlashOfRuns:
-    """Flash attention of many runs in one call, each by a causal mask of its own, aligned to the bottom right.
+class CudaFlash:
+    """Flash attention: one call, since its causal mask is aligned to the bottom right.
 
-    Shapes have no dimension of rows: queries are [N, H, D], keys and values [E, G, D], the log-sum-exp [H, N].
+    Given runs, it attends within each. Shapes then have no dimension of rows: queries are [N, H, D], keys and values
+    [E, G, D], the log-sum-exp [H, N].
 
     Args:
-        window: keys that a query sees, itself included; None for all of its run up to its own.
+        window: keys that a query sees, itself included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
-        self._before = _keys_before(window)
+        self._before = None if window is None else window - 1
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the output [N, H, D] and its log-sum-exp [H, N].
-
-        Args:
-            query: [N, H, D].
-            key: [E, G, D].
-            value: [E, G, D].
-            scale: factor of the scores.
-        """
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float, runs: Runs | None = None) -> Attended:
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
+        bounds = runs or (None, None, query.shape[1], key.shape[1])
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
-            query, key, value, *runs, 0.0, True, False, scale=scale, window_size_left=self._before
+            query, key, value, *bounds, 0.0, True, False, scale=scale, window_size_left=self._before
         )
-        return output, log_sum_exp
+        return Attended(output, log_sum_exp)
 
-    def backward(
+    def gradients(
         self,
         output_gradient: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        runs: Runs,
+        attended: Attended,
         scale: float,
+        runs: Runs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries [N, H, D], keys and values [E, G, D].
-
-        Args:
-            output_gradient: [N, H, D].
-            query: [N, H, D].
-            key: [E, G, D].
-            value: [E, G, D].
-            output: [N, H, D].
-            log_sum_exp: [H, N].
-            scale: factor of the scores.
-        """
+        """Return the gradients of queries, keys and values, each in its shape."""
+        bounds = runs or (None, None, query.shape[1], key.shape[1])
+        # Without dropout no state of a random generator is read: any tensor stands for it.
+        no_random_state = attended.log_sum_exp
         return _aten._flash_attention_backward(
             output_gradient,
-            query,
-            key,
-            value,
-            output,
-            log_sum_exp,
-            *runs,
-            0.0,
-            True,
-            log_sum_exp,
-            log_sum_exp,
+            *(query, key, value),
+            *attended,
+            *bounds,
+            *(0.0, True, no_random_state, no_random_state),
             scale=scale,
             window_size_left=self._before,
         )
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Return the gradients, as in `AttentionKernel`."""
+        return Gradients.cut(*self.gradients(output_gradient, query, key, value, attended, scale))
 
 
 class MemoryEfficient:
@@ -361,17 +287,9 @@ class MemoryEfficient:
         """Return output and log-sum-exp, as in `AttentionKernel`."""
         repeats = query.shape[2] // key.shape[2]
         output, log_sum_exp, *_ = _aten._efficient_attention_forward(
-            query,
-            _repeated(key, repeats),
-            _repeated(value, repeats),
-            None,
-            None,
-            None,
-            None,
-            None,
-            0.0,
-            CAUSAL_FROM_BOTTOM_RIGHT,
-            True,
+            *(query, _repeated(key, repeats), _repeated(value, repeats)),
+            *(None, None, None, None, None),  # bias, and bounds of runs
+            *(0.0, CAUSAL_FROM_BOTTOM_RIGHT, True),
             scale=scale,
             window_size=self._window,
         )
@@ -387,21 +305,10 @@ class MemoryEfficient:
         no_random_state = attended.log_sum_exp
         of_query, of_key, of_value, _ = _aten._efficient_attention_backward(
             output_gradient,
-            query,
-            _repeated(key, repeats),
-            _repeated(value, repeats),
-            None,
-            attended.output,
-            None,
-            None,
-            query.shape[1],
-            key.shape[1],
-            _padded(attended.log_sum_exp),
-            0.0,
-            no_random_state,
-            no_random_state,
-            CAUSAL_FROM_BOTTOM_RIGHT,
-            False,
+            *(query, _repeated(key, repeats), _repeated(value, repeats)),
+            *(None, attended.output, None, None),
+            *(query.shape[1], key.shape[1], _padded(attended.log_sum_exp)),
+            *(0.0, no_random_state, no_random_state, CAUSAL_FROM_BOTTOM_RIGHT, False),
             scale=scale,
             window_size=self._window,
         )
@@ -421,22 +328,12 @@ def _repeated(heads: Tensor, repeats: int) -> Tensor:
     return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=2)
 
 
-HOPPER = 9
-"""Major compute capability that its kernels are for; torch refuses calls on any other."""
-PACKAGE = "flash_attn_interface"
-"""Name by which its installation is imported."""
-
-
 def activate_flash_attention_3(device: torch.device) -> bool:
-    """Let flash attention of this process be FlashAttention-3, where device, torch and its package allow.
-
-    Returns:
-        Whether it is.
-    """
+    """Make flash attention of this process FlashAttention-3, and return whether device, torch and its package do."""
     activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
-    if device.type != "cuda" or activate is None or importlib.util.find_spec(PACKAGE) is None:
+    if device.type != "cuda" or activate is None or importlib.util.find_spec("flash_attn_interface") is None:
         return False
-    if capability_of(device)[0] != HOPPER:
+    if capability_of(device)[0] != 9:  # Hopper; torch refuses calls on any other.
         return False
     try:
         activate("FA3")
@@ -477,7 +374,7 @@ def kernel_of_runs_for(
     query: Tensor,
     window: int | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
-) -> CudaFlashOfRuns | None:
+) -> CudaFlash | None:
     """Return the kernel that attends within many runs of tokens in one call; None if there is none, as on CPUs.
 
     Args:
@@ -485,5 +382,5 @@ def kernel_of_runs_for(
         window: keys that a query sees, itself included; None for all of its run up to its own.
     """
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
-        return CudaFlashOfRuns(window)
+        return CudaFlash(window)
     return None

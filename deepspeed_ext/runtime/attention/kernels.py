@@ -87,15 +87,10 @@ class AttentionKernel(Protocol):
 
 
 class QueryTile(NamedTuple):
-    """Queries that a kernel computes at once, and the keys they reach, all counted from the first one given."""
+    """Queries that a kernel computes at once, and the keys that they reach."""
 
-    first: int
-    end: int
-    """Query behind the last one."""
-    first_key: int
-    """First key that one of them sees."""
-    end_key: int
-    """Key behind the last that one of them sees."""
+    queries: slice
+    keys: slice
 
 
 def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: int) -> Iterator[QueryTile]:
@@ -109,7 +104,7 @@ def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: in
     for first in range(0, num_queries, at_once):
         end = min(first + at_once, num_queries)
         first_key = 0 if window is None else max(0, prefix_len + first + 1 - window)
-        yield QueryTile(first, end, first_key, prefix_len + end)
+        yield QueryTile(slice(first, end), slice(first_key, prefix_len + end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +154,7 @@ class PlainAttention:
         numbers = self._numbers(query, key)
         tiles = [
             self._forward(
-                query[:, tile.first : tile.end],
-                key[:, tile.first_key : tile.end_key],
-                value[:, tile.first_key : tile.end_key],
-                scale,
-                _of_tile(numbers, tile),
+                query[:, tile.queries], key[:, tile.keys], value[:, tile.keys], scale, _of_tile(numbers, tile)
             )
             for tile in self._tiles(query, key)
         ]
@@ -179,7 +170,7 @@ class PlainAttention:
         tiles = list(self._tiles(query, key))
 
         def of(tile: QueryTile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            queries, keys = tile
             return self._backward(
                 output_gradient[:, queries],
                 query[:, queries],
@@ -191,16 +182,16 @@ class PlainAttention:
                 dtype,
             )
 
-        if len(tiles) == 1 and not tiles[0].first_key:
+        if len(tiles) == 1 and not tiles[0].keys.start:
             return Gradients.cut(*of(tiles[0], key.dtype))
         of_query = torch.empty_like(query)
         # What tiles find for the same keys adds up in at least fp32, and is rounded once.
         at_least_fp32 = torch.promote_types(key.dtype, torch.float32)
         of_key, of_value = (torch.zeros_like(each, dtype=at_least_fp32) for each in (key, value))
         for tile in tiles:
-            of_query[:, tile.first : tile.end], *found = of(tile, at_least_fp32)
+            of_query[:, tile.queries], *found = of(tile, at_least_fp32)
             for total, part in zip((of_key, of_value), found, strict=True):
-                total[:, tile.first_key : tile.end_key] += part
+                total[:, tile.keys] += part
         return Gradients.cut(of_query, of_key.to(key.dtype), of_value.to(value.dtype))
 
     def _forward(
@@ -266,7 +257,7 @@ def _of_tile(
     if not numbers:
         return ()
     rows, columns, probability = numbers
-    return rows[..., tile.first : tile.end], columns[tile.first_key : tile.end_key], probability
+    return rows[..., tile.queries], columns[tile.keys], probability
 
 
 def _flat(weights: Tensor) -> Tensor:

@@ -62,22 +62,9 @@ class DropoutPlace:
 
     @classmethod
     def at(
-        cls,
-        seed: int,
-        layer: int,
-        site: int,
-        sequences: Sequence[int],
-        start: int,
-        drawn: DrawnNumbers | None = None,
+        cls, seed: int, layer: int, site: int, sequences: Sequence[int], start: int, drawn: DrawnNumbers | None = None
     ) -> "DropoutPlace":
-        """The place of a use of dropout.
-
-        Args:
-            layer: number of the layer in the model.
-            site: number of the use in the layer.
-            sequences: number of each row's sequence.
-            start: position of the first token.
-        """
+        """The place of a use of dropout: `site` is its number in the layer."""
         return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
@@ -113,36 +100,8 @@ def dropout(
     return _Dropout.apply(inputs, residual, probability, place, first_channel)
 
 
-def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: float) -> Tensor:
-    """Mask of the elements that stay: bool [..., C] from random rows [...].
-
-    Args:
-        rows: random int32, [...].
-        first_column: number of the first column.
-    """
-    return _kept(rows, _drawn_columns(first_column, num_columns, rows.device), probability)
-
-
-def attention_keep_mask(
-    rows: Tensor, first_head: int, num_heads: int, first_key: int, num_keys: int, probability: float
-) -> Tensor:
-    """Mask of the attention probabilities that stay: bool [B, H, N, E] from random rows [B, N] of the queries.
-
-    Args:
-        rows: random int32, [B, N].
-        first_head: number of the first head.
-        first_key: position of the first key.
-    """
-    return keep_mask(head_rows(rows, first_head, num_heads), first_key, num_keys, probability)
-
-
 def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
-    """Random int32 [B, H, N] of queries by head, from those [B, N] of their tokens.
-
-    Args:
-        rows: random int32, [B, N].
-        first_head: number of the first head.
-    """
+    """Random int32 [B, H, N] of queries by head, from those [B, N] of their tokens."""
     return _head_rows(rows, torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device))
 
 
@@ -166,11 +125,9 @@ class _Dropout(torch.autograd.Function):
         ctx.settings = probability, place, first_channel
         ctx.adds = residual is not None
         numbers = _numbers(inputs, place, first_channel)
-        return (
-            _dropped(inputs, *numbers, probability)
-            if residual is None
-            else _dropped_onto(inputs, *numbers, probability, residual)
-        )
+        if residual is None:
+            return _dropped(inputs, *numbers, probability)
+        return _dropped_onto(inputs, *numbers, probability, residual)
 
     @staticmethod
     def backward(ctx, output_gradient):
@@ -209,11 +166,6 @@ def _rows(keys: Tensor, positions: Tensor) -> Tensor:
 @Pointwise
 def _columns(numbers: Tensor) -> Tensor:
     return _mix(numbers)
-
-
-@Pointwise
-def _kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
-    return _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
 
 
 @Pointwise

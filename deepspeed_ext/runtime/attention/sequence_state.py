@@ -40,10 +40,10 @@ from deepspeed_ext.runtime.attention import (
 from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
 from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.attention.token_slice_attention import (
+    KeysOfSequence,
     KeysOfTokenSlices,
     KeyValueState,
     TokenSliceAttention,
-    key_value_state,
 )
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
@@ -56,9 +56,7 @@ def to_all_tokens(
     """Return the queries [B, N, H / R, D], and the keys and values [B, N, G / R, D], of all tokens of a token slice.
 
     Args:
-        query: [B, N / R, H, D], of this rank's part.
-        key: [B, N / R, G, D].
-        value: [B, N / R, G, D].
+        query: [B, N / R, H, D], of this rank's part; keys and values are [B, N / R, G, D].
         ranks: the R ranks that share the token slice.
 
     Raises:
@@ -73,25 +71,13 @@ def to_all_tokens(
 
 
 def to_all_heads(output: Tensor, ranks: SequenceParallelRanks) -> Tensor:
-    """Return the output [B, N / R, H, D] of attention for this rank's part of the tokens.
-
-    Args:
-        output: [B, N, H / R, D], of this rank's heads.
-        ranks: the R ranks that share the token slice.
-    """
+    """Return the output [B, N / R, H, D] for this rank's part of the tokens, of one [B, N, H / R, D] for its heads."""
     (output,) = _Exchange.apply(ranks, False, output)
     return output
 
 
 def check_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> None:
-    """Refuse heads that ranks cannot share evenly.
-
-    Args:
-        num_heads: query heads H of a layer on a rank.
-
-    Raises:
-        UserError: if they cannot.
-    """
+    """Raise a `UserError` if ranks cannot share the query and key heads of a layer evenly."""
     if num_heads % num_ranks:
         raise UserError(
             f"{num_ranks} sequence-parallel ranks cannot share {num_heads} attention heads evenly: "
@@ -148,9 +134,6 @@ Made = TypeVar("Made")
 class SequenceState:
     """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
 
-    The engine makes one at a micro-batch's first forward and drops it after its last backward (evaluating, after its
-    last forward); nobody else owns one.
-
     Args:
         token_slices: lengths of the token slices.
         ranks: ranks that share the tokens of each token slice; None for one alone.
@@ -193,50 +176,33 @@ class SequenceState:
         """Random numbers of dropout."""
 
     def past(self, layer: int, token_slice: int) -> "Past":
-        """Return the state as one layer sees it while it computes one token slice.
-
-        Args:
-            token_slice: number of the token slice.
-        """
+        """Return the state as one layer sees it while it computes one token slice."""
         return Past(self.parts.prefix_len(token_slice), layer, self)
 
     def forget_shared(self, token_slice: int) -> None:
-        """Let go of what layers share of a token slice; the next layer that asks makes it again.
-
-        Args:
-            token_slice: number of the token slice.
-        """
+        """Let go of what layers share of a token slice; the next layer that asks makes it again."""
         start = self.parts.prefix_len(token_slice)
         self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
 
     def keys_of(self, token_slice: int) -> list[Tensor]:
-        """Keys and values [B, N, G, D] of a token slice, layer after layer; only where they are kept apart.
-
-        Args:
-            token_slice: number of the token slice.
-        """
+        """Keys and values [B, N, G, D] of a token slice, layer after layer; only where they are kept apart."""
         start = self.token_slices.prefix_len(token_slice)
-        return [tensor for state in self._kept_apart() for tensor in state.of_token_slice(start)]
+        return [tensor for state in self._kept_apart() for tensor in state.kept[start]]
 
     def drop_keys_of(self, token_slice: int) -> None:
-        """Let go of keys and values of a token slice, until they are put back.
-
-        Args:
-            token_slice: number of the token slice.
-        """
+        """Let go of keys and values of a token slice, until they are put back."""
         for state in self._kept_apart():
-            state.drop(self.token_slices.prefix_len(token_slice))
+            del state.kept[self.token_slices.prefix_len(token_slice)]
 
     def put_back_keys_of(self, token_slice: int, tensors: Sequence[Tensor]) -> None:
         """Have keys and values again that were dropped.
 
         Args:
-            token_slice: number of the token slice.
             tensors: keys and values [B, N, G, D], as `keys_of` gave them.
         """
         pairs = zip(self._kept_apart(), tensors[::2], tensors[1::2], strict=True)
         for state, key, value in pairs:
-            state.put_back(self.token_slices.prefix_len(token_slice), key, value)
+            state.kept[self.token_slices.prefix_len(token_slice)] = key, value
 
     def _kept_apart(self) -> Iterator[KeysOfTokenSlices]:
         for _, state in self._layers.values():
@@ -264,13 +230,9 @@ class SequenceState:
     def _new_state(self, window: int | None) -> KeyValueState | None:
         if len(self.token_slices) == 1 and not self._keys_apart:
             return None
-        return key_value_state(
-            self.token_slices.seq_length,
-            window,
-            forward_only=self.forward_only,
-            apart=self._keys_apart,
-            gradients_in=self._key_value_gradients,
-        )
+        if window is None and (self.forward_only or not self._keys_apart):
+            return KeysOfSequence(self.token_slices.seq_length, self._key_value_gradients)
+        return KeysOfTokenSlices(window, self._key_value_gradients, forward_only=self.forward_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,16 +369,10 @@ class Past:
 
         if apart and dropout:
             return DocumentAttention(
-                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key),
-                documents,
-                end,
-                window,
+                lambda row, *place: dropping(sequences[row : row + 1], *place), documents, end, window
             )
         if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
-            seen = self.once(
-                f"seen keys in window {window}",
-                lambda: documents.seen(start, end, query.device, window),
-            )
+            seen = self.once(f"seen keys in window {window}", lambda: documents.seen(start, end, query.device, window))
             return DocumentsAtOnce(at_once, seen, end)
         if apart:
             return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)

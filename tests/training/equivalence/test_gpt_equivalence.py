@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference import WholeModel
 from tests.distributed import run_distributed
+from tests.runtime.attention.masks import attention_keep_mask, keep_mask
 from tests.training.gpt_runs import VOCAB, Setup, Step, batches, gradients_of_all
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask, dropout, keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, dropout
+from tests.runtime.attention.masks import attention_keep_mask, keep_mask
 from tests.strategies import cuts
 
 ROWS = (3, 11)

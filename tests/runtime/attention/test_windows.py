@@ -13,8 +13,9 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace, attention_keep_mask
+from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
+from tests.runtime.attention.masks import attention_keep_mask
 from tests.strategies import cuts
 
 HEADS, SIZE, WIDTH, ROWS = 4, 4, 12, 2
@@ -186,10 +187,10 @@ def test_training_frees_keys_with_their_backward_and_keeps_gradients_in_reach_al
     state = SequenceState(TokenSlices(LENGTHS))
     outputs = list(attended(state, window))
     keys = state.keys_and_values(0, window)
-    kept = [(tokens_kept(keys._of_token_slices), tokens_kept(keys._pending))]
+    kept = [(tokens_kept(keys.kept), tokens_kept(keys._pending))]
     for output in reversed(outputs):
         output.sum().backward()
-        kept.append((tokens_kept(keys._of_token_slices), tokens_kept(keys._pending)))
+        kept.append((tokens_kept(keys.kept), tokens_kept(keys._pending)))
     # Of the prefixes of 19, 16 and 6 tokens the last three alone have gradients pending.
     assert kept == [(24, 0), (19, 3), (16, 3), (6, 3), (0, 0)]
 

@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.attention.sequence_state import SequenceState, check_
 from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
 from tests.distributed import run_distributed
 from tests.pairs import covering_pairs
-from tests.runtime.sequence.test_windows import HEADS, ROWS, SEQUENCES, SIZE, WIDTH, Layer
+from tests.runtime.attention.test_windows import HEADS, ROWS, SEQUENCES, SIZE, WIDTH, Layer
 
 CUTS = ((24,), (8, 8, 8), (12, 4, 8))
 STARTS = ((0, 3, 13), (0, 9, 16, 17))

@@ -64,19 +64,21 @@ class RunsWrittenOut:
         for here, there in zip(pairwise(queries), pairwise(keys), strict=True):
             yield slice(*here), slice(*there)
 
-    def forward(self, query, key, value, runs: Runs, scale: float):
+    def forward(self, query, key, value, scale: float, runs: Runs):
         parts = [
             self.plain.forward(query[None, here], key[None, there], value[None, there], scale)
             for here, there in self.pieces(query, key, runs)
         ]
-        return torch.cat([each.output[0] for each in parts]), torch.cat([each.log_sum_exp[0] for each in parts], dim=1)
+        return Attended(
+            torch.cat([each.output[0] for each in parts]), torch.cat([each.log_sum_exp[0] for each in parts], dim=1)
+        )
 
-    def backward(self, output_gradient, query, key, value, output, log_sum_exp, runs: Runs, scale: float):
+    def gradients(self, output_gradient, query, key, value, given: Attended, scale: float, runs: Runs):
         found = []
         for here, there in self.pieces(query, key, runs):
-            attended = Attended(output[None, here], log_sum_exp[None, :, here])
-            given = (output_gradient[None, here], query[None, here], key[None, there], value[None, there], attended)
-            gradients = self.plain.backward(*given, scale)
+            attended = Attended(given.output[None, here], given.log_sum_exp[None, :, here])
+            piece = (output_gradient[None, here], query[None, here], key[None, there], value[None, there], attended)
+            gradients = self.plain.backward(*piece, scale)
             keys, values = (torch.cat(both, dim=1)[0] for both in zip(gradients.prefix, gradients.own, strict=True))
             found.append((gradients.query[0], keys, values))
         return tuple(map(torch.cat, zip(*found, strict=True)))
@@ -152,9 +154,9 @@ def test_a_token_slice_looks_at_its_own_documents_alone() -> None:
     assert documents.positions(start, 30).tolist() == [[2, 3, 4, 5, 6, 7, *list(range(8)) * 3]]
     (seen,) = documents.seen(start, end, torch.device("cpu"))
     assert (seen.first_key, seen.runs.queries.tolist()) == (start - 2, [0, 6, 14, 22, 30])
-    attention = DocumentAttention(None, documents, end)
+    attention = DocumentAttention(lambda *piece: piece, documents, end)
     pieces = [piece for piece, *_ in attention._pieces(torch.empty(1, 30), torch.empty(1, end))]
-    assert [(piece.first_key, piece.first) for piece in pieces] == [
+    assert [(first_key, first) for _, first, first_key in pieces] == [
         (start - 2, start),
         *((first, first) for first in range(start + 6, end, 8)),
     ]
