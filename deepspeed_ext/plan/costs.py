@@ -1,28 +1,13 @@
 """Costs of ops and transfers: tables of times, given, read from a file, or computed from the share of attention.
 
-`OpCosts` holds what a simulation adds up, `TransferCosts` latency, bandwidth and size of a message. Tiles of
-attention that is written out are here because kernel and prices both read them.
-
-Cost of a transfer from one stage to the next: latency, bandwidth, and the size of a message.
+A boundary is where two neighbouring stages meet: boundary i lies between stage i and stage i + 1. Activations cross it
+one way and their gradients, of the same size, the other way, each on a channel of its own.
 
     op of stage i    [F0.0][F0.1]
     channel                [==== 0.0 ====][==== 0.1 ====]        bytes / bandwidth each, one after the other
     at stage i + 1                        '--> 0.0      '--> 0.1    each a latency later
 
-A boundary is where two neighbouring stages meet: boundary i lies between stage i and stage i + 1. Activations cross it
-one way and their gradients, of the same size, the other way, each on a channel of its own.
-
-Op costs from one number: the share of a layer's forward that is attention.
-
-Attention of a token grows with the tokens before it, matrix products do not. With the whole sequence as 1 and token
-slice j as [start, end) of it, on one pipeline rank, whose forward of one micro-batch takes 1:
-
-    F  = (1 - rho) (end - start) +     rho (end^2 - start^2)
-    BI = (1 - rho) (end - start) + 2 * rho (end^2 - start^2)        attention has two products to take back for each
-    BW = (1 - rho) (end - start)                                    attention has no weights
-
-In a sliding window of w of the sequence, a token at x attends to min(x, w). The squares above are then the integral of
-2 min(x, w), in shares of that of a whole sequence, so that rho stays the share of attention.
+Tiles of attention that is written out are here because kernel and prices both read them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,11 +39,7 @@ class TransferCosts:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], shape: PipelineShape) -> "TransferCosts":
-        """Read `{"latency": x, "bandwidth": y, "bytes": [per token slice]}`; `x` and `y` may be lists by boundary.
-
-        Raises:
-            PlanError: if a field is missing, unknown, of another length, or not a finite number; a bandwidth of 0.
-        """
+        """Read `{"latency": x, "bandwidth": y, "bytes": [per token slice]}`; `x` and `y` may be lists by boundary."""
         for name in _FIELDS:
             if name not in fields:
                 raise PlanError(f"costs['transfer'] has no {name!r}: give latency, bandwidth and bytes, or one number")
@@ -77,11 +58,7 @@ class TransferCosts:
         return costs
 
     def sending_time(self, boundary: int, token_slice: int) -> float:
-        """Return the time for which a message keeps its channel busy.
-
-        Args:
-            boundary: number of the stage before it.
-        """
+        """Return the time for which a message keeps its channel busy."""
         return self.message_bytes[token_slice] / self.bandwidth[boundary]
 
 
@@ -149,11 +126,7 @@ class OpCosts:
         return cls(table(forward), table(backward), apart, transfer)
 
     def duration(self, op: Op) -> float:
-        """Time of one op.
-
-        Raises:
-            PlanError: if it computes weight gradients apart, and their cost is not known apart.
-        """
+        """Time of one op."""
         kind, stage, _, token_slice = op
         if kind is OpKind.FORWARD:
             return self.forward[stage][token_slice]
@@ -203,11 +176,7 @@ class OpCosts:
         return self.transfer.latency[boundary] if isinstance(self.transfer, TransferCosts) else self.transfer
 
     def sending_time(self, boundary: int, token_slice: int) -> float:
-        """Return the time for which that message keeps its channel busy, so that the next must wait.
-
-        Args:
-            boundary: number of the stage before it.
-        """
+        """Return the time for which that message keeps its channel busy, so that the next must wait."""
         if isinstance(self.transfer, TransferCosts):
             return self.transfer.sending_time(boundary, token_slice)
         return 0.0
@@ -219,9 +188,6 @@ class OpCosts:
         `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
         `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
         With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
-
-        Raises:
-            PlanError: if a table is missing, of another shape than `shape`, or holds anything but times >= 0.
         """
         fields = parse_json(text, "the costs file")
         if not isinstance(fields, dict):
@@ -289,15 +255,22 @@ def attention_costs(
 ) -> OpCosts:
     """Costs of a pipeline whose layers are spread evenly, in forwards of one micro-batch on one pipeline rank.
 
+    Attention of a token grows with the tokens before it, matrix products do not. With the whole sequence as 1 and token
+    slice j as [start, end) of it:
+
+    F  = (1 - rho) (end - start) +     rho (end^2 - start^2)
+    BI = (1 - rho) (end - start) + 2 * rho (end^2 - start^2)        attention has two products to take back for each
+    BW = (1 - rho) (end - start)                                    attention has no weights
+
+    In a sliding window of w of the sequence, a token at x attends to min(x, w). The squares are then the integral of
+    2 min(x, w), in shares of that of a whole sequence, so that rho stays the share of attention.
+
     Args:
         shape: of the pipeline. With V model chunks each stage takes 1/V of a rank's time.
         lengths: of the token slices, in tokens or in any other unit.
         attention_share: rho above, of a whole sequence, in [0, 1].
         head_share: what the language-model head adds to F, BI and BW of the last stage, each, for a whole sequence.
         window: sliding window of all layers, in the unit of the lengths; None = tokens attend to all before them.
-
-    Raises:
-        PlanError: if there are not as many lengths as token slices, or a share or length cannot be.
     """
     if len(lengths) != shape.num_token_slices or not all(0 < length < inf for length in lengths):
         raise PlanError(
@@ -328,12 +301,7 @@ def attention_costs(
 
 
 def _attended(end: float, reach: float) -> float:
-    """Return the positions that all tokens before `end` attend to, in those of a whole sequence, 1 long.
-
-    Args:
-        end: place in the sequence, in [0, 1].
-        reach: of a sliding window, in (0, 1].
-    """
+    """Return the positions that all tokens before `end` attend to, in those of a whole sequence, 1 long."""
     # The integral of min(x, reach) from 0 to `end`, twice.
     inside, beyond = min(end, reach), max(end - reach, 0.0)
     return (inside**2 + 2 * reach * beyond) / (reach**2 + 2 * reach * (1 - reach))

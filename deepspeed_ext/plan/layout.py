@@ -1,7 +1,4 @@
-"""How ranks are laid out, and which layers stand on which stage.
-
-Ranks have the axes pipe, data, sequence and tensor; the token axis is time and not ranks.
-"""
+"""The axes of ranks (pipe, data, sequence, tensor), and the layers of each stage."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -37,9 +34,6 @@ class ParallelLayout:
         >>> layout = ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4, num_token_slices=8)
         >>> layout.world_size, layout.coordinate(5), layout.rank(Coordinate(pipe=2, data=1, sequence=0, tensor=0))
         (8, Coordinate(pipe=2, data=1, sequence=0, tensor=0), 5)
-
-    Raises:
-        PlanError: if a size is not a positive whole number.
     """
 
     data_parallel_size: int = 1
@@ -65,16 +59,7 @@ class ParallelLayout:
         pipeline_parallel_size: int = 1,
         num_token_slices: int = 1,
     ) -> "ParallelLayout":
-        """Give the data-parallel axis all the ranks that the other axes leave over.
-
-        Args:
-            sequence_parallel_size: ranks that share the tokens of each token slice.
-            tensor_parallel_size: ranks that share each layer.
-            pipeline_parallel_size: ranks that share the layers.
-
-        Raises:
-            PlanError: if the product of the other sizes does not divide `world_size`.
-        """
+        """Give the data-parallel axis all the ranks that the other axes leave over."""
         sizes = {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size}
         if sequence_parallel_size != 1:
             sizes = {"sequence": sequence_parallel_size, **sizes}
@@ -111,11 +96,7 @@ class ParallelLayout:
         return part * self.tensor_parallel_size + coordinate.tensor
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of a rank.
-
-        Raises:
-            PlanError: if the rank is outside `range(world_size)`.
-        """
+        """Coordinate of a rank."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is outside 0..{self.world_size - 1}")
         part, tensor = divmod(rank, self.tensor_parallel_size)
@@ -151,9 +132,6 @@ class StagePartition:
     Example:
         >>> StagePartition((0, 5, 12)).layers(1)
         range(5, 12)
-
-    Raises:
-        PlanError: if the bounds do not rise from 0.
     """
 
     bounds: tuple[int, ...]
@@ -185,11 +163,7 @@ class StagePartition:
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def covering(self, num_layers: int, num_stages: int) -> "StagePartition":
-        """Return this partition, once it is known to fit a model and a pipeline.
-
-        Raises:
-            PlanError: if it has another number of layers or stages.
-        """
+        """Return this partition, once it is known to fit a model and a pipeline."""
         if (self.num_layers, self.num_stages) != (num_layers, num_stages):
             raise PlanError(
                 f"stage partition {self} has {self.num_stages} stages and {self.num_layers} layers, but the pipeline "
@@ -200,11 +174,7 @@ class StagePartition:
 
     @classmethod
     def parse(cls, text: str) -> "StagePartition":
-        """Read `0,5,12`, or the name of a JSON file that holds `[0, 5, 12]`.
-
-        Raises:
-            PlanError: if it is neither.
-        """
+        """Read `0,5,12`, or the name of a JSON file that holds `[0, 5, 12]`."""
         fields: object
         if _LIST.fullmatch(text):
             fields = [int(part) for part in text.split(",")]
@@ -222,26 +192,14 @@ class StagePartition:
 
     @classmethod
     def uniform(cls, num_layers: int, num_stages: int) -> "StagePartition":
-        """Return as many layers on each stage, one more on the first ones where they do not divide.
-
-        Raises:
-            PlanError: if there are fewer layers than stages.
-        """
+        """Return as many layers on each stage, one more on the first ones where they do not divide."""
         _check_room(num_layers, num_stages)
         length, longer = divmod(num_layers, num_stages)
         return cls(tuple(accumulate((length + (stage < longer) for stage in range(num_stages)), initial=0)))
 
     @classmethod
     def balanced(cls, weights: Sequence[float], num_stages: int) -> "StagePartition":
-        """Contiguous layers on each stage so that the heaviest stage is as light as can be; exact.
-
-        Args:
-            weights: weight of each layer, >= 0.
-            num_stages: stages wanted, each of at least one layer.
-
-        Raises:
-            PlanError: if there are fewer layers than stages, or too many of both.
-        """
+        """Contiguous layers on each stage so that the heaviest stage is as light as can be; exact."""
         _check_room(len(weights), num_stages)
         if len(weights) ** 2 * num_stages > MOST_BALANCED:
             raise PlanError(

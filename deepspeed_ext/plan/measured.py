@@ -1,26 +1,13 @@
-"""Measured steps: as the trainer records them, beside what the simulator predicts, and on what the difference went.
-
-    files -> StepRecord (timeline, what ran) -> gaps between ops
-                                             -> op costs -> the same orders simulated -> Comparison
-
-The time between ops of a measured timeline, by what it was spent on.
-
-    rank 0 | [F0.0 ......]
-    rank 1 |      |       |~~ transfer ~~[F0.0 ......]|  |[F0.1]
-           |-- dependency |                           `--'
-                                                      host overhead: all was there
-
-The clocks of ranks start at a barrier, so a gap that seems to end before its cause counts as none.
-
-Measured beside predicted: op costs from the steps that ran, the same orders simulated with them, and what is left.
+"""Measured steps: as the trainer records them, beside a simulation, and where the difference comes from.
 
     measured    stage 0 | F0.0 F0.1      .      B0.1 B0.0        of each op: start, end
                           `--- medians over micro-batches and steps = op costs ---.
     simulated   stage 0 | F0.0 F0.1    .    B0.1 B0.0           <----------------'
 
-The simulation knows the order, the dependencies and the times of ops, so what a measured step takes longer is what
-they do not explain: ops that took longer than they usually do, and gaps in front of ops that had all they needed.
-A second simulation, in which each op takes the time it really took, tells these two apart.
+The simulation has the order, the dependencies and the times of ops, so the rest of a measured step is ops that took
+longer than usual, and gaps in front of ops that had all they needed. A second simulation, with the time that each op
+really took, tells these two apart. The clocks of ranks start at a barrier; a gap that seems to end before its cause
+counts as none.
 """
 
 import json
@@ -62,11 +49,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "StepRecord":
-        """Read a step, or a timeline that says less.
-
-        Raises:
-            PlanError: if the text is neither.
-        """
+        """Read a step, or a timeline that says less."""
         timeline = Timeline.from_json(text)
         fields: Any = parse_json(text, "a measured step")
         schedule, iteration = fields.get("schedule"), fields.get("iteration")
@@ -90,11 +73,7 @@ STEP_FILES = "iteration_*.json"
 
 
 def read_steps(path: Path) -> list[StepRecord]:
-    """Read the step of a file, or the steps of a directory in the order of their iterations.
-
-    Raises:
-        UserError: if nothing is there, or something else.
-    """
+    """Read the step of a file, or the steps of a directory in the order of their iterations."""
     files = [path]
     if path.is_dir():
         files = sorted(path.glob(STEP_FILES))
@@ -180,11 +159,7 @@ def gaps(timeline: Timeline) -> list[list[Gap]]:
 
 
 def rank_times(timeline: Timeline, of_ranks: Sequence[Sequence[Gap]]) -> list[RankTime]:
-    """Return the times of each rank, its gaps added up.
-
-    Args:
-        of_ranks: gaps per rank, as `gaps` returns them.
-    """
+    """Return the times of each rank, its gaps added up."""
     return [
         RankTime(
             busy,
@@ -224,11 +199,7 @@ class Comparison:
     """Timelines of the steps, of one shape and in one order."""
 
     def __post_init__(self) -> None:
-        """Check that the steps are of one kind.
-
-        Raises:
-            PlanError: if there is none, or they differ in shape, unit or order.
-        """
+        """Check that the steps are of one kind."""
         if not self.steps:
             raise PlanError("no measured step to compare: give at least one")
         first, *others = self.steps
@@ -362,9 +333,6 @@ def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]
 
     Where a stage ran some backwards whole and others in two parts, those in parts say what each part costs; where it
     ran none in parts for some token slice, the whole is divided as those of all others are.
-
-    Raises:
-        PlanError: if some op of a stage and token slice never ran.
     """
     shape = steps[0].shape
     times = _durations(steps, lambda span: (span.op.kind, span.op.stage, span.op.token_slice))

@@ -32,6 +32,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.text_files import parse_json
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 __all__ = [
@@ -48,6 +49,12 @@ __all__ = [
 StepFunction = Sequence[tuple[float, float]]
 """Points (time, value): from that time on the value holds, until the next. Times rise; the first value is reached from
 0, the last is 0. Empty where nothing is held for any time."""
+
+
+_FIELDS = (
+    *("activation", "key_value", "key_value_gradient"),
+    *("logits", "freed_by_input_gradient", "logits_limit", "stage_input"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,47 @@ class TokenBytes:
     `activation` is then what is computed again. None where forwards keep their activations."""
 
     @classmethod
-    def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
-        """Return activations alone, in a unit in which one micro-batch on all stages of one rank keeps 1.
+    def from_json(cls, text: str, shape: PipelineShape) -> "TokenBytes":
+        """Read `{"activation": x, ...}`: the fields of this class, of which all but the first may be left out.
 
-        Args:
-            lengths: tokens of each token slice.
+        The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for
+        all stages but the first.
         """
+        fields = parse_json(text, "the file of sizes")
+        if not isinstance(fields, dict) or "activation" not in fields:
+            raise PlanError('sizes have no "activation": write {"activation": bytes of a token, ...}, see --help')
+        if unknown := fields.keys() - set(_FIELDS):
+            raise PlanError(f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join(_FIELDS)}")
+
+        def size(value: object, name: str) -> float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+                raise PlanError(f"sizes[{name!r}] has the entry {value!r}, which is no size: give finite numbers >= 0")
+            return float(value)
+
+        def by_stage(name: str) -> tuple[float, ...]:
+            entries = fields.get(name, 0.0)
+            if not isinstance(entries, list):
+                entries = [entries] * shape.num_stages
+            if len(entries) != shape.num_stages:
+                raise PlanError(
+                    f"sizes[{name!r}] has {len(entries)} entries for {shape.num_stages} stages: give one number, or as "
+                    "many"
+                )
+            return tuple(size(entry, name) for entry in entries)
+
+        kept = [by_stage(name) for name in _FIELDS[:3]]
+        logits, freed = (size(fields.get(name, 0.0), name) for name in _FIELDS[3:5])
+        limit = size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
+        if freed > 1:
+            raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
+        stage_input = by_stage("stage_input") if "stage_input" in fields else None
+        if stage_input is not None and not isinstance(fields["stage_input"], list):
+            stage_input = (0.0, *stage_input[1:])
+        return cls(*kept, logits, freed, limit, stage_input)
+
+    @classmethod
+    def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
+        """Return activations alone, in a unit in which one micro-batch on all stages of one rank keeps 1."""
         each = 1 / (sum(lengths) * shape.num_model_chunks)
         nothing = (0.0,) * shape.num_stages
         return cls((each,) * shape.num_stages, nothing, nothing)
@@ -88,13 +130,6 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
 
     Args:
         timeline: simulated or measured. What has no backward in it stays until the rank's last op ends.
-        lengths: tokens of each token slice.
-
-    Returns:
-        Per rank a step function of bytes on its device. What waits on the host is in `host_memory_over_time`.
-
-    Raises:
-        PlanError: if there are not as many lengths as token slices.
     """
     _check_lengths(timeline.shape, lengths)
     shape, limit = timeline.shape, token_bytes.logits_limit
@@ -121,18 +156,7 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
 
 
 def host_memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
-    """Return the bytes that each rank has on its host over the time of a timeline.
-
-    Args:
-        lengths: tokens of each token slice.
-        token_bytes: what a token costs. Stage inputs count only where they are given.
-
-    Returns:
-        Per rank a step function of bytes, from the start of a copy to the host to the end of the one back.
-
-    Raises:
-        PlanError: if there are not as many lengths as token slices.
-    """
+    """Return the bytes that each rank has on its host over the time of a timeline."""
     _check_lengths(timeline.shape, lengths)
     curves = []
     for rank in range(timeline.shape.num_ranks):
@@ -159,7 +183,6 @@ def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = N
     """Return the activation that each rank holds over time, in activations of one micro-batch on one rank.
 
     Args:
-        timeline: in any unit.
         lengths: tokens, or shares, of the token slices; None for equal ones.
     """
     lengths = token_lengths(lengths, timeline.shape)
@@ -178,11 +201,7 @@ def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) 
     all of its backward is done.
 
     Args:
-        timeline: in any unit.
         lengths: tokens, or shares, of the token slices; None for equal ones.
-
-    Raises:
-        PlanError: if there are not as many lengths as token slices.
     """
     shape = timeline.shape
     lengths = token_lengths(lengths, shape)
@@ -193,14 +212,7 @@ def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) 
 
 
 def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequence[float]:
-    """Return lengths as they were given, or equal ones.
-
-    Args:
-        lengths: of the token slices, or None.
-
-    Raises:
-        PlanError: if there are not as many lengths as token slices, or one is not above 0.
-    """
+    """Return lengths as they were given, or equal ones."""
     lengths = [1] * shape.num_token_slices if lengths is None else lengths
     _check_lengths(shape, lengths)
     return lengths

@@ -1,8 +1,7 @@
 """Ops: the units of work that a schedule puts in order, what each of them waits for, and how many can be planned.
 
-`DEPENDENCIES` states the data flow once; the simulators, the lowering, the optimiser and the critical path read it.
-
-Which ops must be done before an op may start: the data flow, stated once.
+The data flow is stated once, in `DEPENDENCIES`; the simulators, the lowering, the optimiser and the critical path read
+it.
 
     stage i - 1 |  F ------.                 .---> B or BI
     stage i     |          '-> F ... B or BI-'     BW
@@ -83,11 +82,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Op":
-        """Read the text form back. The token slice may be left out where there is but one: `2F0`.
-
-        Raises:
-            PlanError: if the text has another form.
-        """
+        """Read the text form back. The token slice may be left out where there is but one: `2F0`."""
         match = _TEXT_FORM.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] not in _KINDS:
             kinds = " or ".join(kind.value for kind in OpKind)
@@ -120,9 +115,6 @@ class PipelineShape:
         >>> shape = PipelineShape(num_stages=8, num_micro_batches=4, num_model_chunks=2)
         >>> shape.num_ranks, shape.rank_of(5), list(shape.stages_of(1))
         (4, 1, [1, 5])
-
-    Raises:
-        PlanError: if an extent is not a positive whole number, or the stages cannot be dealt evenly.
     """
 
     num_stages: int
@@ -271,11 +263,7 @@ def reader_of(given: Op, shape: PipelineShape) -> Op | None:
 
 
 def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
-    """Return the results that an op reads, as `result` names them.
-
-    Args:
-        op: on any stage of the shape.
-    """
+    """Return the results that an op reads, as `result` names them."""
     kind, stage, micro_batch, token_slice = op
     num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
     needed = []
@@ -286,11 +274,7 @@ def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
 
 
 def received(op: Op, shape: PipelineShape) -> Op | None:
-    """Return the result of another stage that an op reads; None if it reads none.
-
-    Args:
-        op: on any stage of the shape.
-    """
+    """Return the result of another stage that an op reads; None if it reads none."""
     dependency = _RECEIVED.get(op.kind)
     if dependency is None or not 0 <= op.stage + dependency.stage < shape.num_stages:
         return None
@@ -324,11 +308,7 @@ def slow_planning(shape: PipelineShape) -> str | None:
 
 
 def check_num_ops(shape: PipelineShape, most: int = MOST_OPS) -> None:
-    """See that a step has no more ops than can be planned. Nothing of it has to be planned to know.
-
-    Raises:
-        PlanError: if it has more.
-    """
+    """See that a step has no more ops than can be planned. Nothing of it has to be planned to know."""
     every = num_ops(shape)
     of_rank = every // shape.num_ranks
     if every <= most and of_rank <= MOST_OPS_OF_RANK:

@@ -6,9 +6,9 @@ One line for each pipeline rank, first to last, with its ops in the order it run
     0F0.0, 0F0.1,        ,        , 0B0.1, 0B0.0
          , 1F0.0, 1F0.1, 1B0.1, 1B0.0
 
-Empty cells, lines with nothing else, and what follows a `#` are skipped. Where there is one token slice it may be left
-out (`0F0`), and `I` and `W` may stand for `BI` and `BW`, so that the CSV files of torch.distributed.pipelining can be
-read. How many stages, micro-batches and token slices there are, and who owns which stage, follows from the ops.
+Empty cells, lines with nothing else, and all text after a `#` are skipped. Where there is one token slice it may be
+left out (`0F0`), and `I` and `W` may stand for `BI` and `BW`, so that the CSV files of torch.distributed.pipelining can
+be read. The extents of the pipeline and the owners of stages follow from the ops.
 """
 
 import re
@@ -26,15 +26,9 @@ __all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_sched
 
 
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
-    """Read a schedule and see that it is whole and can be run.
-
-    Returns:
-        The shape of the pipeline it is for, and the op order of every rank.
+    """Read the shape and the op order of every rank, and see that they are whole and can be run.
 
     Raises:
-        UserError: if the file cannot be read.
-        PlanError: if a line has something else than ops, or an op that is another rank's or stands twice; if an op is
-            missing, or the stages are placed neither round and round nor there and back. Names the line.
         ScheduleDeadlock: if ranks would wait for each other.
     """
     return _read(path)[:2]
@@ -83,11 +77,7 @@ def _parse(text: str, name: str) -> _Parsed:
 
 
 def schedule_from_file(path: Path | str) -> SimulatedSchedule:
-    """Return the schedule of a file, which fits the shape of the file alone and is known to end there.
-
-    Raises:
-        UserError: as `read_schedule` does; and the schedule itself, if it is asked for another shape.
-    """
+    """Return the schedule of a file, which fits the shape of the file alone and is known to end there."""
     return _read(path)[2]
 
 

@@ -1,9 +1,5 @@
 """Schedules: in what order each pipeline rank runs its ops. One pure generator per schedule, and a registry by name.
 
-Below them: closed forms of their bubble, where every op of a kind costs the same and transfers cost nothing, and of
-what 1f1b keeps; and a schedule that is found for the costs of a pipeline when its first op is asked for.
-
-The engine, the simulator, the memory estimate, the search and the pictures all read the generators in this file.
 Time runs to the right; F0.1 is the forward of token slice 1 of micro-batch 0. Two stages, two micro-batches, two
 token slices:
 
@@ -23,23 +19,14 @@ go first to last both ways, in every schedule, so that gradients add up in the s
     zero-bubble  stage 0 | F0.0  F0.1  F1.0   .    BI0.1 BW0.1 F1.1  BI0.0 BW0.0 BI1.1 BW1.1 BI1.0 BW1.0
                  stage 1 |  .    F0.0  F0.1  BI0.1 F1.0  BI0.0 BW0.1 F1.1  BI1.1 BW0.0 BI1.0 BW1.1 BW1.0
 
-A rank may own several stages, its model chunks. `interleaved` is 1f1b with shorter steps: a bubble is as long as the
-ops of one stage, and stages are smaller. Four stages on two ranks, one micro-batch; 2F0.1 is on stage 2, of rank 0:
+A rank may own several stages, its model chunks. Four stages on two ranks, one micro-batch; 2F0.1 is on stage 2, of
+rank 0:
 
     interleaved  rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1  .     .    2B0.1 2B0.0 0B0.1 0B0.0
                  rank 1 |  .    1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0  .
 
-`breadth-first` runs all token slices of all micro-batches on one stage before the rank goes on to its next stage. What
-the other stages keep then lies idle for long, and may wait in host memory (ADR 50).
-
     breadth-first  rank 0 | 0F0.0 0F1.0 2F0.0 2F1.0  .     .    2B0.0 2B1.0 0B0.0 0B1.0
                    rank 1 |  .    1F0.0 1F1.0 3F0.0 3F1.0 3B0.0 3B1.0 1B0.0 1B1.0  .
-
-Closed forms: bubble ratios where every op of a kind costs the same and transfers cost nothing; what 1f1b keeps.
-
-P pipeline ranks, M micro-batches, S token slices, V model chunks. A bubble is as long as the ops of one token slice on
-one stage for each of the P - 1 ranks that a token slice passes on its way in and out, so it shrinks with all of the
-other three. tests/plan hold the simulator to these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,11 +207,7 @@ KEEPING_ALL = ("gpipe", "breadth-first")
 
 
 def schedule_named(name: str) -> Schedule:
-    """Look a schedule up.
-
-    Raises:
-        PlanError: if there is none of that name.
-    """
+    """Look a schedule up."""
     try:
         return SCHEDULES[name]
     except KeyError:
@@ -274,9 +257,6 @@ def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
     """Return the activations that 1f1b keeps on the first rank, counted in those of one whole micro-batch on it.
 
     1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
-
-    Args:
-        token_slices: lengths of the token slices.
     """
     whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
     return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)

@@ -1,13 +1,4 @@
-"""How a sequence is cut into token slices, and which parts of them the sequence-parallel ranks have.
-
-The parts of token slices that sequence-parallel ranks have.
-
-Rank r of R has the tokens r N / R .. (r + 1) N / R of a token slice of N tokens:
-
-    token slices    [ 0             | 1     ]
-    rank 0 of 2     [ 0.0   |       | 1.0   ...
-    rank 1 of 2     [       | 0.1   | ...     1.1 ]
-"""
+"""How a sequence is cut into token slices, and which parts of them the sequence-parallel ranks have."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,9 +18,6 @@ class TokenSlices:
         >>> cut = TokenSlices((704, 688, 656))
         >>> cut.seq_length, cut.prefix_len(2), list(cut.bounds())
         (2048, 1392, [(0, 704), (704, 1392), (1392, 2048)])
-
-    Raises:
-        PlanError: if there is no token slice, or one without tokens.
     """
 
     lengths: tuple[int, ...]
@@ -64,11 +52,7 @@ class TokenSlices:
         return pairwise(accumulate(self.lengths, initial=0))
 
     def covering(self, seq_length: int) -> "TokenSlices":
-        """Return this cut, once it is known to cover a sequence of `seq_length` tokens.
-
-        Raises:
-            PlanError: if it does not.
-        """
+        """Return this cut, once it is known to cover a sequence of `seq_length` tokens."""
         if self.seq_length != seq_length:
             raise PlanError(
                 f"token slices {self} sum to {self.seq_length}, but the sequence has {seq_length} tokens: "
@@ -78,11 +62,7 @@ class TokenSlices:
 
     @classmethod
     def parse(cls, text: str) -> "TokenSlices":
-        """Read `704,688,656`.
-
-        Raises:
-            PlanError: if it is not a list of whole numbers.
-        """
+        """Read `704,688,656`."""
         try:
             lengths = tuple(int(part) for part in text.split(","))
         except ValueError:
@@ -99,9 +79,6 @@ class TokenSlices:
 
         Args:
             granularity: lengths are multiples of this, but for the last.
-
-        Raises:
-            PlanError: if there are more token slices than multiples of `granularity`.
         """
         _check_count(seq_length, num_token_slices, granularity)
         length, longer = divmod(seq_length // granularity, num_token_slices)
@@ -128,9 +105,6 @@ class TokenSlices:
             linear_cost: cost of a token whatever its position, in any unit.
             attention_cost: cost per token of prefix, in the same unit.
             granularity: cut at multiples of this, as kernels that work in tiles like it.
-
-        Raises:
-            PlanError: if there are more token slices than multiples of `granularity`, or a cost is negative.
         """
         if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
             raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
@@ -150,9 +124,6 @@ class TokenSlices:
 
         Args:
             cost: of the first tokens, given their number, which need not be whole; grows with it.
-
-        Raises:
-            PlanError: if there are more token slices than multiples of `granularity`.
         """
         whole = cost(seq_length)
 
@@ -189,9 +160,13 @@ def _check_count(seq_length: int, num_token_slices: int, granularity: int) -> No
 
 @dataclass(frozen=True, slots=True)
 class TokenSliceParts(TokenSlices):
-    """The part of each token slice that one rank has. Whoever cuts by token slices cuts by these as well.
+    """The part of each token slice that one rank has, made by `parts_of_rank`; the sequence is the whole one.
 
-    Made by `parts_of_rank`. Lengths and bounds are those of the parts; the sequence is the whole one.
+    Rank r of R has the tokens r N / R .. (r + 1) N / R of a token slice of N tokens:
+
+    token slices    [ 0             | 1     ]
+    rank 0 of 2     [ 0.0   |       | 1.0   ...
+    rank 1 of 2     [       | 0.1   | ...     1.1 ]
 
     Example:
         >>> parts = parts_of_rank(TokenSlices((8, 4)), rank=1, num_ranks=2)
@@ -220,15 +195,7 @@ class TokenSliceParts(TokenSlices):
 
 
 def parts_of_rank(token_slices: TokenSlices, rank: int, num_ranks: int) -> TokenSlices:
-    """Return the part of each token slice that a rank has; of one rank, the token slices themselves.
-
-    Args:
-        token_slices: lengths of the token slices.
-        num_ranks: number of the sequence-parallel ranks.
-
-    Raises:
-        PlanError: if they cannot share a token slice evenly.
-    """
+    """Return the part of each token slice that a rank has; of one rank, the token slices themselves."""
     if num_ranks == 1:
         return token_slices
     uneven = next((number for number, length in enumerate(token_slices.lengths) if length % num_ranks), None)
@@ -242,10 +209,5 @@ def parts_of_rank(token_slices: TokenSlices, rank: int, num_ranks: int) -> Token
 
 
 def parts_of_all_ranks(token_slices: TokenSlices, num_ranks: int) -> TokenSlices:
-    """Return the parts of all ranks in the order of their tokens, each as if it were a token slice.
-
-    Args:
-        token_slices: lengths of the token slices.
-        num_ranks: number of the sequence-parallel ranks, which can share each of them.
-    """
+    """Return the parts of all ranks in the order of their tokens, each as if it were a token slice."""
     return TokenSlices(tuple(length // num_ranks for length in token_slices.lengths for _ in range(num_ranks)))

@@ -1,10 +1,4 @@
-"""What all commands share: help that reads well, an end in one line, a line of progress, and the flag `--json`.
-
-The flag `--json [FILE]`, with which every command gives its answer to programs.
-
-With FILE the answer goes into a file, beside what the command prints. Without, or with `-`, it stands alone on standard
-output.
-"""
+"""What all commands share: help that reads well, an end in one line, a line of progress, the flag `--json [FILE]`."""
 
 import argparse
 import os
@@ -36,12 +30,7 @@ def unseen(share: float) -> None:
 
 
 class ProgressLine:
-    """A line that is written over again, and gone at the end. Where nobody watches, nothing is written.
-
-    Args:
-        stream: where it is shown, if that is a terminal; None = standard error.
-        clock: gives the seconds since some moment.
-    """
+    """A line that is written over again, and gone at the end. Where nobody watches, nothing is written."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -86,12 +75,7 @@ class ProgressLine:
 
 
 def time_left(elapsed_s: float, done: float) -> str:
-    """Return how long it will take from here, in words, if the rest goes as what is done.
-
-    Args:
-        elapsed_s: seconds so far.
-        done: share that is done, above 0.
-    """
+    """Return how long it will take from here, in words, if the rest goes as what is done."""
     left_s = elapsed_s * (1 - done) / done
     if left_s < 100:
         return f"{left_s:.0f} s"
@@ -109,11 +93,7 @@ WIDEST = 110
 
 
 def run_command(action: Callable[[], int]) -> int:
-    """Return the exit code of a command: its own, 2 for bad input, 130 for Ctrl-C.
-
-    Args:
-        action: runs the command. What it raises on purpose, or meets outside, becomes one line on standard error.
-    """
+    """Return the exit code of a command: its own, 2 for bad input, 130 for Ctrl-C."""
     try:
         try:
             return action()
@@ -172,11 +152,7 @@ class CommandParser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and where the flags are explained.
-
-        Raises:
-            UserError: always.
-        """
+        """Say what is wrong, and where the flags are explained."""
         if message.startswith("the following arguments are required"):
             # Whoever misspelled the flag that is missed has to see both.
             wrong = [word for word in self._words if word.startswith("--") and not self._knows(word)]
@@ -187,12 +163,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message}: {hint}")
 
     def parse_known_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return what argparse does.
-
-        Args:
-            words: that people type; None = those of this process.
-            namespace: object that takes the values; None = a new one.
-        """
+        """Return what argparse does."""
         self._words = list(sys.argv[1:] if words is None else words)
         return super().parse_known_args(words, namespace)
 
@@ -302,11 +273,7 @@ def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: s
 
 
 def write_json(path: str, text: str) -> None:
-    """Write what the flag asks for, in a folder that is made where there is none, or onto standard output.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write what the flag asks for, in a folder that is made where there is none, or onto standard output."""
     text = text if text.endswith("\n") else f"{text}\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)

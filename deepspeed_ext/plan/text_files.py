@@ -1,9 +1,5 @@
 """Files that users name: text with errors in one line, JSON that the rest of the program can hold, permissions.
 
-And the texts below the fields of a class, for schemas and messages.
-
-JSON that users write, parsed into values that the rest of the program can hold.
-
 Python's parser takes more than JSON: it reads NaN, it keeps the last of two equal keys, and it makes whole numbers and
 half characters that no file and no array can hold. None of this reaches a reader of files.
 """
@@ -43,14 +39,7 @@ def permit_to_run(path: Path) -> None:
 
 
 def read_text(path: Path | str, flag: str = "") -> str:
-    """Return the text of a file, without the byte order mark that spreadsheets write.
-
-    Args:
-        flag: flag that names it, for the error; "" = none does.
-
-    Raises:
-        UserError: if it cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file, without the byte order mark that spreadsheets write."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -63,15 +52,7 @@ def read_text(path: Path | str, flag: str = "") -> str:
 
 
 def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool = False) -> None:
-    """Write a text file in UTF-8.
-
-    Args:
-        flag: flag that names it, for the error; "" = none does.
-        make_folder: make the folder of the file where there is none.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write a text file in UTF-8."""
     try:
         if make_folder:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +78,6 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
     Args:
         infinite: whether numbers may be infinite, as Python writes and reads them.
         unbounded: whether whole numbers may have any size, as Hugging Face writes 10^30 where there is no limit.
-
-    Raises:
-        PlanError: if it is not JSON, has a key twice, or holds what `check_values` refuses.
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -117,11 +95,6 @@ def check_values(
     Args:
         num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can stand for much
             more than it holds.
-        infinite: whether numbers may be infinite.
-        unbounded: whether whole numbers may have any size.
-
-    Raises:
-        PlanError: if it does not, or is.
     """
     level, counted = [document], 0
     for _ in range(MOST_LEVELS):

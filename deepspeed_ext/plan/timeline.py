@@ -2,26 +2,11 @@
 
 Its critical path is the chain of ops, transfers and host copies that ends last; all others have slack.
 
-What host copies wait for, and which ops wait for them, read off a timeline.
-
-    rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
-    to host             '[ 0.0 ]                       |
-    from host                              [ 0.1 ][ 0.0 ]*
-
-A copy to the host waited for its forward, a copy back for the op behind which it was posted; both for the one before
-them in their direction. An op waited for the copies back that it reads, and behind a drop for the copy to the host.
-A timeline does not say where copies were posted and which op read them: the last op that had ended counts, and the
-first backward that may read it and began behind its end. So what it says is never earlier than what was.
-
-The critical path of a timeline: the chain of ops and transfers that ends last, and the slack of all others.
-
     rank 0 | [F0.0]*[F0.1]                    [B0.1] [B0.0]*
                   '--->* transfer           .--------'
     rank 1 |            [F0.0]*[F0.1]*[B0.1]*[B0.0]*          * = on the critical path
 
-From the op that ends last the path goes back: to what the op waited for last. That is the op before it on its rank, a
-result of its own rank, a transfer, or a copy between its device and the host; and a transfer waited for its op, or for
-the one before it on its channel. `copy_waits` says what copies wait for.
+From the op that ends last the path goes back, each time to what ended last of all that the event waited for.
 """
 
 import json
@@ -136,11 +121,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: if the text is something else.
-        """
+        """Read what `to_json` wrote."""
         fields: Any = parse_json(text, "a timeline")
         try:
             shape = PipelineShape.from_fields(fields)
@@ -349,9 +330,6 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
     Args:
         timeline: simulated, or measured. Of a measured one, each op waited for what ended last before it.
-
-    Raises:
-        PlanError: if ops stand in an order that nobody can have run.
     """
     return _Graph(timeline).critical_path()
 

@@ -13,7 +13,6 @@ from jsonschema import ValidationError
 
 from deepspeed_ext.plan.command import main as plan
 from deepspeed_ext.plan.command.options import build_parser
-from deepspeed_ext.plan.command.request import parse_token_bytes
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.memory import TokenBytes
@@ -122,7 +121,7 @@ READERS: list[tuple[str, Any, Callable[[str], object], tuple[str, ...]]] = [
     # Kind, a file with all keys, its reader, and parts of messages about relations, which a schema cannot express.
     ("costs", COSTS, lambda text: OpCosts.from_json(text, SHAPE), LENGTHS),
     ("costs", COSTS | {"transfer": 0.1}, lambda text: OpCosts.from_json(text, SHAPE), LENGTHS),
-    ("token-bytes", TOKEN_BYTES, lambda text: parse_token_bytes(text, SHAPE), LENGTHS),
+    ("token-bytes", TOKEN_BYTES, lambda text: TokenBytes.from_json(text, SHAPE), LENGTHS),
     ("partition", [0, 5, 12], partition, ("-1 does not", "does not rise", "neither")),
     *(
         (

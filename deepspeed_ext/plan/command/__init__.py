@@ -15,15 +15,7 @@ __all__ = ["build_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m deepspeed_ext.plan") -> int:
-    """Run the command and return its exit code: 1 if the schedule deadlocks, 2 for bad input.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
+    """Run the command and return its exit code: 1 if the schedule deadlocks, 2 for bad input."""
     return run_command(lambda: _run(argv, prog))
 
 

@@ -3,11 +3,19 @@
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 from statistics import median
 from typing import Any
 
 from deepspeed_ext.plan.command.request import Memory, memory_of
-from deepspeed_ext.plan.command.simulated import activation, by_what, lines, memory_figures, order_texts, write_drawings
+from deepspeed_ext.plan.command.simulated import (
+    NAME_WIDTH,
+    by_what,
+    lines,
+    order_figures,
+    peak_figures,
+    write_drawings,
+)
 from deepspeed_ext.plan.draw import render_text
 from deepspeed_ext.plan.draw.elements import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -15,20 +23,23 @@ from deepspeed_ext.plan.measured import Comparison, StepRecord, alike, name_of, 
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.text_files import write_text
-from deepspeed_ext.plan.timeline import critical_path, executed_order
+from deepspeed_ext.plan.timeline import executed_order
 
+_ONLY_SIMULATED = (
+    *("schedule", "stages", "model_chunks", "placement", "micro_batches", "token_slices", "costs"),
+    *("attention_share", "head_share", "solve_slices", "memory_limit", "seq_length", "min_token_slice", "effort"),
+    *("offload", "host_bandwidth", "host_bytes"),
+)
 _SHOWN_DIFFERENCES = 5
 _LINES_OF_DRAWING = 3
 _COLUMN = 13
 
 
 def show_measured(options: argparse.Namespace) -> int:
-    """Show what `--timeline` names. Returns the exit code.
-
-    Raises:
-        UserError: if it is nothing of ours, or an option is given that only a simulation needs.
-    """
-    _refuse_others(options)
+    """Show what `--timeline` names. Returns the exit code."""
+    for name in _ONLY_SIMULATED:
+        if getattr(options, name) not in (None, False):
+            raise UserError(f"--timeline already says what ran, so --{name.replace('_', '-')} has no use: drop one")
     steps = alike(read_steps(options.timeline))
     try:
         comparison = Comparison(tuple(step.timeline for step in steps))
@@ -45,17 +56,6 @@ def show_measured(options: argparse.Namespace) -> int:
     if options.json != STANDARD_OUTPUT:
         print(_report(comparison))
     return 0
-
-
-def _refuse_others(options: argparse.Namespace) -> None:
-    only_simulated = (
-        *("schedule", "stages", "model_chunks", "placement", "micro_batches", "token_slices", "costs"),
-        *("attention_share", "head_share", "solve_slices", "memory_limit", "seq_length", "min_token_slice", "effort"),
-        *("offload", "host_bandwidth", "host_bytes"),
-    )
-    for name in only_simulated:
-        if getattr(options, name) not in (None, False):
-            raise UserError(f"--timeline already says what ran, so --{name.replace('_', '-')} has no use: drop one")
 
 
 def _report(comparison: Comparison) -> str:
@@ -118,8 +118,7 @@ def _time_by_rank(comparison: Comparison) -> str:
     unit = comparison.measured.unit
     rows = [_row("measured time by rank", "in ops", "waits for ops", "transfers", "overhead")]
     for rank, spent in enumerate(comparison.rank_times):
-        times = (spent.busy, spent.dependency, spent.transfer, spent.host_overhead)
-        rows.append(_row(f"  {rank_name(comparison.shape, rank)}", *(_time(each, unit) for each in times)))
+        rows.append(_row(f"  {rank_name(comparison.shape, rank)}", *(_time(each, unit) for each in astuple(spent))))
     return "\n".join(rows)
 
 
@@ -137,17 +136,11 @@ def _figures(comparison: Comparison, steps: list[StepRecord], memory: Memory) ->
     """The figures, and all that `Timeline.from_json` reads of the measured step that is shown."""
     measured, simulated, costs = comparison.measured, comparison.simulated, comparison.costs
     shown = next(step for step in steps if step.timeline is measured)
-    lengths = shown.token_slices
     return {
         "schedule": shown.schedule,
         "iteration": shown.iteration,
         "makespan": measured.makespan,
-        "bubble_ratio": measured.bubble_ratio,
-        "peak_live_token_slices": list(measured.peak_live_token_slices),
-        "peak_activation": activation(measured, lengths),
-        **memory_figures(measured, memory),
-        "deadlock_free": True,
-        "token_slices": list(lengths),
+        **peak_figures(measured, shown.token_slices, memory),
         "eta": comparison.efficiency,
         "simulated": {
             "makespan": simulated.makespan,
@@ -164,33 +157,19 @@ def _figures(comparison: Comparison, steps: list[StepRecord], memory: Memory) ->
         },
         "host_overhead": comparison.host_overhead,
         "steps": [
-            {
-                "iteration": step.iteration,
-                "makespan": step.timeline.makespan,
-                "bubble_ratio": step.timeline.bubble_ratio,
-            }
-            for step in steps
+            {"iteration": one.iteration, "makespan": one.timeline.makespan, "bubble_ratio": one.timeline.bubble_ratio}
+            for one in steps
         ],
         "mean_times": {
             KIND_NAMES[kind]: {"measured": mean, "simulated": expected}
             for kind, (mean, expected) in comparison.mean_times().items()
         },
-        "time_by_rank": [
-            {
-                "busy": spent.busy,
-                "dependency": spent.dependency,
-                "transfer": spent.transfer,
-                "host_overhead": spent.host_overhead,
-            }
-            for spent in comparison.rank_times
-        ],
+        "time_by_rank": [asdict(spent) for spent in comparison.rank_times],
         "largest_differences": [
             {"op": str(each.op), "duration": each.duration, "late": each.late}
             for each in comparison.differences()[:_SHOWN_DIFFERENCES]
         ],
-        "critical_path": [str(op) for op in critical_path(measured).ops],
-        "orders": order_texts(executed_order(measured)),
-        **json.loads(measured.to_json()),
+        **order_figures(measured),
     }
 
 
@@ -200,7 +179,7 @@ def _beside(shown: Callable[[float], str], measured: float, simulated: float) ->
 
 
 def _row(name: str, *cells: str) -> str:
-    return (f"{name:<25}" + "".join(f"{cell:<{_COLUMN + 2}}" for cell in cells)).rstrip()
+    return (f"{name:<{NAME_WIDTH}}" + "".join(f"{cell:<{_COLUMN + 2}}" for cell in cells)).rstrip()
 
 
 def _time(value: float, unit: str) -> str:

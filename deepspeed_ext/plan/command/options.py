@@ -54,11 +54,7 @@ exit code: 0, or 1 if the schedule deadlocks, or 2 for bad input."""
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command line. The fields of what it returns are read in this package alone.
-
-    Args:
-        prog: what people type before the flags.
-    """
+    """Return the parser of the command line. The fields of what it returns are read in this package alone."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION, epilog=_EPILOG)
     what = parser.add_argument_group("what to simulate")
     what.add_argument(

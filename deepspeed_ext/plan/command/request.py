@@ -1,14 +1,11 @@
-"""The simulation that the command line asks for: a pipeline, costs of its ops, their order, host copies.
-
-And the unit of memory curves: activations of a micro-batch, or bytes, if a file gives the bytes of a token.
-"""
+"""The simulation that the command line asks for: pipeline, costs of ops, their order, host copies, units of memory."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts, attention_costs
@@ -28,11 +25,8 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, sche
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.terminal import Progress, ProgressLine
-from deepspeed_ext.plan.text_files import parse_json, read_text
+from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.plan.timeline import Timeline
-
-_BY_STAGE = ("activation", "key_value", "key_value_gradient")
-_WHOLE = ("logits", "freed_by_input_gradient", "logits_limit", "stage_input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,75 +57,24 @@ class Memory:
 
 
 def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float]) -> Memory:
-    """Return how to count memory, by the options.
-
-    Args:
-        lengths: tokens of each token slice.
-
-    Raises:
-        UserError: if bytes are asked for and nobody says how many tokens there are, or the file is something else.
-    """
+    """Return how to count memory, by the options."""
     if options.token_bytes is None:
         return Memory(lengths)
     if sum(lengths) < 1.5:  # shares of a sequence, or nothing
         raise UserError(
             "--token-bytes needs the tokens of a sequence: add --seq-length, or show a timeline of the trainer's"
         )
+    return Memory(lengths, _read(options.token_bytes, TokenBytes.from_json, shape))
+
+
+_Parsed = TypeVar("_Parsed", TokenBytes, OpCosts)
+
+
+def _read(path: Path, parse: Callable[[str, PipelineShape], _Parsed], shape: PipelineShape) -> _Parsed:
     try:
-        return Memory(lengths, parse_token_bytes(read_text(options.token_bytes), shape))
+        return parse(read_text(path), shape)
     except PlanError as error:
-        raise PlanError(f"{options.token_bytes}: {error}") from None
-
-
-def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
-    """Read `{"activation": x, ...}`: the fields of `TokenBytes`, of which all but the first may be left out.
-
-    The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for all
-    stages but the first.
-
-    Raises:
-        PlanError: if the text is something else.
-    """
-    fields = parse_json(text, "the file of sizes")
-    if not isinstance(fields, dict) or "activation" not in fields:
-        raise PlanError('sizes have no "activation": write {"activation": bytes of a token, ...}, see --help')
-    unknown = fields.keys() - {*_BY_STAGE, *_WHOLE}
-    if unknown:
-        raise PlanError(
-            f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join((*_BY_STAGE, *_WHOLE))}"
-        )
-    activation, key_value, key_value_gradient = (_by_stage(fields, name, shape.num_stages) for name in _BY_STAGE)
-    logits, freed = (_size(fields.get(name, 0.0), name) for name in _WHOLE[:2])
-    limit = _size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
-    if freed > 1:
-        raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
-    return TokenBytes(
-        activation, key_value, key_value_gradient, logits, freed, limit, _stage_input(fields, shape.num_stages)
-    )
-
-
-def _stage_input(fields: Mapping[str, Any], num_stages: int) -> tuple[float, ...] | None:
-    if "stage_input" not in fields:
-        return None
-    sizes = _by_stage(fields, "stage_input", num_stages)
-    return sizes if isinstance(fields["stage_input"], list) else (0.0, *sizes[1:])
-
-
-def _by_stage(fields: Mapping[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
-    entries = fields.get(name, 0.0)
-    if not isinstance(entries, list):
-        entries = [entries] * num_stages
-    if len(entries) != num_stages:
-        raise PlanError(
-            f"sizes[{name!r}] has {len(entries)} entries for {num_stages} stages: give one number, or as many"
-        )
-    return tuple(_size(entry, name) for entry in entries)
-
-
-def _size(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-        raise PlanError(f"sizes[{name!r}] has the entry {value!r}, which is no size: give finite numbers >= 0")
-    return float(value)
+        raise PlanError(f"{path}: {error}") from None
 
 
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
@@ -172,29 +115,8 @@ class Request:
     """Layers of the stages, if they were looked for; else stages are alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A part of a progress line."""
-
-    line: ProgressLine
-    """The line. first, last: shares of all work that are done before and after the part."""
-    first: float
-    last: float
-
-    def part(self, doing: str) -> Progress:
-        return self.line.part(doing, self.first, self.last)
-
-    def halves(self) -> tuple["_Span", "_Span"]:
-        middle = (self.first + self.last) / 2
-        return _Span(self.line, self.first, middle), _Span(self.line, middle, self.last)
-
-
 def request_of(options: argparse.Namespace) -> Request:
-    """Put together what the options ask for, and show the progress of what is searched for.
-
-    Raises:
-        UserError: if an option is missing, out of range, or contradicts another.
-    """
+    """Put together what the options ask for, and show the progress of what is searched for."""
     if options.schedule is None:
         raise UserError("--schedule is missing: give it, or a --timeline to show")
     _check(options)
@@ -207,38 +129,45 @@ def request_of(options: argparse.Namespace) -> Request:
 def _of_name(options: argparse.Namespace, line: ProgressLine) -> Request:
     for name in ("stages", "micro_batches"):
         if getattr(options, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing: give it, or a --timeline to show")
-    if _is_free_to_place(options):
+            raise UserError(f"{_flag(name)} is missing: give it, or a --timeline to show")
+    # The optimiser may deal stages as it likes: costs that follow from a share are those of any part of a model.
+    said = options.model_chunks is not None or options.placement is not None
+    if options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not said:
         each = 1 / len(_PLACEMENTS)
         requests = [
-            _with_placement(options, *chosen, _Span(line, number * each, (number + 1) * each))
+            _with_placement(options, *chosen, line, (number * each, (number + 1) * each))
             for number, chosen in enumerate(_PLACEMENTS)
         ]
         return min(requests, key=lambda request: simulate(request.orders, request.shape, request.costs).makespan)
     placement = Placement(options.placement or Placement.LOOPED)
-    return _with_placement(options, options.model_chunks or 1, placement, _Span(line, 0.0, 1.0))
+    return _with_placement(options, options.model_chunks or 1, placement, line)
 
 
 _PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V))
 """Model chunks and placements that are tried where nobody says which: whole stages, and halves either way."""
 
 
-def _is_free_to_place(options: argparse.Namespace) -> bool:
-    """Whether the optimiser may deal stages as it likes: costs that follow from a share are those of any part."""
-    said = options.model_chunks is not None or options.placement is not None
-    return options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not said
+_Part = tuple[float, float]
+"""Shares of all work that are done before and after a part of it."""
 
 
-def _with_placement(options: argparse.Namespace, model_chunks: int, placement: Placement, span: _Span) -> Request:
+def _with_placement(
+    options: argparse.Namespace,
+    model_chunks: int,
+    placement: Placement,
+    line: ProgressLine,
+    part: _Part = (0.0, 1.0),
+) -> Request:
     num_token_slices, lengths = _token_slices(options.token_slices, options.seq_length)
     shape = PipelineShape(
         options.stages * model_chunks, options.micro_batches, num_token_slices, model_chunks, placement
     )
     check_num_ops(shape, _MOST_OPS)
     if options.solve_slices:
-        return _solved(options, shape, span)
+        return _solved(options, shape, line, part)
     if options.schedule == OPTIMISED:
-        return _optimised(options, shape, lengths, _costs(options, shape, lengths, None), span)
+        costs = _costs(options, shape, lengths, None)
+        return _optimised(options, shape, lengths, costs, line.part("searching an order of ops", *part))
     orders = rank_orders(schedule_named(options.schedule), shape)
     return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
@@ -273,36 +202,40 @@ def _schedule_file(name: str) -> Path:
 def _check(options: argparse.Namespace) -> None:
     """See that options are in range and go together."""
     for name, most in _MOST.items():
-        _check_count(f"--{name.replace('_', '-')}", getattr(options, name), most)
+        _check_count(_flag(name), getattr(options, name), most)
+    share, head, searched = options.attention_share, options.head_share, options.solve_slices
     if options.placement == Placement.V and (options.model_chunks or 1) == 1 and options.schedule in _NAMES:
         raise UserError("--placement v deals several stages to each rank: add --model-chunks 2")
-    if options.solve_stages and not options.solve_slices:
+    if options.solve_stages and not searched:
         raise UserError("--solve-stages finds layers and token slices together: add --solve-slices")
     if options.layers is not None and not options.solve_stages:
         raise UserError(f"--layers {options.layers} is for --solve-stages: add it")
-    if options.min_token_slice is not None and not options.solve_slices:
+    if options.min_token_slice is not None and not searched:
         raise UserError(f"--min-token-slice {options.min_token_slice} is for --solve-slices: add it")
-    if options.attention_share is not None and not 0 <= options.attention_share <= 1:
-        raise UserError(f"--attention-share {options.attention_share:g} is not a share: give 0 to 1")
-    if options.head_share is not None and not (options.head_share >= 0 and isfinite(options.head_share)):
-        raise UserError(f"--head-share {options.head_share:g} is out of range: give 0 or more")
-    if options.window is not None and options.solve_slices:
+    if share is not None and not 0 <= share <= 1:
+        raise UserError(f"--attention-share {share:g} is not a share: give 0 to 1")
+    if head is not None and not 0 <= head < inf:
+        raise UserError(f"--head-share {head:g} is out of range: give 0 or more")
+    if options.window is not None and searched:
         raise UserError(
             f"--window {options.window} does not go with --solve-slices, which knows none: drop one of them"
         )
     for name in ("memory_limit", "effort"):
         given = getattr(options, name)
-        if given is not None and not (given > 0 and isfinite(given)):
-            raise UserError(f"--{name.replace('_', '-')} {given:g} is out of range: give more than 0")
-    if options.effort is not None and not (options.solve_slices or options.schedule == OPTIMISED):
+        if given is not None and not 0 < given < inf:
+            raise UserError(f"{_flag(name)} {given:g} is out of range: give more than 0")
+    if options.effort is not None and not (searched or options.schedule == OPTIMISED):
         raise UserError(f"--effort {options.effort:g} is for what is searched: add --solve-slices, or drop it")
-    if options.attention_share is None:
-        needing = {"--head-share": options.head_share is not None, "--window": options.window is not None}
-        for name, given in (*needing.items(), ("--solve-slices", options.solve_slices)):
-            if given:
-                raise UserError(f"{name} needs costs that follow from token slices: add --attention-share")
+    if share is None:
+        for name in ("head_share", "window", "solve_slices"):
+            if getattr(options, name) not in (None, False):
+                raise UserError(f"{_flag(name)} needs costs that follow from token slices: add --attention-share")
     elif options.costs is not None:
         raise UserError("--costs and --attention-share both say what ops cost: drop one of them")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_count(flag: str, value: int | None, most: int) -> None:
@@ -336,10 +269,7 @@ def _costs(
 ) -> OpCosts:
     """Times of ops: from the file, from the share of attention, or 1 for each."""
     if options.costs is not None:
-        try:
-            return OpCosts.from_json(read_text(options.costs), shape)
-        except PlanError as error:
-            raise PlanError(f"{options.costs}: {error}") from None
+        return _read(options.costs, OpCosts.from_json, shape)
     if options.attention_share is not None:
         if options.window is not None and sum(lengths) < 2:
             raise UserError(
@@ -357,7 +287,7 @@ def _optimised(
     shape: PipelineShape,
     lengths: tuple[float, ...],
     costs: OpCosts,
-    span: _Span,
+    progress: Progress,
     partition: StagePartition | None = None,
 ) -> Request:
     # Imported here, as the solvers are: they need numpy and numba, which most commands do without.
@@ -368,13 +298,13 @@ def _optimised(
         costs,
         memory_limit=options.memory_limit,
         lengths=lengths,
-        effort=_effort(options),
-        progress=span.part("searching an order of ops"),
+        effort=1.0 if options.effort is None else options.effort,
+        progress=progress,
     )
     return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound, partition)
 
 
-def _solved(options: argparse.Namespace, shape: PipelineShape, span: _Span) -> Request:
+def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLine, part: _Part) -> Request:
     """Find token slices for the schedule, and layers of the stages if asked, then make of them what they give."""
     from deepspeed_ext.plan.solve import PolynomialCosts, TokenSliceCosts, op_costs, solve_stages, solve_token_slices
 
@@ -396,47 +326,34 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, span: _Span) -> R
         )
 
     schedule = None if options.schedule == OPTIMISED else schedule_named(options.schedule)
-    before, after = (span, span) if schedule is not None else span.halves()
-    progress = before.part("searching token slices")
-    limits = {"memory_limit": options.memory_limit, "min_length": options.min_token_slice or 1}
-    effort = _effort(options)
+    middle = part[1] if schedule is not None else sum(part) / 2
+    settings: dict[str, Any] = {
+        "schedule": schedule,
+        "effort": 1.0 if options.effort is None else options.effort,
+        "progress": line.part("searching token slices", part[0], middle),
+        "memory_limit": options.memory_limit,
+        "min_length": options.min_token_slice or 1,
+    }
     if options.solve_stages:
-        stages = solve_stages(
-            shape, num_layers, seq_length, costs_of, schedule=schedule, effort=effort, progress=progress, **limits
-        )
+        stages = solve_stages(shape, num_layers, seq_length, costs_of, **settings)
         cut, partition = stages.cut, stages.partition
         costs = op_costs(shape, cut, costs_of([len(partition.layers(stage)) for stage in range(shape.num_stages)]))
     else:
         alike = costs_of([1] * shape.num_stages)
-        cut = solve_token_slices(
-            shape, seq_length, alike, schedule=schedule, effort=effort, progress=progress, **limits
-        ).cut
+        cut = solve_token_slices(shape, seq_length, alike, **settings).cut
         partition, costs = None, op_costs(shape, cut, alike)
     if schedule is None:
-        return _optimised(options, shape, cut.lengths, costs, after, partition)
+        progress = line.part("searching an order of ops", middle, part[1])
+        return _optimised(options, shape, cut.lengths, costs, progress, partition)
     return Request(options.schedule, shape, cut.lengths, costs, rank_orders(schedule, shape), partition=partition)
 
 
-def _effort(options: argparse.Namespace) -> float:
-    return 1.0 if options.effort is None else float(options.effort)
-
-
-_DEPENDENT = ("host_bandwidth", "host_bytes")
-
-
 def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory) -> HostCopySettings | None:
-    """Return what may wait on the host; None for nothing.
-
-    Args:
-        memory: bytes of a token.
-
-    Raises:
-        UserError: if sizes are missing, or an option is out of range or of no use.
-    """
+    """Return what may wait on the host; None for nothing."""
     if not options.offload:
-        for name in _DEPENDENT:
+        for name in ("host_bandwidth", "host_bytes"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} is for copies to the host: add --offload, or drop it")
+                raise UserError(f"{_flag(name)} is for copies to the host: add --offload, or drop it")
         return None
     if memory.token_bytes is None:
         raise UserError("--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes")

@@ -3,18 +3,16 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.command.request import Memory, Request, host_copies_of, memory_of, request_of
 from deepspeed_ext.plan.draw import Panel, render_chrome_trace, render_comparison, render_html, render_svg, render_text
 from deepspeed_ext.plan.draw.elements import with_unit
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.memory import peak, peak_activation
-from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.memory import StepFunction, peak, peak_activation
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedule_file import write_schedule
@@ -28,15 +26,10 @@ from deepspeed_ext.plan.timeline import Timeline, critical_path, executed_order
 def write_drawings(
     options: argparse.Namespace, panels: Sequence[tuple[str, Timeline]], memory: Memory, title: str
 ) -> None:
-    """Write each drawing that has a file.
-
-    Args:
-        panels: name and timeline of each, the first being the one that a trace holds.
-    """
-    svg: Path | None = options.svg
+    """Write each drawing that has a file; a trace holds the first panel."""
     timeline = panels[0][1]
-    if svg is not None:
-        write_text(svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
+    if options.svg is not None:
+        write_text(options.svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
     if options.trace is not None:
         write_text(options.trace, render_chrome_trace(timeline, memory.curves(timeline), memory.host_curves(timeline)))
     if options.html is not None:
@@ -44,42 +37,38 @@ def write_drawings(
         write_text(options.html, render_html(pages, title))
 
 
-_NAME_WIDTH = 25
+NAME_WIDTH = 25
 
 
 def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
-    """Return the figures in lines of name and value.
-
-    Args:
-        memory: bytes of a token, where sizes are known.
-    """
+    """Return the figures in lines of name and value."""
     bubble_ratio = f"{timeline.bubble_ratio:.2%}"
     known = closed_form(request.schedule, request.shape, request.costs)
     if known is not None:
         bubble_ratio += f" (closed form {known.formula}: {known.bubble_ratio:.2%})"
     by = by_what(timeline)
+
+    def listed(values: Iterable[float], unit: str = "") -> str:
+        return " ".join(f"{value:.4g}" for value in values) + f"  {by}{unit}"
+
+    def mib(curves: Sequence[StepFunction]) -> str:
+        return listed((peak(curve) / 2**20 for curve in curves), ", in MiB")
+
     rows = [
         ("makespan", with_unit(timeline.makespan, timeline.unit, digits=6)),
         ("bubble ratio", bubble_ratio),
-        ("peak live token slices", f"{_joined(timeline.peak_live_token_slices)}  {by}"),
-        ("peak activation", f"{_joined(activation(timeline, request.lengths))}  {by}, in micro-batches"),
+        ("peak live token slices", listed(timeline.peak_live_token_slices)),
+        ("peak activation", listed(peak_activation(timeline, request.lengths or None), ", in micro-batches")),
     ]
     if timeline.reductions:
         exposed = timeline.duration - timeline.makespan
-        after = (
-            f"{with_unit(exposed, timeline.unit, digits=6)} after the last op"
-            if exposed > 0
-            else "before the last op ends"
-        )
-        rows.insert(1, ("gradients are reduced", after))
+        after = f"{with_unit(exposed, timeline.unit, digits=6)} after" if exposed > 0 else "before"
+        rows.insert(1, ("gradients are reduced", f"{after} the last op{'' if exposed > 0 else ' ends'}"))
     if memory.token_bytes is not None:
-        peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
-        rows.append(("peak memory", f"{peaks}  {by}, in MiB"))
+        rows.append(("peak memory", mib(memory.curves(timeline))))
         if timeline.host_copies:
-            without = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(without_host_copies(timeline)))
-            on_host = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.host_curves(timeline))
-            rows.append(("without copies to hosts", f"{without}  {by}, in MiB"))
-            rows.append(("peak on the hosts", f"{on_host}  {by}, in MiB"))
+            rows.append(("without copies to hosts", mib(memory.curves(replace(timeline, host_copies=())))))
+            rows.append(("peak on the hosts", mib(memory.host_curves(timeline))))
     if request.lower_bound is not None:
         above = max(timeline.makespan / request.lower_bound - 1, 0.0) if request.lower_bound else 0.0  # rounding
         rows.insert(1, ("lower bound", f"{request.lower_bound:.6g} (the makespan is {above:.2%} above it)"))
@@ -95,77 +84,51 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
 
 
 def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, Any]:
-    """Return the figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again.
-
-    Args:
-        memory: bytes of a token, where sizes are known.
-    """
-    bounds = {} if request.lower_bound is None else {"lower_bound": request.lower_bound}
+    """Return the figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again."""
     return {
         "schedule": request.schedule,
         "makespan": timeline.makespan,
         **({"duration": timeline.duration} if timeline.reductions else {}),
-        **bounds,
+        **({} if request.lower_bound is None else {"lower_bound": request.lower_bound}),
+        **peak_figures(timeline, request.lengths, memory),
+        **({} if request.partition is None else {"stage_partition": list(request.partition.bounds)}),
+        **order_figures(timeline),
+    }
+
+
+def peak_figures(timeline: Timeline, lengths: Sequence[float], memory: Memory) -> dict[str, Any]:
+    """Return the figures that a simulated and a measured timeline have in the middle of their JSON."""
+    found: dict[str, Any] = {
         "bubble_ratio": timeline.bubble_ratio,
         "peak_live_token_slices": list(timeline.peak_live_token_slices),
-        "peak_activation": activation(timeline, request.lengths),
-        **memory_figures(timeline, memory),
-        "deadlock_free": True,
-        "token_slices": list(request.lengths),
-        **({} if request.partition is None else {"stage_partition": list(request.partition.bounds)}),
+        "peak_activation": list(peak_activation(timeline, lengths or None)),
+    }
+    if memory.token_bytes is not None:
+        curves = memory.curves(timeline)
+        found |= {"peak_memory_bytes": [peak(curve) for curve in curves], "memory_bytes": curves}
+        if timeline.host_copies:
+            on_host = memory.host_curves(timeline)
+            found |= {"peak_host_memory_bytes": [peak(curve) for curve in on_host], "host_memory_bytes": on_host}
+    return found | {"deadlock_free": True, "token_slices": list(lengths)}
+
+
+def order_figures(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures that both have at the end of it."""
+    return {
         "critical_path": [str(op) for op in critical_path(timeline).ops],
-        "orders": order_texts(executed_order(timeline)),
+        "orders": [[str(op) for op in order] for order in executed_order(timeline)],
         **json.loads(timeline.to_json()),
     }
 
 
-def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
-    """Return peaks and curves of bytes by rank, where sizes are known.
-
-    Args:
-        memory: bytes of a token, where sizes are known.
-    """
-    if memory.token_bytes is None:
-        return {}
-    curves = memory.curves(timeline)
-    found: dict[str, Any] = {"peak_memory_bytes": [peak(curve) for curve in curves], "memory_bytes": curves}
-    if timeline.host_copies:
-        on_host = memory.host_curves(timeline)
-        found |= {"peak_host_memory_bytes": [peak(curve) for curve in on_host], "host_memory_bytes": on_host}
-    return found
-
-
-def without_host_copies(timeline: Timeline) -> Timeline:
-    """The same timeline with everything on its device all the time."""
-    return replace(timeline, host_copies=())
-
-
-def activation(timeline: Timeline, lengths: Sequence[float]) -> list[float]:
-    """Return the peak activation of each rank, in activations of one micro-batch on one rank.
-
-    Args:
-        lengths: tokens of each token slice; None for equal ones.
-    """
-    return list(peak_activation(timeline, lengths or None))
-
-
-def order_texts(orders: Sequence[Sequence[Op]]) -> list[list[str]]:
-    """Ops in their text form."""
-    return [[str(op) for op in order] for order in orders]
-
-
 def by_what(timeline: Timeline) -> str:
-    """Who a row of figures is by."""
+    """Return what the numbers of a row are counted by."""
     return "(by rank)" if timeline.shape.num_model_chunks > 1 else "(by stage)"
 
 
 def lines(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values, aligned."""
-    return "\n".join(f"{name:<{_NAME_WIDTH}}{value}" for name, value in rows)
-
-
-def _joined(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
+    """Return names and values, aligned."""
+    return "\n".join(f"{name:<{NAME_WIDTH}}{value}" for name, value in rows)
 
 
 _TOLERANCE = 1e-9
@@ -173,11 +136,7 @@ _TOLERANCE = 1e-9
 
 
 def show_simulated(options: argparse.Namespace) -> int:
-    """Simulate what the options ask for. Returns the exit code.
-
-    Raises:
-        UserError: if the input is bad, or the schedule is above the memory limit.
-    """
+    """Simulate what the options ask for. Returns the exit code."""
     request: Request | None = None
     if (options.schedule == OPTIMISED or options.solve_slices) and sys.stderr.isatty():
         print("searching: this takes some seconds, and less with --effort 0.1", file=sys.stderr)
@@ -223,12 +182,12 @@ def _show_deadlock(options: argparse.Namespace, deadlock: ScheduleDeadlock, requ
         return
     known = {"schedule": options.schedule, "deadlock_free": False, "reason": str(deadlock)}
     if request is not None:
-        known |= request.shape.to_fields() | {"orders": order_texts(request.orders)}
+        known |= request.shape.to_fields() | {"orders": [[str(op) for op in order] for order in request.orders]}
     write_json(options.json, json.dumps(known))
 
 
 def _check_memory(timeline: Timeline, request: Request, limit: float) -> None:
-    peaks = activation(timeline, request.lengths)
+    peaks = peak_activation(timeline, request.lengths or None)
     highest = max(peaks)
     if highest > limit * (1 + _TOLERANCE):
         remedy = "raise the limit" if request.schedule == OPTIMISED else f"raise it, or choose --schedule {OPTIMISED}"

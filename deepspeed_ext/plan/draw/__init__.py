@@ -1,8 +1,4 @@
-"""Draws a timeline, predicted or measured: as a text grid, as SVG, as an HTML page, or as a trace for a trace viewer.
-
-Every drawing reads the spans of a `Timeline` and nothing else, so a picture shows what the simulator predicts or
-the engine has run, never a third account of the schedule. The standard library is enough.
-"""
+"""Draws a timeline, predicted or measured: as a text grid, as SVG, as an HTML page, or as a trace for a viewer."""
 
 from deepspeed_ext.plan.draw.chrome_trace import render_chrome_trace
 from deepspeed_ext.plan.draw.html import Panel, render_html

@@ -1,8 +1,7 @@
 """Writes a timeline in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
-Each pipeline rank is a process, with a thread for each of its stages. Arrows join an op to the op on another rank
-that reads its result. Transfers that take time have tracks of their own, and so have reductions over data-parallel
-ranks and copies to the host and back. Curves of memory become counters.
+Each pipeline rank is a process with a thread for each of its stages, then for reductions and for host copies. Arrows
+join an op to the op on another rank that reads its result. Curves of memory become counters.
 """
 
 import json
@@ -27,7 +26,6 @@ def render_chrome_trace(
 
     Args:
         memory: per rank, times of the timeline and what is held from each of them on; may be left out.
-        host_memory: the same of what waits on the host.
     """
     counters = {"memory": memory, "host memory": host_memory}
     return json.dumps({"traceEvents": list(_events(timeline, counters)), "displayTimeUnit": "ms"})

@@ -1,17 +1,7 @@
 """What drawings share: labels of ops and rows, colours, lanes of host copies, and the vocabulary of our SVG pictures.
 
-A stage is named in each op where its row, a pipeline rank, owns several. A micro-batch has a hue, a token slice a
-lightness. The axis says where a time stands.
-
-Colours of ops: a hue for each micro-batch, a lightness for each token slice.
-
-Colours are chosen in OKLCH, where equal steps look equal, so no micro-batch outshines another and token slices
-darken evenly from first to last.
-
-The vocabulary of our SVG pictures: shapes, texts, colours for light and dark pages, and the document around them.
-
-Colours are given as attributes, for any viewer, and a style sheet changes them where the reader prefers dark. The
-picture brings its own background, so that it is legible on any page.
+A micro-batch has a hue, a token slice a lightness, both in OKLCH, where equal steps look equal. Colours are given as
+attributes, for any viewer, and a style sheet changes them where the reader prefers dark.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,12 +37,7 @@ KIND_NAMES = {
 
 
 def with_unit(time: float, unit: str, *, digits: int = 4) -> str:
-    """Return a time as it is shown.
-
-    Args:
-        time: in the unit.
-        unit: `s`, or empty for times without one.
-    """
+    """Return a time as it is shown."""
     return f"{time:.{digits}g}{unit and ' ' + unit}"
 
 
@@ -92,12 +77,7 @@ def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
 
 
 def oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
-    """Convert OKLCH to sRGB, clipped to what a screen can show.
-
-    Args:
-        lightness: from 0 to 1.
-        chroma: from 0.
-    """
+    """Convert OKLCH to sRGB, clipped to what a screen can show."""
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
     # The matrices of Ottosson's Oklab: to cone responses, then to linear sRGB.
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
@@ -141,11 +121,7 @@ class DrawnCopy(NamedTuple):
         return _LETTERS[self.copy.content]
 
     def words(self, lane: int) -> str:
-        """What is copied, in words.
-
-        Args:
-            lane: 0 to the host, 1 back.
-        """
+        """What is copied, in words."""
         _, stage, micro_batch, token_slice, *_ = self.copy
         what = f"{self.copy.content.value} of token slice {token_slice} of micro-batch {micro_batch} on stage {stage}"
         return f"{what} {LANES[lane]}"

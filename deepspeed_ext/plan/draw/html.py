@@ -1,8 +1,8 @@
 """Draws timelines as one HTML page that needs nothing else: zoom, pan, hover, the critical path, memory curves.
 
-The page draws on a canvas, and only what is in view, so a hundred thousand ops open at once. What it shows is written
-into it as JSON: columns of numbers for each rank, and for each op the ops that it needs. Numbers of ops count over all
-ranks, in the order of the rows.
+The page draws on a canvas, and only what is in view, so a hundred thousand ops open at once. Its data are JSON: columns
+of numbers for each rank, and for each op the ops that it needs. Numbers of ops count over all ranks, in the order of
+the rows.
 """
 
 import json
@@ -40,17 +40,7 @@ class Panel:
 
 
 def render_html(panels: Sequence[Panel], title: str) -> str:
-    """Draw timelines below each other on one time axis.
-
-    Args:
-        panels: what to draw, in one unit of time.
-
-    Returns:
-        An HTML document.
-
-    Raises:
-        PlanError: if there is no panel, or their units differ.
-    """
+    """Draw timelines below each other on one time axis."""
     units = {panel.timeline.unit for panel in panels}
     if len(units) != 1:
         raise PlanError(

@@ -1,28 +1,13 @@
 """Draws timelines as SVG: pipeline ranks down, time to the right.
 
-A picture is a legend, and for each rank a track with its ops and, below it, lanes of host copies and of reductions.
-
 stage 0 [F0.0][F0.1]......[B0.1]      hue: micro-batch       lightness: token slice
-stage 1       [F0.0][F0.1][B0.1]      hatching: backward     bare track: idle
-        0     1     2     3    4
+to host       [===]                   rising hatching: backward, falling: input gradient
+back              [===]               low, dotted: weight gradient
+links                    [====]       upper edge: model chunk, none on the first, thicker on each after it
+        0     1     2     3    4      bare track: idle
 
-The lanes below the tracks of SVG pictures: what goes to the host and back, and gradients summed over replicas.
-
-stage 0 | [F0.0][F0.1]        [B0.1][B0.0]
-to host |       [===]
-back    |               [===]
-links   |                           [====]
-
-The rows of SVG pictures: a track for each pipeline rank, with its ops on it.
-
-What an op is can be read without its label, which thin ops have no room for:
-
-    hue          micro-batch                 lightness   token slice
-    hatching     rising: backward            falling: input gradient
-    low, dotted  weight gradient
-    upper edge   model chunk: none on the first, thicker on each after it
-
-Below a track are the lanes of its rank, where it has any: `svg_lanes`.
+What an op is can be read without its label, which thin ops have no room for. Below the track of a rank are lanes, where
+it has any: copies to the host and back, and gradients summed over replicas.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,11 +62,7 @@ def lanes_height(timeline: Timeline) -> float:
 
 
 def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[str]:
-    """Return the bars in the lanes of a rank.
-
-    Args:
-        top: y of the first lane.
-    """
+    """Return the bars in the lanes of a rank."""
 
     def drawn(start: float, end: float, y: float, fill: str, what: str) -> str:
         x, right = scale.x(start - timeline.start), scale.x(end - timeline.start)
@@ -132,11 +113,7 @@ def _pitch(timeline: Timeline, height: float) -> float:
 
 
 def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
-    """Return a track per rank, as long as the timeline, with the rank's ops on it.
-
-    Args:
-        top: y of the first row.
-    """
+    """Return a track per rank, as long as the timeline, with the rank's ops on it."""
     for rank, spans in enumerate(timeline.spans):
         y = top + rank * _pitch(timeline, height)
         size = f'font-size="{min(13.0, height * 0.62):g}"'
@@ -151,11 +128,7 @@ def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterato
 
 
 def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
-    """Return the column of live token slices at the peak of each rank.
-
-    Args:
-        top: y of the first row.
-    """
+    """Return the column of live token slices at the peak of each rank."""
     size = min(13.0, height * 0.62)
     for rank, peak in enumerate(timeline.peak_live_token_slices):
         y = top + rank * _pitch(timeline, height) + height / 2
@@ -234,13 +207,7 @@ def legend(
     reduces: bool = False,
     copies: bool = False,
 ) -> Legend:
-    """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs.
-
-    Args:
-        y: base line of the first line.
-        reduces: whether the picture shows reductions.
-        copies: whether it shows copies to the host and back.
-    """
+    """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs."""
     body: list[str] = []
     x: float = PLOT_LEFT
     first = y
@@ -336,14 +303,7 @@ _LABELLED, _THIN = 9.0, 7.0
 
 
 def render_svg(timeline: Timeline, title: str) -> str:
-    """Draw one timeline, with its bubble ratio and its peak of live token slices.
-
-    Args:
-        title: what it shows, for example the name of the schedule.
-
-    Returns:
-        An SVG document.
-    """
+    """Draw one timeline, with its bubble ratio and its peak of live token slices."""
     scale = Scale(timeline.duration, _width([timeline]))
     height = row_height(timeline.shape.num_ranks)
     top = 104
@@ -371,17 +331,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
 
 
 def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
-    """Draw timelines below each other on one time axis, each against the first.
-
-    Args:
-        panels: title and timeline of each, in the same unit.
-
-    Returns:
-        An SVG document.
-
-    Raises:
-        PlanError: if there is no panel, or their units differ.
-    """
+    """Draw timelines below each other on one time axis, each against the first."""
     units = {timeline.unit for _, timeline in panels}
     if len(units) != 1:
         raise PlanError(

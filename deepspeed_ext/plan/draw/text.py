@@ -25,9 +25,6 @@ def render_text(timeline: Timeline, width: int = 120, max_bands: int = _MAX_BAND
     Args:
         max_bands: lines of the score. A timeline that needs more is drawn at a smaller scale, with the letters of its
             ops alone.
-
-    Returns:
-        The lines, without a line break at the end.
     """
     shape = timeline.shape
     names = [rank_name(shape, rank).split() for rank in range(shape.num_ranks)]

@@ -1,7 +1,5 @@
 """Whether programs end on the devices that run them: a model of what waits for what on CPUs and on CUDA devices.
 
-First the checks that need no such model: what channels carry, and where the data of each op are.
-
 On a CPU the host computes and waits itself. On CUDA it enqueues, and the device has a stream for computing and one for
 each communicator, of messages and of collectives:
 
@@ -20,11 +18,8 @@ All of this is known before anything runs: it is a graph of events, each with th
 has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues after
 posting it. ADR 22 has the sources of these assumptions.
 
-Checks that need no model of a device: what channels carry, and where the data of each op are.
-
-channels       both ends of a channel name the same messages in the same order
-host copies    what an op reads is on the device; a thing goes to the host once, is dropped after that, comes back
-               once, and never while it is there
+Two checks need no such model: both ends of a channel name the same messages in the same order; and an op finds on the
+device what it reads, while host copies of a thing are offload, drop and fetch, once each.
 """
 
 from collections import defaultdict
@@ -58,11 +53,7 @@ from deepspeed_ext.plan.programs.program import (
 
 
 def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order.
-
-    Raises:
-        ScheduleDeadlock: if they differ.
-    """
+    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
     sent: dict[Channel, list[Op]] = defaultdict(list)
     taken: dict[Channel, list[Op]] = defaultdict(list)
     for program in programs:
@@ -88,14 +79,7 @@ _Thing = tuple[Content, int, int, int]
 
 
 def check_host_copies(programs: Sequence[Program], shape: PipelineShape, settings: HostCopySettings) -> None:
-    """See that each op finds what it reads on its device, and that each copy is of something that is there.
-
-    Args:
-        settings: that the copies follow; they say which token slices read which.
-
-    Raises:
-        PlanError: if not.
-    """
+    """See that each op finds what it reads on its device, and that each copy is of something that is there."""
     settings = settings.fitting(shape)
     for program in programs:
         _Data(settings).follow(program)
@@ -373,11 +357,7 @@ class Events:
     # ------------------------------------------------------------------ what follows from it
 
     def levels(self) -> list[list[int]]:
-        """Events so that each comes after those it needs: first those that need none, then those that need these, ...
-
-        Raises:
-            ScheduleDeadlock: if some need each other in a circle.
-        """
+        """Events by level: first those that need none, then those that need these, and so on."""
         followers: dict[int, list[int]] = defaultdict(list)
         missing = []
         for event, needs in enumerate(self._needs):
@@ -404,11 +384,7 @@ class Events:
         return levels
 
     def check_drains(self, levels: Sequence[Sequence[int]]) -> None:
-        """See that one rank may wait at any instruction until its device has run empty.
-
-        Raises:
-            ScheduleDeadlock: if a message would then wait for what the rank enqueues later.
-        """
+        """See that one rank may wait at any instruction until its device has run empty."""
         latest = self._latest_positions(levels)
         for rank, position, message in self._posted:
             needed = latest[message][rank]

@@ -1,7 +1,5 @@
 """Host copies: keys, values and stage inputs that are not read for long wait in host memory. ADR 50.
 
-They run in one lane to the host and one from it, while the rank goes through its ops.
-
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
 is recomputed, and keys and values. Between the last forward that reads one and the first backward that does lies a
 pause, in which the rank may run whole other stages. A pause longer than a copy to the host and one back is used:
@@ -13,20 +11,12 @@ pause, in which the rank may run whole other stages. A pause longer than a copy 
     host     |        [=============================]
 
     offload    posted right after the forward. Keys and values do not change after it, so others may still read them
-    drop       behind the last forward that reads them, and the end of the copy: the device lets go
+    drop       after the last forward that reads them, and the end of the copy: the device lets go
     fetch      posted as late as it may be and still arrive in time; the op that reads waits for its end
 
-Copies change the order of no op. Each thing goes to the host and back at most once. Who reads what, which pauses are
-used and where the instructions stand is stated here once, for the lowering, the simulators and the memory curves.
-
-When the host copies of a rank run: one lane to the host and one from it, while the rank goes through its ops.
-
-    place      p        p+1           p+2
-    rank       [op p-1  ][op p        ][op p+1 ]         A copy is posted at its place: when all ops before it have
-    to host             [=======]                        ended. Copies of one direction run one after the other.
-    from host                          [====]
-
-The rank waits twice: to drop, until the copy to the host has ended; and before an op, until what it reads is back.
+Copies change the order of no op. Each thing goes to the host and back at most once. A copy is posted at its place p,
+when all ops before op p have ended. The rank waits twice: to drop, until the copy to the host has ended; and before an
+op, until all that it reads is back.
 """
 
 from bisect import bisect_left, bisect_right
@@ -52,11 +42,7 @@ TimedOpsOfRank = Callable[[int], Sequence[Timed]]
 
 @dataclass(frozen=True, slots=True)
 class HostCopySettings:
-    """What may wait on the host, and how fast it is copied.
-
-    Raises:
-        PlanError: if a value cannot be.
-    """
+    """What may wait on the host, and how fast it is copied."""
 
     lengths: tuple[int, ...]
     """Tokens of each token slice."""
@@ -94,11 +80,7 @@ class HostCopySettings:
         TokenSlices(self.lengths)
 
     def fitting(self, shape: PipelineShape) -> "HostCopySettings":
-        """Return the settings for a shape; for another number of token slices, with equal lengths of the same sum.
-
-        Raises:
-            PlanError: if there are not as many bytes, or windows, as stages.
-        """
+        """Return the settings for a shape; for another number of token slices, with equal lengths of the same sum."""
         windows = self.windows or (None,) * shape.num_stages
         for name, entries in (
             ("input_bytes", self.input_bytes),
@@ -174,9 +156,6 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
 
     Args:
         spans: the rank's ops on a timeline without copies.
-
-    Raises:
-        PlanError: if the settings are for another number of stages.
     """
     settings = settings.fitting(shape)
     pauses = _within_host_bytes(list(_long_pauses(spans, settings)), settings.host_bytes)
@@ -304,11 +283,7 @@ class HostCopyPlan:
 
     @classmethod
     def of(cls, spans: TimedOpsOfRank, shape: PipelineShape, settings: HostCopySettings) -> "HostCopyPlan":
-        """Plan the copies of all ranks.
-
-        Args:
-            spans: ops of any rank on a timeline without copies.
-        """
+        """Plan the copies of all ranks."""
         ranks = (plan_host_copies(spans(rank), shape, settings) for rank in range(shape.num_ranks))
         return cls(tuple(map(tuple, ranks)), settings.to_host, settings.from_host)
 
@@ -327,9 +302,6 @@ class CopyLanes:
 
     def arrive(self, place: int, time: float) -> float:
         """Post what stands at a place.
-
-        Args:
-            place: that the rank has come to.
 
         Returns:
             When the rank goes on: later if a copy to the host has not ended by the time at which it must.

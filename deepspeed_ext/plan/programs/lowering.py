@@ -1,17 +1,13 @@
 """Lowers a schedule to one program per pipeline rank: ops, transfers and buffers, ready to run.
 
-    schedule -> SimulatedSchedule (its timeline) -> postings of messages -> lower_rank -> check_lowering
-
     schedule --simulate--> timeline --post messages--> instructions --assign buffers--> Program
 
-The timeline holds the ops of all ranks. Each rank's program is a part of it in the same order, and
-whatever a rank waits for is earlier on the timeline, so the programs end:
+Each rank's program is a part of the timeline in the same order, and whatever a rank waits for is earlier on the
+timeline, so the programs end:
 
 - a send does not wait: it is posted when its op is done, and travels while the next ops compute;
-- a receive does not wait either: it is posted one op ahead of its reader, and only the reader waits. `posting` says
-  which of the two are held back a little so that no device can lock;
-- a sent tensor is dropped once its send is complete, which a rank waits for only where the timeline says that the
-  reader has ended;
+- a receive does not wait either: it is posted one op ahead of its reader, and only the reader waits;
+- a sent tensor is dropped once its send is complete, which a rank waits for only after the end of its reader;
 - messages match by their order alone, as NCCL wants: on the channel from one rank to another, receives are posted
   in the order in which the other rank sends;
 - between two stages of one rank nothing travels: the result is passed on;
@@ -20,11 +16,6 @@ whatever a rank waits for is earlier on the timeline, so the programs end:
     stage 0 | [F0.0 ....] send [F0.1 ....] send          complete 0.0
     stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
                                 ^ the message of F0.1 travels under F0.0
-
-`lower` lowers all ranks and has `device.check_programs` run the programs. A rank of a large pipeline lowers its own
-program alone, for which it needs the ops of itself and of those it exchanges messages with: `lower_rank`.
-
-Where in the orders of two ranks the ends of each message are posted, so that no device can lock.
 
 A posted message is a kernel that runs until the other end is there. So whatever waits for a device to run empty (an
 allocator that returns memory, a module that is loaded: a drain) waits for all messages posted before. It must not be
@@ -37,7 +28,7 @@ simulated timeline, in which an op that depends on another starts no earlier tha
 
     rank 0 | [0F0.0]   x   [0B0.0     ]        The gradient for 0B0.0 could be received from the start of 0F0.0 on,
     rank 1 |        [1F0.0][1B0.0     ]        one op ahead. But 1B0.0 starts after 0F0.0 has ended and may need
-                                               it, so the receive is posted behind it, at x.
+                                               it, so the receive is posted after it, at x.
 
 Holding an end back costs nothing on this timeline: the other end is not there earlier. ADR 22 has the proof.
 
@@ -127,13 +118,7 @@ class RankMessages:
 def postings(
     channel: Channel, source: RankMessages, target: RankMessages, *, under_ops: bool = True
 ) -> Iterator[Posting]:
-    """Yield where the messages of a channel are posted, in their order.
-
-    Args:
-        channel: from one rank to another.
-        source: messages of the rank that sends.
-        target: messages of the rank that receives.
-    """
+    """Yield where the messages of a channel are posted, in their order."""
     # Without their backwards, as in an evaluation, some results have no reader.
     messages = [(message, place) for message, place in source.given[channel] if message in target.readers]
     # Receives keep the order of the sends, so one is due when any that follows it is.
@@ -194,12 +179,7 @@ class SimulatedSchedule:
         return self._schedule(shape, rank)
 
     def spans(self, shape: PipelineShape) -> SpansOfRank:
-        """Return the simulated spans of any rank, by its number.
-
-        Raises:
-            PlanError: if an op is missing, or where it does not belong, or there are too many.
-            ScheduleDeadlock: if the ops of ranks wait for each other.
-        """
+        """Return the simulated spans of any rank, by its number."""
         if shape not in self._spans:
             self._spans[shape] = self._simulate(shape)
         return self._spans[shape]
@@ -290,12 +270,7 @@ def check_lowering(
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
     can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
 
-    Args:
-        device: on which they must end; None for the default of `Device`.
-        host_copies: what waits on the host; None for nothing.
-
     Raises:
-        PlanError: if the schedule does not fit the shape, or misses ops.
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
     device = replace(device or Device(), copies=host_copies is not None)
@@ -337,7 +312,6 @@ def lower_rank(
 
     Args:
         loads: whether the rank takes micro-batches from the data iterator.
-        host_copies: what waits on the host while nothing reads it; None for nothing.
     """
     sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
     for channel in channels(shape):

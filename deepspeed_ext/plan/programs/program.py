@@ -1,20 +1,14 @@
 """Programs: what a pipeline rank runs, instruction by instruction, and the ways that its messages take.
 
-Reductions sum the gradients of the replicas of a stage, layer by layer, while the pipeline drains.
-
-Reductions: gradients of the replicas of a stage summed, layer by layer, while the pipeline drains.
-
-A replica has a gradient of a layer once the last backward of the iteration has passed that layer. From then on only the
-optimizer step waits for its sum over the data-parallel ranks, so it travels beside whatever the ranks still compute.
-Layers finish last to first, and the reductions of a rank run one after the other on the links to its replicas:
+Reductions sum the gradients of the replicas of a stage, layer by layer, while the pipeline drains. A replica has a
+gradient of a layer once the last backward of the iteration has passed that layer. From then on only the optimizer step
+waits for its sum over the data-parallel ranks, so it travels beside whatever the ranks still compute. Layers finish
+last to first, and the reductions of a rank run one after the other on the links to its replicas:
 
     rank 0 | [B2.1 ...] [B2.0: layer 3 | layer 2 | layer 1 | layer 0]
       link |                           [3 ====][2 ====][1 ====][0 ====]      the step starts here ^
     rank 1 | [B2.0 ............]    idle
       link |    [7 ====][6 ====][5 ====][4 ====]      all of it in the cool-down
-
-They change the order of no op. What completes a stage's gradients, where a program starts their reductions and when
-they end are stated here once, for the lowering, the simulators, the pictures, the search and the engine.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -284,7 +278,6 @@ def reductions_beside(
     """Yield the reductions of an iteration whose ops have run; see `reductions`.
 
     Args:
-        spans: per rank, its ops with start and end.
         costs: per stage, the time of each of its pieces on the link; None for no reductions.
     """
     completed: dict[int, tuple[float, float]] = {}
@@ -304,10 +297,6 @@ def reductions(
         completed: by stage, start and end of the op that completes its gradients. Its layers are taken to finish at
             even steps of that time.
         costs: per stage, the time of each of its pieces on the link, in the order in which they are complete.
-        shape: of the pipeline; stages of one rank share its link.
-
-    Yields:
-        The reductions of every rank, rank by rank, in the order in which they run.
     """
     for rank in range(shape.num_ranks):
         free = 0.0

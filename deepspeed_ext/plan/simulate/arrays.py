@@ -1,18 +1,8 @@
-"""Orders and host copies as arrays, and the loop of the fast simulator that goes through them.
+"""Orders and host copies as arrays, and the loop of the fast simulator, which numba can compile.
 
-The loop is written so that numba can compile it; it runs without numba too. `Wiring` says what each op waits for,
-gives and sends, `CopyEvents` what happens to which copy behind which op.
-
-The loop of the fast simulator, written so that numba can compile it; it runs without numba too.
-
-It knows nothing of stages or micro-batches: ops are numbers in the order in which ranks run them, results are numbers,
-and a result that travels is another number where it arrives. `compiled.py` makes these numbers.
-
-Orders in numbers: what each op waits for, gives and sends, as arrays for the fast simulator.
-
-A result has the number unit + units x kind, where units count stages, micro-batches and token slices. Where it arrives
-on another rank it has one more number, behind all those. Functions import numpy when they are called, so that the
-modules that import this one load at once.
+Ops are numbers in the order in which ranks run them. A result has the number unit + units x kind, where units count
+stages, micro-batches and token slices; where it arrives on another rank it has one more number, behind all those.
+Functions import numpy when they are called, so that the modules that import this one load at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -196,11 +186,7 @@ class OpColumns:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def ops(self, first: int, last: int) -> list[Op]:
-        """Return the ops at positions first .. last.
-
-        Args:
-            last: position behind the last of them.
-        """
+        """Return the ops at positions first .. last."""
         columns = (self.stage, self.micro_batch, self.token_slice)
         indices = (column[first:last].tolist() for column in columns)
         return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
@@ -235,11 +221,7 @@ class Wiring:
 
 
 def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
-    """Whether every op is inside the shape, on its own rank, and there but once, whole or in part.
-
-    Args:
-        bounds: [R + 1] where the ops of each rank begin and end.
-    """
+    """Whether every op is inside the shape, on its own rank, and there but once, whole or in part."""
     import numpy as np
 
     if len(bounds) != shape.num_ranks + 1:
@@ -260,11 +242,7 @@ def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
 
 
 def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
-    """Look up in the table of dependencies what each op waits for, and where its result goes.
-
-    Args:
-        columns: the ops, [N] each.
-    """
+    """Look up in the table of dependencies what each op waits for, and where its result goes."""
     import numpy as np
 
     num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
@@ -348,12 +326,7 @@ class CopyEvents:
 
     @classmethod
     def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":
-        """Number the copies of a plan.
-
-        Args:
-            plan: copies of all ranks; None for nothing.
-            bounds: [R + 1] where the ops of each rank begin and end.
-        """
+        """Number the copies of a plan."""
         import numpy as np
 
         num_ops = int(bounds[-1])
@@ -384,11 +357,7 @@ class CopyEvents:
         return len(self.copying) // 2
 
     def timed(self, plan: HostCopyPlan | None, copied: "Numbers") -> Iterator[TimedCopy]:
-        """Yield the copies that have run, by rank and start.
-
-        Args:
-            copied: [3 * C] as the loop leaves it.
-        """
+        """Yield the copies that have run, by rank and start."""
         if plan is None:
             return
         to_host, from_host = self.copying.reshape(2, -1)

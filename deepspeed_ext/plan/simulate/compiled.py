@@ -3,10 +3,6 @@
     orders --CompiledOrders.of--> arrays --simulate(costs)--> SimulatedOrders: starts, ends, makespan, bubble
                                      '----simulate(other costs)--> ...
 
-Which result an op waits for is looked up once, in the table `dependencies.DEPENDENCIES` that the plain simulator reads
-too; what is left is a loop over numbers. A search that changes costs, such as the lengths of token slices, compiles
-once and simulates often.
-
 numpy and numba are imported when they are first needed. Without numba the same loop runs as plain Python.
 """
 
@@ -94,9 +90,6 @@ class CompiledOrders:
 
         Args:
             orders: op order of each rank. Only one is needed at a time, so they may be generated on the way.
-
-        Raises:
-            PlanError: as `simulate.check_orders` does.
         """
         import numpy as np
 
@@ -122,11 +115,7 @@ class CompiledOrders:
         return list(map(self.order, range(self.shape.num_ranks)))
 
     def check_complete(self) -> None:
-        """See that nothing of a training step is left out.
-
-        Raises:
-            PlanError: as `simulate.check_complete` does.
-        """
+        """See that nothing of a training step is left out."""
         import numpy as np
 
         units = self.shape.num_stages * self.shape.num_micro_batches * self.shape.num_token_slices
@@ -140,14 +129,7 @@ class CompiledOrders:
             check_complete(self.orders, self.shape)
 
     def simulate(self, costs: OpCosts, host_copies: HostCopyPlan | None = None) -> SimulatedOrders:
-        """When each op runs: the same as `simulate.simulate`, to the last bit.
-
-        Args:
-            host_copies: what goes to the host and back; None for nothing.
-
-        Raises:
-            ScheduleDeadlock, PlanError: as `simulate` does.
-        """
+        """When each op runs: the same as `simulate.simulate`, to the last bit."""
         import numpy as np
 
         num_ops = int(self.bounds[-1])

@@ -1,7 +1,6 @@
 """Simulates the op orders of all pipeline ranks, or says why they deadlock.
 
-This is the plain statement of what a schedule takes. `compiled.py` simulates the same orders many times faster, and is
-held equal to it.
+The plain statement of what a schedule takes; `compiled.py` simulates the same orders faster, and is held equal to it.
 """
 
 from collections import defaultdict, deque
@@ -24,12 +23,10 @@ def simulate(
     both ranks compute, as the engine's messages do.
 
     Args:
-        orders: op order of each pipeline rank, as `schedules.rank_orders` gives them.
         host_copies: what goes to the host and back; a rank waits for what it reads. None for nothing.
 
     Raises:
         ScheduleDeadlock: if ranks wait for each other; names what each stuck rank waits for.
-        PlanError: if an op stands on another rank's order, or twice.
     """
     check_orders(orders, shape)
     ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
@@ -80,14 +77,7 @@ def simulate(
 def simulate_with_host_copies(
     orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
 ) -> Timeline:
-    """Return the timeline with the host copies that are planned on the timeline without them.
-
-    Args:
-        orders: op order of each pipeline rank.
-
-    Raises:
-        ScheduleDeadlock, PlanError: as `simulate` does.
-    """
+    """Return the timeline with the host copies that are planned on the timeline without them."""
     without = simulate(orders, shape, costs)
     return simulate(orders, shape, costs, HostCopyPlan.of(without.spans.__getitem__, shape, settings))
 
@@ -129,14 +119,7 @@ class _Network:
 
 
 def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
-    """Hold orders against the shape.
-
-    Args:
-        orders: op order of each pipeline rank.
-
-    Raises:
-        PlanError: if a rank has no order, or an op stands outside the shape, on another rank's order, or twice.
-    """
+    """Hold orders against the shape."""
     if len(orders) != shape.num_ranks:
         raise PlanError(f"{len(orders)} op orders for {shape.num_ranks} pipeline ranks: give one for each rank")
     for rank, order in enumerate(orders):
@@ -162,14 +145,7 @@ def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
 
 
 def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
-    """See that nothing of a training step is left out. Orders of evaluation, which have no backward, are not complete.
-
-    Args:
-        orders: op order of each pipeline rank.
-
-    Raises:
-        PlanError: if a token slice has no forward on some stage, or no backward, or not both parts of it.
-    """
+    """See that nothing of a training step is left out; orders of evaluation have no backward, and are not complete."""
     check_orders(orders, shape)
     for rank, order in enumerate(orders):
         computed = {part for op in order for part in parts(op)}

@@ -1,4 +1,4 @@
-"""Finds orders of ops, lengths of token slices, and how many layers each stage has.
+"""Finds orders of ops, lengths of token slices, and the number of layers of each stage.
 
 - `orders`: op orders that are better than the fixed schedules, for any costs, and under a memory limit.
 - `terapipe`: micro-batches and token slices, exactly, for gpipe on equal stages: TeraPipe's dynamic program.
@@ -6,8 +6,7 @@
 - `token_slices`: token slices, and layers of each stage with them, by search, for the schedule that runs.
 - `cuts.DocumentCuts`: token slices of equal cost for the packed documents of one micro-batch, roughly for any schedule.
 
-`cuts` also says what a token slice costs wherever it is cut, and where it may be cut. Results depend on the arguments
-alone, not on the clock.
+Results depend on the arguments alone, not on the clock.
 """
 
 from deepspeed_ext.plan.solve.cuts import PolynomialCosts, TokenSliceCosts, op_costs

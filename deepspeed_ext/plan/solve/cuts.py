@@ -1,6 +1,4 @@
-"""Cuts of a sequence: what a token slice costs with any start and end, where cuts may be, and cuts by documents.
-
-Costs of a token slice with any start and end, as the solvers ask for them.
+"""Cuts of a sequence: costs of a token slice with any start and end, places to cut at, and cuts by documents.
 
 `TokenSliceCosts` is any function; `PolynomialCosts` is one with three coefficients per stage and kind of op,
 
@@ -10,19 +8,6 @@ where `fixed` is what every op costs however short it is (so cutting is never fr
 `quadratic` is attention to the tokens before. The same three terms fit measured times of fused attention and of GPUs
 that need long token slices to be busy: t(l, c) of TeraPipe (arXiv 2102.07988 section 3.3) with l = end - start,
 c = start has no others, but for a product l c that is in end^2 - start^2.
-
-Token slices cut by what the packed documents of a micro-batch cost, with lengths from a small set.
-
-A token costs its matrix products, whatever its position, and its attention to the tokens of its document so far. So a
-token at the end of a long document costs several times one of a short document, and where long documents lie differs
-from micro-batch to micro-batch:
-
-    documents     [ 0 | 1 | 2 | 3                              | 4 |5| 6  | 7 ]
-    cost           _.- _.- _.- _.---~~~~~~^^^^^^^^^^^^^^^^^^^^^ _.- .  _.- _.-
-    equal cut     [           |           |           |           |           ]
-    this cut      [               |         |      |    |                     ]
-
-Every rank cuts a micro-batch for itself, from the starts of its documents alone, so that all cut alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -130,11 +115,7 @@ def bounds_of(cut: TokenSlices) -> tuple[Numbers, Numbers]:
 
 @dataclass(frozen=True, slots=True)
 class CutGrid:
-    """Places to cut a sequence at; tokens beyond the last multiple go to the last token slice.
-
-    Raises:
-        PlanError: if an extent is not positive.
-    """
+    """Places to cut a sequence at; tokens beyond the last multiple go to the last token slice."""
 
     seq_length: int
     granularity: int = 1
@@ -159,11 +140,7 @@ class CutGrid:
         return -(-self.min_length // self.granularity) * self.granularity
 
     def check_count(self, num_token_slices: int) -> None:
-        """See that so many token slices fit.
-
-        Raises:
-            PlanError: if they do not.
-        """
+        """See that so many token slices fit."""
         last = max(self.min_length, self.granularity)
         most = 1 + (self.seq_length - last) // self.shortest if self.seq_length >= last else 0
         if not 1 <= num_token_slices <= most:
@@ -177,14 +154,7 @@ class CutGrid:
         return min(lengths) >= self.min_length
 
     def balanced(self, num_token_slices: int, attention: float) -> TokenSlices:
-        """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow.
-
-        Args:
-            attention: share of attention in the cost of the sequence.
-
-        Raises:
-            PlanError: if so many token slices do not fit.
-        """
+        """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow."""
         self.check_count(num_token_slices)
         near = TokenSlices.balanced(
             self.seq_length,
@@ -217,16 +187,22 @@ no activation is larger than twice that of an equal cut."""
 class DocumentCuts:
     """Cuts of sequences of packed documents into token slices of equal cost.
 
-    Lengths are multiples of a quantum: the average length over `quanta`, rounded down to the granularity, and at least
-    that. Tokens beyond the last multiple go to the last token slice.
+    A token costs its matrix products, whatever its position, and its attention to the tokens of its document so far. So
+    a token at the end of a long document costs several times one of a short document:
+
+    documents     [ 0 | 1 | 2 | 3                              | 4 |5| 6  | 7 ]
+    cost           _.- _.- _.- _.---~~~~~~^^^^^^^^^^^^^^^^^^^^^ _.- .  _.- _.-
+    equal cut     [           |           |           |           |           ]
+    this cut      [               |         |      |    |                     ]
+
+    Every rank cuts a micro-batch for itself, from the starts of its documents alone, so that all cut alike. Lengths are
+    multiples of a quantum: the average length over `quanta`, rounded down to the granularity, and at least that. Tokens
+    beyond the last multiple go to the last token slice.
 
     Example:
         >>> cuts = DocumentCuts(seq_length=64, num_token_slices=4, linear_cost=8, attention_costs={None: 1})
         >>> str(cuts.cut([(0,)])), str(cuts.cut([range(0, 64, 4)])), str(cuts.cut([(0, 40)]))
         ('28,14,12,10', '16,16,16,16', '20,12,14,18')
-
-    Raises:
-        PlanError: if there are more token slices than multiples of the granularity, or no cost is positive.
     """
 
     seq_length: int
@@ -276,11 +252,7 @@ class DocumentCuts:
         return TokenSlices(tuple(end - start for start, end in pairwise(self._positions[places].tolist())))
 
     def cost_before(self, starts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-        """Return the cost of all tokens before each place at which a token slice may begin or end: [quanta + 1].
-
-        Args:
-            starts: for each row, the positions at which a document begins, ascending; the first is 0.
-        """
+        """Return the cost of all tokens before each place at which a token slice may begin or end: [quanta + 1]."""
         cost = self._positions.astype(np.float64) * (self.linear_cost * len(starts))
         for row in starts:
             begins = np.asarray(row, np.int64)

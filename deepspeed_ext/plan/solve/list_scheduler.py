@@ -1,12 +1,7 @@
 """Orders from priorities, and finished orders annealed.
 
-Rules make all priorities from seven numbers; the list scheduler makes orders of them, none of which can deadlock;
-annealing moves single ops that lie on the critical path.
-
-Rules: seven numbers that give every op a priority, so that a search has few numbers to choose instead of an order.
-
-A rule pictures a steady state. A period T is the time that the busiest rank needs for one micro-batch. Every op has a
-wished time, which is its priority:
+Rules: seven numbers that give every op a priority. A rule pictures a steady state. A period T is the time that the
+busiest rank needs for one micro-batch. Every op has a wished time, which is its priority:
 
     F  of token slice j of micro-batch k on stage i    T (k + forward_spread j / S + forward_depth d(i))
     BI of the same                                     T (turn + k + backward_spread (S - 1 - j) / S
@@ -14,18 +9,14 @@ wished time, which is its priority:
     BW                                                 that of its BI, T * weight_delay later
 
 with d(i) from 0 at the first stage to 1 behind the last, as forwards take time. With `forward_spread` near 1 the token
-slices of a micro-batch enter one by one between backwards, near 0 together; `turn` says how many micro-batches are
-let in before the first backward is urgent; the depths say which model chunk goes first; `weight_delay` keeps weight
-gradients back to fill gaps. `patience` is for how long a rank may wait for a more urgent op, in periods.
+slices of a micro-batch enter one by one between backwards, near 0 together; `turn` is the number of micro-batches that
+are let in before the first backward is urgent; the depths order model chunks; `weight_delay` keeps weight gradients
+back to fill gaps. `patience` is for how long a rank may wait for a more urgent op, in periods. 1f1b and zero-bubble
+orders, V-shaped ones and all between are rules, or close to one.
 
-1f1b and zero-bubble orders, V-shaped ones and all between are rules, or close to one.
-
-The list scheduler: makes op orders from priorities, and cannot make one that deadlocks.
-
-Each rank has three queues per stage: forwards, input gradients and weight gradients, each in its own fixed order
-(micro-batches first to last; token slices first to last forward, last to first backward). All there is to decide is
-from which queue to take next. Whenever a rank is free, it takes, of the heads of its queues that can start now or
-within its patience, the one of the smallest priority.
+The list scheduler. Each rank has three queues per stage: forwards, input gradients and weight gradients, each in its
+own fixed order. Whenever a rank is free, it takes, of the heads of its queues that can start now or within its
+patience, the one of the smallest priority.
 
 Memory. A forward takes room, its weight gradient gives it back. With the limit L, a rank that let later micro-batches
 in too far would have no room to finish the oldest, and all ranks would wait for ever. So room is reserved: let k be
@@ -33,15 +24,13 @@ the first micro-batch that has not gone forward on all stages of the rank; what 
 leave one whole micro-batch free, held <= L - 1. Then k can go forward on every rank, as all before it can turn back
 and be given up, and after it k + 1: some op can always run (the banker's algorithm, Dijkstra, EWD 623).
 
-Simulated annealing on finished orders: moves single ops that lie on the critical path.
-
-The makespan is the length of a critical path: a chain of ops, each of which starts as the one before it ends, on the
-same rank or over a transfer. Only a move that touches every such chain can shorten it, so moves start from an op of
-one chain, taken anew after every change; from two causes of a start one is taken by lot. The op goes some places
-earlier or later in the order of its rank, but never past an op of its own queue, nor past what it reads or what reads
-it. A move that makes the step longer is taken with a probability that falls as the search cools (Kirkpatrick et al.,
-Science 220, 1983; moves on critical paths: van Laarhoven et al., Operations Research 40, 1992, for job shops, which
-pipelines without memory are). Moves over the memory limit, and those that deadlock, are undone.
+Simulated annealing on finished orders. The makespan is the length of a critical path. Only a move that touches every
+such path can shorten it, so moves start from an op of one, taken anew after every change; from two causes of a start
+one is taken by lot. The op goes some places earlier or later in the order of its rank, but never past an op of its own
+queue, nor past what it reads or what reads it. A move that makes the step longer is taken with a probability that falls
+as the search cools (Kirkpatrick et al., Science 220, 1983; moves on critical paths: van Laarhoven et al., Operations
+Research 40, 1992, for job shops, which pipelines without memory are). Moves over the memory limit, and those that
+deadlock, are undone.
 """
 
 from dataclasses import dataclass
@@ -316,9 +305,6 @@ def anneal(
     Args:
         orders: that keep its memory limit and do not deadlock.
         num_moves: moves to try; each costs one replay.
-
-    Returns:
-        Makespan and orders.
     """
     best = orders.rows.copy()
     makespan = _anneal(

@@ -117,18 +117,12 @@ def optimise(
     micro-batches that all schedules have (ADR 0005). It ignores host copies: costs and memory are those without any.
 
     Args:
-        shape: of the pipeline; any number and placement of model chunks.
         costs: of ops and transfers. Without `weight_gradient` all backwards stay whole.
         memory_limit: activations of one micro-batch on one rank that a rank may hold, 1 or more; None for no limit.
             A token slice of a stage counts its share of the tokens over the model chunks, from F to BW or B.
         lengths: of the token slices, for the memory; None for equal ones.
         effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
             better.
-        progress: is told how much of the search is done.
-
-    Raises:
-        PlanError: if one micro-batch is over the memory limit, there are not as many lengths as token slices, or there
-            are too many ops.
     """
     check_num_ops(shape, MOST_OPS)
     if not effort > 0:
@@ -198,9 +192,6 @@ def _nudged(
     """Climb from the priorities of a rule: change those of a kind of ops, on a stage or in a stretch of time or both.
 
     Equally good priorities are taken too, so that the climb crosses plateaus.
-
-    Returns:
-        Makespan and the ops of each rank, as of `list_schedule`.
     """
     random = np.random.default_rng(seed)
     maker = Priorities(problem)
@@ -233,11 +224,7 @@ def search_rules(
     known: Sequence[PriorityRule] = (),
     progress: Progress = unseen,
 ) -> list[PriorityRule]:
-    """Good rules for a problem, best first.
-
-    Args:
-        progress: is told how much of the search is done.
-    """
+    """Good rules for a problem, best first."""
     random = np.random.default_rng(seed)
     priorities = Priorities(problem)
 

@@ -1,21 +1,10 @@
 """The problem of the optimiser as arrays, the compiled code that its loops share, and orders replayed.
 
-`SchedulingProblem` holds the pipeline, its data flow, its costs and the memory limit; `replay` simulates orders given
-as numbers, for the loops that change an order or a cost and simulate again.
-
-The problem of the optimiser: the pipeline, its data flow, its costs and the memory limit as arrays.
-
 Kinds are numbers here: 0 forward, 1 input gradient, 2 weight gradient, 3 whole backward. A unit is a token slice of a
 micro-batch, `micro_batch * S + token_slice`. An op is one number, `(kind * N + stage) * M * S + unit`, for N stages.
 
-Compiled code: how the optimiser's inner loops become fast, and what they share.
-
-numba is imported with this file, and this file by the optimiser alone.
-
-Simulates op orders given as numbers, for the loops that change an order or a cost and simulate again.
-
-`simulate.simulate` is the statement of what this computes, and tests hold the two equal. The arrays of a
-`SchedulingProblem` are read as they are, so that a changed order or a changed table costs nothing but the replay.
+`replay` simulates orders given as numbers, for the loops that change an order or a cost and simulate again; tests hold
+it equal to `simulate.simulate`. numba is imported with this file, and this file by the solvers alone.
 """
 
 import itertools
@@ -161,9 +150,6 @@ class SchedulingProblem:
         Args:
             memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
             lengths: tokens, or shares, of the token slices; None for equal ones.
-
-        Raises:
-            PlanError: if a rank may not even hold one micro-batch, or there are not as many lengths as token slices.
         """
         if memory_limit is not None and not memory_limit >= 1:
             raise PlanError(

@@ -69,13 +69,9 @@ class TerapipeProblem:
 
         Args:
             costs: times of token slices, by size of micro-batches in sequences.
-            grid: where token slices may begin and end.
             batch_size: sequences that one pipeline trains on in a step; with micro-batches of size 1 alone, their
                 number.
             num_waits: P - 1, however many of the stages `costs` tells apart.
-
-        Raises:
-            PlanError: if there are too many places to cut at.
         """
         places = len(grid.points) - 1
         if places > MOST_POINTS:
@@ -96,9 +92,6 @@ class TerapipeProblem:
                 small one.
             equal_sizes: whether all micro-batches have one size, as the trainer runs them.
             tolerance: how far the makespan may be above the best, relative; 0 for exact.
-
-        Raises:
-            PlanError: if so many token slices do not fit, or the sizes cannot fill the batch.
         """
         self.grid.check_count(num_token_slices or 1)
         best: _Filling | None = None
@@ -135,11 +128,7 @@ class TerapipeProblem:
         )
 
     def makespan(self, size: int, cut: TokenSlices) -> float:
-        """Return the makespan by the formula above for a batch of equal micro-batches.
-
-        Args:
-            cut: token slices of each, cut at points of the grid.
-        """
+        """Return the makespan by the formula above for a batch of equal micro-batches."""
         bounds = np.searchsorted(self.grid.points, [0, *np.cumsum(cut.lengths)])
         table, between = self.tables[size], (bounds[:-1], bounds[1:])
         total = float(table.times[between].sum()) * (self.batch_size // size)

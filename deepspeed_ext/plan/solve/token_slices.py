@@ -1,22 +1,16 @@
 """Token slices, and layers of stages with them, for the schedule that really runs: a search judged by the makespan.
 
-How long a step takes with a cut: what the solvers of token slices and of stages compare by.
-
-Both evaluations keep what does not depend on the cut (the order of a fixed schedule, the channels), so that one cut
-costs a replay, and count the simulated ops: that is the solvers' clock, since results must not depend on time.
-
-Token slices for the schedule that really runs: a search over cuts, judged by the simulated makespan.
-
 A cut is good if no rank waits; when they do depends on the schedule, on uneven stages, on the memory limit. There is
 no formula (TeraPipe's holds for gpipe; equal forward FLOPs leave the backwards uneven, in which attention weighs
 twice), so cuts are tried: first those that would be balanced if attention were 0, 10, 20 ... 100 % of the cost, then
 tokens are moved between the token slices of the best, many at first, at last as few as the granularity lets.
 
-Uneven stages and token slices together: how many layers each stage has, so that the head's stage is not the slowest.
-
 A language-model head costs as much as several layers. Its rank makes all others wait, in every token slice, unless it
-has fewer layers. The search begins with ranks that are as equally loaded as whole layers allow, then moves single
-layers between stages and tokens between token slices in turn, judged by the simulated makespan.
+has fewer layers. The search of stages begins with ranks that are as equally loaded as whole layers allow, then moves
+single layers between stages and tokens between token slices in turn.
+
+Evaluations keep all that does not depend on the cut, so that one cut costs a replay, and count the simulated ops: that
+is the clock of a search, since results must not depend on time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -107,11 +101,7 @@ class FixedSchedule:
         memory_limit: float | None = None,
         transfer: float | TransferCosts = 0.0,
     ) -> None:
-        """See `solve_token_slices` for the arguments.
-
-        Raises:
-            PlanError: if the schedule deadlocks, or has no such shape.
-        """
+        """See `solve_token_slices` for the arguments."""
         self.num_ops = 0
         self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
         even = TokenSlices((1,) * shape.num_token_slices)
@@ -189,9 +179,6 @@ def evaluation_of(
     Args:
         schedule: that will run; None for the one that `optimise` makes.
         memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
-
-    Raises:
-        PlanError: if the schedule deadlocks, or has no such shape.
     """
     if schedule is None:
         return OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
@@ -243,9 +230,6 @@ def solve_token_slices(
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about a second of one core.
         progress: is told how much of the search is done, at most.
-
-    Raises:
-        PlanError: if so many token slices do not fit, the schedule deadlocks, or no cut keeps the memory limit.
     """
     grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
@@ -332,9 +316,6 @@ def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, mem
     Args:
         cut: lengths of the token slices.
         memory_limit: activations of one micro-batch that a rank may hold.
-
-    Raises:
-        PlanError: if it does not.
     """
     peak = max(CompiledOrders.of_schedule(schedule, shape).peak_activation(cut.lengths))
     if peak > memory_limit + 1e-9:
@@ -386,9 +367,6 @@ def solve_stages(
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about three seconds of one core.
         progress: is told how much of the search is done, at most.
-
-    Raises:
-        PlanError: if there are fewer layers than stages, or as `solve_token_slices` does.
     """
     grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
