@@ -60,6 +60,11 @@ class Node:
     num_network_cards: int = 1
     host: HostMemory = USUAL_HOST
 
+    @property
+    def parts(self) -> tuple[Device, int, Link, Link, int, HostMemory]:
+        """All of it but its name: nodes with the same parts are of one kind."""
+        return self.device, self.num_devices, self.inside, self.network, self.num_network_cards, self.host
+
 
 def check_num_devices(num_devices: int, name: str) -> None:
     """See that a cluster does not have too many devices."""
@@ -114,11 +119,7 @@ class Cluster:
     @property
     def is_uniform(self) -> bool:
         """Whether all nodes are the same but for their names."""
-
-        def parts(node: Node) -> tuple[object, ...]:
-            return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
-
-        return len({parts(node) for node in self.nodes}) == 1
+        return len({node.parts for node in self.nodes}) == 1
 
 
 def model_document(model: ModelConfig) -> dict[str, Any]:
@@ -137,39 +138,29 @@ def cluster_document(nodes: Sequence[Node], name: str = "") -> dict[str, Any]:
     Args:
         name: of the cluster; empty = none.
     """
-    groups = [(parts, [node.name for node in group]) for parts, group in groupby(nodes, key=_parts)]
-    listed = [{"hosts": hosts, **_described(*parts)} for parts, hosts in groups]
+    groups = [list(group) for _, group in groupby(nodes, key=lambda node: node.parts)]
+    listed = [{"hosts": [node.name for node in group], **_described(group[0])} for group in groups]
     return {"name": name, "nodes": listed} if name else {"nodes": listed}
 
 
-def _parts(node: Node) -> tuple[Device, int, Link, Link, int, HostMemory]:
-    return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
-
-
-def _described(
-    device: Device, num_devices: int, inside: Link, network: Link, cards: int, host: HostMemory
-) -> dict[str, Any]:
-    return {
-        "device": _device(device),
-        "devices": num_devices,
-        "inside": _link(inside),
-        "network": {**_link(network), "cards": cards},
-        "host": {"memory": f"{host.memory_bytes!r} B", "bandwidth": f"{host.bandwidth!r} B/s"},
-    }
-
-
-def _link(link: Link) -> dict[str, Any]:
+def _described(node: Node) -> dict[str, Any]:
     # As text with plain units every number comes back to the last bit.
-    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency_s!r} s"}
+    def link(each: Link) -> dict[str, Any]:
+        return {"bandwidth": f"{each.bandwidth!r} B/s", "latency": f"{each.latency_s!r} s"}
 
-
-def _device(device: Device) -> dict[str, Any]:
+    device = node.device
     return {
-        "name": device.name,
-        "memory": f"{device.memory_bytes!r} B",
-        "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
-        "half_flops": f"{device.half_flops!r} FLOP/s",
-        "single_flops": f"{device.single_flops!r} FLOP/s",
-        "is_gpu": device.is_gpu,
-        **({"generation": device.generation} if device.generation else {}),
+        "device": {
+            "name": device.name,
+            "memory": f"{device.memory_bytes!r} B",
+            "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
+            "half_flops": f"{device.half_flops!r} FLOP/s",
+            "single_flops": f"{device.single_flops!r} FLOP/s",
+            "is_gpu": device.is_gpu,
+            **({"generation": device.generation} if device.generation else {}),
+        },
+        "devices": node.num_devices,
+        "inside": link(node.inside),
+        "network": {**link(node.network), "cards": node.num_network_cards},
+        "host": {"memory": f"{node.host.memory_bytes!r} B", "bandwidth": f"{node.host.bandwidth!r} B/s"},
     }

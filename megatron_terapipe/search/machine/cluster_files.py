@@ -23,7 +23,6 @@ from megatron_terapipe.search.machine.cluster import (
     MOST_DEVICES,
     MOST_DEVICES_OF_CLUSTER,
     MOST_NODES,
-    USUAL_HOST,
     Cluster,
     HostMemory,
     Link,
@@ -227,56 +226,23 @@ PARTS = {"devices": "number of devices", "inside": "links inside", "network": "n
 """Fields that the library may fill in, in words."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Nodes that differ by their names alone."""
+    """Nodes that differ by their names only."""
 
-    device: Device
-    num_devices: int
-    inside: Link
-    network: Link
-    num_network_cards: int
-    host: HostMemory = USUAL_HOST
+    node: Node
+    """One of them, without a name."""
     hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """What the file left to the library, a line each."""
 
-    def node(self, name: str, *, num_devices: int | None = None) -> Node:
-        """One of the nodes.
-
-        Args:
-            num_devices: devices of it, where it is not full.
-        """
-        return Node(
-            name=name,
-            device=self.device,
-            num_devices=num_devices or self.num_devices,
-            inside=self.inside,
-            network=self.network,
-            num_network_cards=self.num_network_cards,
-            host=self.host,
-        )
-
-    def doubted(self, doubt: str | None) -> "NodeGroup":
-        """Return the group with one more note, if there is one."""
-        return self if doubt is None else replace(self, notes=(*self.notes, doubt))
-
     @classmethod
-    def of_machine(cls, machine: Machine, device: Device, notes: tuple[str, ...] = ()) -> "NodeGroup":
+    def of_machine(cls, machine: Machine, device: Device, *notes: str) -> "NodeGroup":
         """Return a node of the library, perhaps with another device."""
-        doubt = sparsity_doubt(device)
-        notes += () if doubt is None else (doubt,)
+        found = [*notes, *_some(sparsity_doubt(device))]
         if library.is_guess(device.name):
-            notes += (f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it",)
-        return cls(
-            device=device,
-            num_devices=machine.num_devices,
-            inside=machine.inside,
-            network=machine.network,
-            num_network_cards=machine.num_network_cards,
-            host=machine.host,
-            notes=notes,
-        )
+            found.append(f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it")
+        return cls(machine.node(device), notes=tuple(found))
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
@@ -287,7 +253,11 @@ class NodeGroup:
                 return cls.of_machine(machine, library.device(machine.device))
         device = library.device(name, where)
         machine = library.usual_machine(name)
-        return cls.of_machine(machine, device, (assumed(["links"], device, machine),))
+        return cls.of_machine(machine, device, assumed(["links"], device, machine))
+
+
+def _some(note: str | None) -> list[str]:
+    return [] if note is None else [note]
 
 
 def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
@@ -326,7 +296,7 @@ def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str
         if host in overrides:
             entry = overrides[host]
             if entry.device is not None:
-                part = replace(part, device=entry.device.read(f"{where}.device")[0])
+                part = replace(part, node=replace(part.node, device=entry.device.read(f"{where}.device")[0]))
             part = _with_parts(part, entry)
         parts.append(part)
     return parts
@@ -339,20 +309,22 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
             machine that the file names. Otherwise it has one card.
     """
+    node, notes = group.node, list(group.notes)
     if entry.devices is not None:
-        group = replace(group, num_devices=entry.devices)
+        node = replace(node, num_devices=entry.devices)
     if entry.inside is not None:
-        group = replace(group, inside=entry.inside.read(group.inside))
-        group = group.doubted(inside_doubt(group.device, group.inside))
+        node = replace(node, inside=entry.inside.read(node.inside))
+        notes += _some(inside_doubt(node.device, node.inside))
     if entry.network is not None:
-        usual = group.num_network_cards if keeps_cards or entry.network.bandwidth is None else 1
-        network = entry.network.read(group.network)
-        notes = group.notes
-        if keeps_cards and usual > 1 and entry.network.bandwidth is not None and entry.network.cards is None:
-            notes += (f"the network is read as that of each of the {usual} cards of the machine: give cards if not",)
-        group = replace(group, network=network, num_network_cards=entry.network.cards or usual, notes=notes)
-        group = group.doubted(network_doubt(network))
-    return group if entry.host is None else replace(group, host=entry.host.read(group.host))
+        given, network = entry.network, entry.network.read(node.network)
+        cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
+        if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
+            notes.append(f"the network is read as that of each of the {cards} cards of the machine: give cards if not")
+        node = replace(node, network=network, num_network_cards=given.cards or cards)
+        notes += _some(network_doubt(network))
+    if entry.host is not None:
+        node = replace(node, host=entry.host.read(node.host))
+    return replace(group, node=node, notes=tuple(notes))
 
 
 def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
@@ -370,7 +342,7 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
     missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
-    return NodeGroup.of_machine(usual, device, (assumed(missing, device, usual),) if missing else ())
+    return NodeGroup.of_machine(usual, device, *([assumed(missing, device, usual)] if missing else []))
 
 
 def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
@@ -432,32 +404,23 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
     if most is not None and num_devices > most:
         where = place(file, path, "num_devices")
         raise fault(where, num_devices, "is more than num_nodes x devices_per_node", "change one of them")
-    inside, network, cards = machine.inside, machine.network, machine.num_network_cards
-    missing = []
+    node, missing = machine.node(device), []
     if flat.intra_node_GBps is not None:
-        inside = Link(bandwidth=flat.intra_node_GBps * GIGABYTE, latency_s=inside.latency_s)
+        node = replace(node, inside=replace(node.inside, bandwidth=flat.intra_node_GBps * GIGABYTE))
     elif min(per_node, num_devices) > 1:
         missing.append("links inside")
     if flat.inter_node_Gbps is not None:
         total = flat.inter_node_Gbps * GIGABIT
-        cards = flat.network_cards or max(1, ceil(total / network.bandwidth - 1e-9))
-        network = Link(bandwidth=total / cards, latency_s=network.latency_s)
+        cards = flat.network_cards or max(1, ceil(total / node.network.bandwidth - 1e-9))
+        node = replace(node, network=replace(node.network, bandwidth=total / cards), num_network_cards=cards)
     elif num_devices > per_node:
         missing.append("network")
-    group = NodeGroup(
-        device=device,
-        num_devices=per_node,
-        inside=inside,
-        network=network,
-        num_network_cards=cards,
-        host=machine.host,
-        notes=(assumed(missing, device, machine),) if missing else (),
-    )
+    notes = [assumed(missing, device, machine)] if missing else []
     if flat.intra_node_GBps is not None:
-        group = group.doubted(inside_doubt(device, inside))
+        notes += _some(inside_doubt(device, node.inside))
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
-    nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
-    return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), group.notes
+    nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
+    return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), tuple(notes)
 
 
 def read_cluster(path: str, *, device: str | None = None) -> Cluster:
@@ -509,20 +472,17 @@ def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tup
         raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
     hosts = parse_hostfile(text, path)
     group = NodeGroup.of_library(device, "--device")
-    nodes = tuple(group.node(host.name, num_devices=host.slots) for host in hosts if host.slots)
+    nodes = tuple(replace(group.node, name=host.name, num_devices=host.slots) for host in hosts if host.slots)
     return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
 
 
 def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
     # Before any node is made.
-    check_num_devices(sum(len(group.hosts) * group.num_devices for group in groups), name)
-    nodes: list[Node] = []
-    for group in groups:
-        nodes += [group.node(host) for host in group.hosts]
-    seen: set[str] = set()
-    for node in nodes:
-        if node.name in seen:
-            raise ConfigError(f"cluster {name}: host {node.name} stands twice: give each node a name of its own")
-        seen.add(node.name)
+    check_num_devices(sum(len(group.hosts) * group.node.num_devices for group in groups), name)
+    nodes = {}
+    for host, node in ((host, group.node) for group in groups for host in group.hosts):
+        if host in nodes:
+            raise ConfigError(f"cluster {name}: host {host} stands twice: give each node a name of its own")
+        nodes[host] = replace(node, name=host)
     notes = [note for each in groups for note in each.notes]
-    return Cluster(nodes=tuple(nodes), name=name), tuple(dict.fromkeys(notes))
+    return Cluster(nodes=tuple(nodes.values()), name=name), tuple(dict.fromkeys(notes))

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.cluster import USUAL_HOST, HostMemory, Link
+from megatron_terapipe.search.machine.cluster import USUAL_HOST, HostMemory, Link, Node
 from megatron_terapipe.search.machine.documents import suggestion
 
 # Machines by name: how many devices of which kind, and the links inside and between them, one direction.
@@ -54,6 +54,18 @@ class Machine:
     network: Link
     num_network_cards: int = 1
     host: HostMemory = USUAL_HOST
+
+    def node(self, device: Device) -> Node:
+        """Return one without a name, with these devices."""
+        return Node(
+            name="",
+            device=device,
+            num_devices=self.num_devices,
+            inside=self.inside,
+            network=self.network,
+            num_network_cards=self.num_network_cards,
+            host=self.host,
+        )
 
 
 def _machine(

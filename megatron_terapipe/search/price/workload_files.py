@@ -74,7 +74,7 @@ class AttentionEntry(Entry):
     written_out: bool = False
 
     @model_validator(mode="after")
-    def _one_window(self) -> "AttentionEntry":
+    def _agree(self) -> "AttentionEntry":
         if self.sliding_window and not self.causal:
             raise ValueError(
                 f"has sliding_window {self.sliding_window}, which reaches back from a token, and is not causal: give "
@@ -85,10 +85,6 @@ class AttentionEntry(Entry):
                 f"has separate_window {self.separate_window}, which attends to itself alone, and is causal: give "
                 "causal false, or sliding_window for the tokens up to a token"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "AttentionEntry":
         if self.key_value_heads and self.query_heads % self.key_value_heads:
             raise ValueError(
                 f"has key_value_heads {self.key_value_heads}, which does not divide query_heads {self.query_heads}: "
@@ -123,21 +119,12 @@ class LayerEntry(Entry):
 
     def layer(self, where: str) -> Layer:
         """Return the layer; `where` is the place of the entry, for errors."""
-        products = tuple(Product(each.inputs, each.outputs, each.parallel) for each in self.products)
+        products = tuple(Product(**dict(each)) for each in self.products)
         given = self.attention
         attention = (
             None
             if given is None
-            else Attention(
-                given.query_heads,
-                given.key_value_heads or given.query_heads,
-                given.head_size,
-                causal=given.causal,
-                separate_window=given.separate_window,
-                sliding_window=given.sliding_window,
-                normed=given.normed,
-                written_out=given.written_out,
-            )
+            else Attention(**dict(given) | {"key_value_heads": given.key_value_heads or given.query_heads})
         )
         weights = sum(product.weights for product in products)
         parameters = weights if self.parameters is None else self.parameters
@@ -148,18 +135,9 @@ class LayerEntry(Entry):
         if attention is not None and attention.separate_window is not None and self.tokens % attention.separate_window:
             problem = f"does not divide the layer's {self.tokens} tokens"
             raise fault(f"{where}.attention.separate_window", attention.separate_window, problem, "change one of them")
-        same = (
-            *("kind", "tokens", "hidden_size", "unshared_parameters", "num_norms", "activation_width", "gated"),
-            *("normalization", "num_biases", "biased_channels", "rotary_channels"),
-        )
-        shared = ("shared_weight", "shared_parameters", "extra_output_elements", "forward_s")
-        return Layer(
-            name=self.name or self.kind,
-            products=products,
-            attention=attention,
-            parameters=parameters,
-            **{name: getattr(self, name) for name in (*same, *shared)},
-        )
+        values = dict(self) | {"products": products, "attention": attention, "parameters": parameters}
+        del values["repeat"]
+        return Layer(**values | {"name": self.name or self.kind})
 
 
 class LayeredEntry(Entry):
