@@ -35,8 +35,8 @@ from megatron_terapipe.search.price.closed_form import StepCosts
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import RankGroups, all_gather_s, transfer_s
-from megatron_terapipe.search.price.prediction import TimeBreakdown
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, TimePrediction
+from megatron_terapipe.search.price.prediction import Prediction, TimeBreakdown
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.workload import Layer
 from megatron_terapipe.strategy import Strategy
@@ -157,13 +157,13 @@ class DeepSpeedCosts(CostModel):
         self._messages_of: dict[tuple[object, ...], Messages] = {}
         self._simulator = ScheduleSimulator()
 
-    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
+    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> Prediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
         step = self.end_of_iteration(strategy)
         each = (self._with_replicas(strategy, groups, step) for groups in self.groups(strategy).by_replica)
         return max(each, key=lambda time: time.iteration_time_s)
 
-    def _with_replicas(self, strategy: Strategy, groups: RankGroups, step: StepCosts) -> TimePrediction:
+    def _with_replicas(self, strategy: Strategy, groups: RankGroups, step: StepCosts) -> Prediction:
         """Time with the devices and links of one kind of replica."""
         shape = pipeline_shape(strategy)
         stages = self.stages(strategy)
@@ -183,10 +183,11 @@ class DeepSpeedCosts(CostModel):
             optimizer_s=float(np.max(step.optimizer)),
             fixed_s=self.efficiency.iteration_s,
         )
-        return TimePrediction(
+        return Prediction(
             iteration_time_s=breakdown.total_s,
             bubble_ratio=max(1 - micro_batches * float(computing.sum()) / (len(computing) * makespan), 0.0),
             breakdown=breakdown,
+            memory=(),
             notes=("reductions between tensor-parallel ranks are in compute_s, as in the measured profile",),
         )
 

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.closed_form import StepCosts, step_costs
+from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
-from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
+from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScaledTimes
 from megatron_terapipe.search.price.links import (
     ClusterTable,
     LayerLinks,
@@ -32,23 +32,19 @@ from megatron_terapipe.search.price.links import (
     transfer_bandwidth,
 )
 from megatron_terapipe.search.price.memory import MemoryModel, MemoryOverheads, default_overheads, host_copy_settings
-from megatron_terapipe.search.price.prediction import Prediction, RankMemory
+from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.price.roofline import Roofline
-from megatron_terapipe.search.price.simulated_time import (
-    ScheduleSimulator,
-    TimePrediction,
-    closed_form_of,
-    time_prediction,
-)
+from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, SimulatedTime, closed_form_of
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,
+    HEAD_EXCHANGE,
     INPUT_GRADIENT,
+    TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
     LayerCounter,
     LayerCounts,
     LayerPrices,
-    OpSizes,
     PlacedStrategy,
     StageOps,
     on_slowest_device,
@@ -58,7 +54,7 @@ from megatron_terapipe.search.price.stages import (
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
-__all__ = ["SPLIT_SCHEDULES", "CostModel", "Pricing", "TimePrediction"]
+__all__ = ["SPLIT_SCHEDULES", "CostModel", "Pricing"]
 
 Floats = NDArray[np.float64]
 
@@ -141,7 +137,7 @@ class CostModel:
         activation_limit: float | None = None,
         memory_limit: float | None = None,
         model_chunk_placement: Placement = Placement.LOOPED,
-    ) -> TimePrediction:
+    ) -> Prediction:
         """Price one strategy on its real schedule.
 
         Args:
@@ -155,38 +151,85 @@ class CostModel:
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
-        step = self.step(placed.counts, placed.groups, strategy.zero_stage)
 
-        def of_replicas(groups: RankGroups) -> TimePrediction:
+        def of_replicas(groups: RankGroups) -> Prediction:
             """Time with the devices and links of one kind of replica."""
             same = replace(placed, groups=groups)
             stages = self.stage_ops(same)
             costs = self._costs(same, stages)
-            if activation_limit is None or strategy.schedule != "zero-bubble":
-                cut = strategy.cut(self.workload.seq_length)
+            if activation_limit is not None and strategy.schedule == "zero-bubble":
+                simulated = closed_form_of(shape, costs, activation_limit)
+            else:
                 simulated = self._simulator.simulate(
                     strategy.schedule,
                     shape,
                     costs,
-                    token_slices=cut,
+                    token_slices=strategy.cut(self.workload.seq_length),
                     memory_limit=memory_limit,
                     host_copies=self.host_copy_settings(placed) if strategy.offload else None,
                 )
-            else:
-                simulated = closed_form_of(shape, costs, activation_limit)
-            return time_prediction(
-                shape,
-                stages,
-                costs,
-                simulated,
-                step,
-                layers=placed.counts.first_stage.sum(axis=1),
-                software=self.software,
-                efficiency=self.efficiency,
-            )
+            return self._prediction(placed, shape, stages, costs, simulated)
 
         # A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
         return max(map(of_replicas, placed.groups.by_replica), key=lambda time: time.iteration_time_s)
+
+    def _prediction(
+        self, placed: PlacedStrategy, shape: PipelineShape, stages: Floats, costs: OpCosts, simulated: SimulatedTime
+    ) -> Prediction:
+        """Put the times of a prediction together, with the breakdown of the busiest pipeline rank.
+
+        Args:
+            stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
+            costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
+        """
+        step = self.step(placed.counts, placed.groups, placed.strategy.zero_stage)
+        ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
+        split = costs.weight_gradient is not None
+
+        def by_rank(seconds: Floats) -> Floats:
+            """Sum [stages, S] over the stages of each rank, and over token slices: [P]."""
+            return np.asarray(seconds.sum(axis=1).reshape(-1, ranks).sum(axis=0))
+
+        backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
+        op_s = (2 + split) * self.efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
+        computing = by_rank(stages[FORWARD] + backward) + op_s
+        reducing, exchanging = by_rank(stages[TENSOR_PARALLEL]), by_rank(stages[HEAD_EXCHANGE])
+        tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
+        busy = by_rank(np.sum(tables, axis=0))
+        busiest = int(np.argmax(busy))
+        covering = CoveringOps(
+            completing=np.array(costs.weight_gradient or costs.backward)[:ranks, 0],
+            forward=by_rank(stages[FORWARD]),
+            backward=by_rank(backward),
+            layers=placed.counts.first_stage.sum(axis=1),
+            num_micro_batches=micro_batches,
+        )
+        reduction = exposed_reduction_s(step, covering, self.software.communication, self.efficiency, drains=not split)
+        blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
+        waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
+        copying = min(simulated.host_copy_s, waiting)
+        sending = simulated.makespan - simulated.host_copy_s - simulated.makespan_without_transfers
+        exposed = min(max(sending, 0.0), waiting - copying)
+        breakdown = TimeBreakdown(
+            compute_s=micro_batches * float(computing[busiest] - reducing[busiest] - exchanging[busiest]),
+            tensor_parallel_s=micro_batches * float(reducing[busiest]),
+            head_exchange_s=micro_batches * float(exchanging[busiest]),
+            bubble_s=waiting - exposed - copying,
+            host_copy_s=copying,
+            transfer_s=blocked + exposed,
+            gradient_reduction_s=float(np.max(reduction)),
+            shared_weight_s=float(np.max(step.shared_weight)),
+            optimizer_s=float(np.max(step.optimizer)),
+            fixed_s=self.efficiency.iteration_s,
+        )
+        bubble = 1 - micro_batches * float(busy.sum()) / (ranks * simulated.makespan)
+        return Prediction(
+            iteration_time_s=breakdown.total_s,
+            bubble_ratio=max(bubble, 0.0),
+            breakdown=breakdown,
+            memory=(),
+            notes=simulated.notes,
+        )
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""
@@ -311,7 +354,7 @@ class CostModel:
         ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
         return sending_s(
             Messages(num_bytes, bandwidth[:, None], latency_s[:, None], crosses_nodes[:, None]),
-            placed.groups.tensor.all_ranks.at(ranks[:, None]),
+            placed.groups.tensor.at(ranks[:, None]),
             self.efficiency,
             in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
         )
@@ -348,7 +391,7 @@ class CostModel:
         return step_costs(
             counts.parameters,
             counts.shared_parameters,
-            groups.data.all_ranks,
+            groups.data,
             groups.ends.at(0),
             np.array([min(map(reachable_bandwidth, devices)) for devices in groups.devices]),
             zero_stage=zero_stage,
@@ -409,13 +452,7 @@ class Pricing:
     def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
         """Price one strategy."""
         time = self.cost_model.predict_time(strategy)
-        return Prediction(
-            iteration_time_s=time.iteration_time_s,
-            bubble_ratio=time.bubble_ratio,
-            breakdown=time.breakdown,
-            memory=memory or self.memory(strategy),
-            notes=time.notes,
-        )
+        return replace(time, memory=memory or self.memory(strategy))
 
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
         """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile."""

@@ -1,6 +1,6 @@
 """The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,24 +28,32 @@ class LayerTimes(NamedTuple):
     launch_weight_gradient: ScalarOrArray = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class LayerQuery:
-    """One layer, and what the times of its ops depend on. The arrays broadcast against each other."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OpSizes:
+    """Sizes that op times depend on, besides layer and device; the arrays broadcast against each other.
 
-    layer: Layer
-    device: Device
-    _: KW_ONLY
+    Token slices have their bounds as shares of the sequence; of a `LayerQuery`, in tokens of the layer.
+    """
+
     tensor_parallel_size: ScalarOrArray
     micro_batch_size: ScalarOrArray
     start: ScalarOrArray
     end: ScalarOrArray
-    """Token behind its last one."""
     sequence_parallel_size: ScalarOrArray = 1.0
     """Ranks that share the tokens of its matrices, and the heads of its attention."""
     recompute: str = "none"
     sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
     key_value_gradients: str = "fp32"
     """Type in which gradients of keys and values are kept between two token slices."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerQuery(OpSizes):
+    """One layer, and what the times of its ops depend on."""
+
+    layer: Layer
+    device: Device
 
     @property
     def sequences(self) -> ScalarOrArray:

@@ -86,7 +86,10 @@ class ClusterTable:
 
 
 class GroupTopology(NamedTuple):
-    """Number of ranks and nodes of a group, and the links between them; numbers or arrays."""
+    """Number of ranks and nodes of a group, and the links between them.
+
+    Numbers, or arrays: those of `RankGroups` are [P], the slowest group of each pipeline rank.
+    """
 
     size: ScalarOrArray
     num_nodes: ScalarOrArray
@@ -112,32 +115,6 @@ class LayerLinks(NamedTuple):
 
     tensor: GroupTopology
     sequence: GroupTopology = ALONE
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLinks:
-    """Links of the groups of one axis, per pipeline rank; the slowest group's."""
-
-    size: int
-    num_nodes: Floats
-    inside_bandwidth: Floats
-    inside_latency_s: Floats
-    network_bandwidth: Floats
-    network_latency_s: Floats
-
-    def at(self, rank: int) -> GroupTopology:
-        """Return the links of the groups of one pipeline rank, as numbers."""
-        return GroupTopology(self.size, *(float(column[rank]) for column in self._columns))
-
-    @property
-    def all_ranks(self) -> GroupTopology:
-        """Links of the groups of all pipeline ranks, as arrays of [P]."""
-        return GroupTopology(float(self.size), *self._columns)
-
-    @property
-    def _columns(self) -> tuple[Floats, ...]:
-        links = self.inside_bandwidth, self.inside_latency_s, self.network_bandwidth, self.network_latency_s
-        return (self.num_nodes, *links)
 
 
 class RankKind(NamedTuple):
@@ -238,13 +215,13 @@ class RankGroups:
         return tuple(RankKind(np.array(ranks), *key) for key, ranks in found.items())
 
     @cached_property
-    def tensor(self) -> GroupLinks:
+    def tensor(self) -> GroupTopology:
         """Tensor-parallel groups."""
         size = self.layout.tensor_parallel_size
         return self._links(self.nodes.reshape(-1, size), counted=self._counted(self.layout.sequence_parallel_size))
 
     @cached_property
-    def sequence(self) -> GroupLinks:
+    def sequence(self) -> GroupTopology:
         """Groups of sequence-parallel ranks."""
         groups = np.swapaxes(self.nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
         return self._links(groups, counted=self._counted(self.layout.tensor_parallel_size))
@@ -255,7 +232,7 @@ class RankGroups:
         return LayerLinks(self.tensor.at(rank), ALONE if alone else self.sequence.at(rank))
 
     @cached_property
-    def data(self) -> GroupLinks:
+    def data(self) -> GroupTopology:
         """Groups of ranks with the same weights, over which gradients are reduced: data- and sequence-parallel ones."""
         return self._links(np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
 
@@ -269,7 +246,7 @@ class RankGroups:
         return counted
 
     @cached_property
-    def ends(self) -> GroupLinks:
+    def ends(self) -> GroupTopology:
         """The first and the last pipeline rank, where they share a weight; one entry."""
         pairs = np.stack([self.nodes[0].reshape(-1), self.nodes[-1].reshape(-1)], axis=1)
         return self._links(pairs, num_stages=1)
@@ -305,7 +282,7 @@ class RankGroups:
 
     def _links(
         self, groups: Whole, num_stages: int | None = None, counted: NDArray[np.bool_] | None = None
-    ) -> GroupLinks:
+    ) -> GroupTopology:
         """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another.
 
         All of them use the links; only those `counted` are asked about, as many of each pipeline rank.
@@ -330,7 +307,7 @@ class RankGroups:
             """Combine values of [parts] stage by stage: [stages]."""
             return np.asarray(combine.reduceat(values, first_of_stage), dtype=np.float64)
 
-        return GroupLinks(
+        return GroupTopology(
             groups.shape[1],
             num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
             of_stages(np.minimum, cluster.inside_bandwidth[nodes]),
@@ -407,9 +384,8 @@ def reduce_scatter_s(
     )
 
 
-def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has all `num_bytes`, of which each had a part; arguments broadcast."""
-    return reduce_scatter_s(num_bytes, topology, efficiency)
+all_gather_s = reduce_scatter_s
+"""Seconds until each rank has all of what each had a part of: the same rounds the other way."""
 
 
 def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:

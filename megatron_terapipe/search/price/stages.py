@@ -21,7 +21,14 @@ from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.software import Communication
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, OpTimes, ScalarOrArray, key_heads
+from megatron_terapipe.search.price.layer_times import (
+    LayerQuery,
+    LayerTimes,
+    OpSizes,
+    OpTimes,
+    ScalarOrArray,
+    key_heads,
+)
 from megatron_terapipe.search.price.links import (
     GroupTopology,
     LayerLinks,
@@ -153,21 +160,6 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHAN
 """Rows of the first axis of arrays of ops, in the order of `StageOps`."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OpSizes:
-    """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other."""
-
-    tensor_parallel_size: ScalarOrArray
-    sequence_parallel_size: ScalarOrArray
-    micro_batch_size: ScalarOrArray
-    start: ScalarOrArray
-    """Begin of the token slice, as a share of the sequence."""
-    end: ScalarOrArray
-    recompute: str
-    sequence_parallel: bool
-    key_value_gradients: str
-
-
 class LayerPrices:
     """Prices the layers of a model, each kind of them once."""
 
@@ -190,32 +182,12 @@ class LayerPrices:
 
     def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
         """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes]."""
+        prices = self._op_times, self._efficiency, links, self._communication, self._element_bytes
         rows = []
         for layer in self._kinds:
-            query = LayerQuery(
-                layer,
-                device,
-                tensor_parallel_size=sizes.tensor_parallel_size,
-                sequence_parallel_size=sizes.sequence_parallel_size,
-                micro_batch_size=sizes.micro_batch_size,
-                start=sizes.start * layer.tokens,
-                end=sizes.end * layer.tokens,
-                recompute=sizes.recompute,
-                sequence_parallel=sizes.sequence_parallel,
-                key_value_gradients=sizes.key_value_gradients,
-            )
-            rows.append(
-                layer_ops(query, self._op_times, self._efficiency, links, self._communication, self._element_bytes)
-            )
-        each = (
-            sizes.tensor_parallel_size,
-            sizes.sequence_parallel_size,
-            sizes.micro_batch_size,
-            sizes.start,
-            sizes.end,
-        )
-        shape = np.broadcast_shapes(*map(np.shape, each))
-        out = np.empty((len(StageOps._fields), len(rows), *shape))
+            bounds = {"start": sizes.start * layer.tokens, "end": sizes.end * layer.tokens}
+            rows.append(layer_ops(LayerQuery(layer, device, **vars(sizes) | bounds), *prices))
+        out = np.empty((len(StageOps._fields), len(rows), *np.broadcast_shapes(*map(np.shape, vars(sizes).values()))))
         for kind, parts in enumerate(rows):
             for part, seconds in enumerate(parts):
                 out[part, kind] = seconds
@@ -272,9 +244,9 @@ def layer_ops(
     backward_reduction: ScalarOrArray = 0.0
     again = _whole_forward_again(query)
     if not op_times.includes_collectives:
-        one = (1 - communication.tensor_parallel_overlap) * _reduction_s(
-            element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency, query.sequence_parallel
-        )
+        reduced = element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
+        one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
+        one = (1 - communication.tensor_parallel_overlap) * one
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
     exchange = head_exchange_s(query, links.sequence, efficiency, element_bytes)
@@ -375,14 +347,6 @@ def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -
         exposed: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
     """
     return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)
-
-
-def _reduction_s(
-    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency, sequence_parallel: bool
-) -> ScalarOrArray:
-    if sequence_parallel:
-        return reduce_scatter_s(num_bytes, topology, efficiency) + all_gather_s(num_bytes, topology, efficiency)
-    return all_reduce_s(num_bytes, topology, efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)

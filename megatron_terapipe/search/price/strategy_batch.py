@@ -20,6 +20,7 @@ from megatron_terapipe.search.price.closed_form import (
 )
 from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import OpSizes
 from megatron_terapipe.search.price.links import GroupTopology, LayerLinks, Messages, RankKind, sending_s
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import (
@@ -28,7 +29,6 @@ from megatron_terapipe.search.price.stages import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     LayerPrices,
-    OpSizes,
     PlacedStrategy,
     StageOps,
     on_slowest_device,
@@ -96,7 +96,7 @@ class Replicas(NamedTuple):
         links = [model.messages(each) for model, each in zip(models, placed, strict=True)]
         return cls(
             kinds,
-            _all_ranks([each.groups.tensor.all_ranks for each in placed], ranks),
+            _all_ranks([each.groups.tensor for each in placed], ranks),
             _stacked([each.bandwidth for each in links], fill=1),
             _stacked([each.latency_s for each in links]),
             _stacked([each.crosses_nodes.astype(float) for each in links]) > 0,
@@ -155,7 +155,7 @@ class StrategyBatch:
             shared=_stacked([each.counts.shared_parameters for each in placed]),
             numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
             replicas=tuple(Replicas.of(models, each) for each in counted),
-            data=_all_ranks([each.groups.data.all_ranks for each in placed], ranks),
+            data=_all_ranks([each.groups.data for each in placed], ranks),
             ends=_columns([each.groups.ends.at(0) for each in placed]),
             memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
             message=_stacked([each.sum(axis=1) for each in sent]),

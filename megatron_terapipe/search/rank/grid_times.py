@@ -30,6 +30,7 @@ from megatron_terapipe.search.price.closed_form import (
     shown_reduction_s,
 )
 from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.price.layer_times import OpSizes
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
@@ -38,7 +39,6 @@ from megatron_terapipe.search.price.stages import (
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
     LayerCounts,
-    OpSizes,
     StageOps,
     on_slowest_device,
     stage_ops,

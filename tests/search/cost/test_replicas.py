@@ -14,7 +14,7 @@ from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.price.simulated_time import TimePrediction
+from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
@@ -42,7 +42,7 @@ class TwiceAsLong:
         return LayerTimes(time, time, time)
 
 
-def in_pipeline_s(time: TimePrediction) -> float:
+def in_pipeline_s(time: Prediction) -> float:
     """Seconds until the last backward."""
     parts = time.breakdown
     return parts.compute_s + parts.tensor_parallel_s + parts.bubble_s + parts.transfer_s
