@@ -53,3 +53,8 @@ def not_installed(package: str) -> str:
     The package itself is what works everywhere, also in a checkout that was never installed.
     """
     return f"the package {package}, which is not installed: pip install {package} (extra: {EXTRA_OF[package]})"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

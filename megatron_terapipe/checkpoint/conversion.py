@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -10,19 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.terminal import Progress, unseen
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.directories import put_in_place
+from megatron_terapipe.checkpoint.directories import complete
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import (
-    ASIDE,
-    MANIFEST_FILE,
-    DurableFile,
-    Manifest,
-    sync_folder,
-    write_durably,
-)
+from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
@@ -45,34 +37,21 @@ from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = unseen) -> Path:
-    """Write a model of Hugging Face as a checkpoint at iteration 0.
+    """Write a model of Hugging Face as a checkpoint at iteration 0, and return its directory.
 
     Args:
         dtype: type of the weights; None as they are there.
-        progress: is told how much of the model is written.
-
-    Returns:
-        Directory of the checkpoint.
     """
     family, model = read_model(directory, "--load")
     weights = FolderWeights(directory, family, model)
     weights.check()
     checkpoint = output / checkpoint_tag(0)
     partial = checkpoint.with_name(checkpoint.name + ASIDE)
-    info = CheckpointInfo(
-        iteration=0,
-        consumed_samples=0,
-        model=asdict(model),
-        layout=asdict(ParallelLayout()),
-        optimizer=None,
-        partitioned=False,
-        tokenizer=import_tokenizer(directory, output / "tokenizer"),
-        family=family.name,
-        has_manifest=True,
-    )
+    tokenizer = import_tokenizer(directory, output / "tokenizer")
+    info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer, has_manifest=True)
     rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = {RUN_FILE: write_durably(partial / RUN_FILE, info.text())}
+    files = {}
     indices = list(layers_with_weights(model))
     for number, index in enumerate(indices):
         progress(number / len(indices))
@@ -82,9 +61,7 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
         with DurableFile(partial / layer_file(index)) as file:
             torch.save(layer, file)
         files[layer_file(index)] = file.facts
-    write_durably(partial / MANIFEST_FILE, Manifest(files).text())
-    sync_folder(partial)
-    put_in_place(partial, checkpoint)
+    complete(partial, checkpoint, files, {RUN_FILE: info.text()})
     return checkpoint
 
 
@@ -102,7 +79,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = unseen,
 ) -> list[str]:
-    """Write a checkpoint as a model of Hugging Face.
+    """Write a checkpoint as a model of Hugging Face, and return the names of the files of its tokenizer.
 
     Args:
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
@@ -110,10 +87,6 @@ def export_checkpoint(
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document, if it is known.
         shard_bytes: bytes of tensors in one file.
-        progress: is told how much of the work is done.
-
-    Returns:
-        Names of the files of the tokenizer that were written, too.
     """
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
@@ -127,12 +100,7 @@ def export_checkpoint(
 
     tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted, written)
     first_name, first = next(tensors)
-
-    def all_tensors() -> Iterator[tuple[str, Tensor]]:
-        yield first_name, first
-        yield from tensors
-
-    write_tensors(output, all_tensors(), shard_bytes=shard_bytes)
+    write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
     # Null where it is not known: what a family takes where it is left out may not be in the vocabulary.
     ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}

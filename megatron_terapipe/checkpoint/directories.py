@@ -4,11 +4,20 @@ Needs no torch, so that flags can use it.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
 
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import ASIDE, MANIFEST_FILE, Manifest, replace_durably, sync_folder
+from megatron_terapipe.checkpoint.manifest import (
+    ASIDE,
+    MANIFEST_FILE,
+    FileFacts,
+    Manifest,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
@@ -32,22 +41,14 @@ def _model_rank(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int
 
 
 def state_file(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int) -> str:
-    """File of a rank's counters and, where the optimizer's state is not partitioned, of that state.
-
-    Args:
-        tensor_parallel_rank: the rank among those that share the stage.
-    """
+    """File of a rank's counters and, where the optimizer's state is not partitioned, of that state."""
     return f"{_model_rank(stage, tensor_parallel_rank, tensor_parallel_size)}_model_states.pt"
 
 
 def optimizer_files(
     stage: int, tensor_parallel_rank: int, tensor_parallel_size: int, data_parallel_size: int
 ) -> list[str]:
-    """Files of a rank's partitioned optimizer state, one for each replica, without the prefix of bf16.
-
-    Args:
-        tensor_parallel_rank: the rank among those that share the stage.
-    """
+    """Files of a rank's partitioned optimizer state, one for each replica, without the prefix of bf16."""
     rank = _model_rank(stage, tensor_parallel_rank, tensor_parallel_size)
     return [f"zero_pp_rank_{replica}_{rank}_optim_states.pt" for replica in range(data_parallel_size)]
 
@@ -59,15 +60,15 @@ _LONGEST_NAME = 200
 def latest_checkpoint(load: str | Path) -> Path | None:
     """Directory of the newest whole checkpoint, or None if there is none.
 
-    Who died before the first `latest` was written left a whole one without it.
+    A run that died before it wrote its first `latest` may have left a whole checkpoint without it.
     """
     if Path(load).exists() and not Path(load).is_dir():
         raise CheckpointError(f"--load {load} is a file: give the directory that a run saved to")
     latest = Path(load) / LATEST
     tag = _read_tag(latest)
     if tag is None:
-        whole = {_iteration(path.parent.name): path.parent for path in Path(load).glob(f"*/{MANIFEST_FILE}")}
-        return max(((number, path) for number, path in whole.items() if number is not None), default=(0, None))[1]
+        whole = _with_iteration(Path(load), MANIFEST_FILE)
+        return max(whole, key=lambda found: (found[0], -len(found[1].name)), default=(0, None))[1]
     directory = _directory(Path(load), tag)
     if directory is None:
         raise CheckpointError(f"{latest} names {tag}, which is not there: write an existing tag into it")
@@ -80,11 +81,7 @@ def names_model_folder(load: str | Path) -> bool:
 
 
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
-    """Directory of the checkpoint with a tag, or of the newest whole one.
-
-    Args:
-        tag: name of the checkpoint; None for the newest.
-    """
+    """Directory of the checkpoint with a tag; with None, of the newest whole one, or None if there is none."""
     if tag is None:
         return latest_checkpoint(load)
     directory = _directory(Path(load), tag)
@@ -95,11 +92,7 @@ def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
 
 
 def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
-    """Directory of the checkpoint with a tag, or of the newest whole one, where there must be one.
-
-    Args:
-        tag: name of the checkpoint; None for the newest.
-    """
+    """Directory of the checkpoint with a tag, or of the newest whole one, where there must be one."""
     directory = tagged_checkpoint(load, tag)
     if directory is None:
         raise CheckpointError(no_checkpoint(load))
@@ -124,19 +117,17 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
     while True:
         try:
             directory = tagged_checkpoint(load, tag)
-            return None if directory is None else (directory, _facts(directory))
+            if directory is None:
+                return None
+            info = CheckpointInfo.read(directory)
+            if manifest := manifest_of(directory, info):
+                manifest.check_content(directory, [RUN_FILE])
+            return directory, info
         except CheckpointError:
             before = previous_tag(load, tag) if or_previous else None
             if before is None:
                 raise
             tag = before
-
-
-def _facts(directory: Path) -> CheckpointInfo:
-    info = CheckpointInfo.read(directory)
-    if manifest := manifest_of(directory, info):
-        manifest.check_content(directory, [RUN_FILE])
-    return info
 
 
 def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:
@@ -153,8 +144,7 @@ def previous_tag(load: str | Path, tag: str | None) -> str | None:
         tag: of the checkpoint that cannot be used; None for the one that `latest` names, if any.
     """
     before = _asked_iteration(Path(load), tag)
-    iterations = [_iteration(path.parent.name) for path in Path(load).glob(f"*/{RUN_FILE}")]
-    older = [each for each in iterations if each is not None and (before is None or each < before)]
+    older = [number for number, _ in _with_iteration(Path(load), RUN_FILE) if before is None or number < before]
     return checkpoint_tag(max(older)) if older else None
 
 
@@ -174,7 +164,7 @@ def passed_over(taken: Path, tag: str | None) -> list[Path]:
 
 
 def _asked_iteration(load: Path, tag: str | None) -> int | None:
-    """Iteration of a tag, or of that in `latest`; None if it tells none."""
+    """Iteration of a tag, or of that in `latest`; None if there is none."""
     try:
         name = _read_tag(load / LATEST) if tag is None else tag
     except CheckpointError:
@@ -193,17 +183,14 @@ def _read_tag(latest: Path) -> str | None:
         raise CheckpointError(
             f"{latest} cannot be read ({error.strerror}): write the tag of a checkpoint into it"
         ) from None
-    try:
-        tag = content.decode().strip()
-    except UnicodeDecodeError:
-        tag = ""
+    tag = content.decode(errors="replace").strip()
     if len(content) > _LONGEST_NAME + 1 or not re.fullmatch(r"[\w.+=@,-]+", tag) or set(tag) == {"."}:
         raise CheckpointError(f"{latest} holds no name of a checkpoint: write the tag of one that is there into it")
     return tag
 
 
 def _directory(load: Path, tag: str) -> Path | None:
-    """Directory of a tag. Who died while another took its name left it under `.replaced`."""
+    """Directory of a tag, which lies under `.replaced` where a run died while another took its name."""
     try:
         return next((path for path in (load / tag, load / f"{tag}{REPLACED}") if path.is_dir()), None)
     except OSError:  # The name is longer than any.
@@ -215,10 +202,29 @@ def _iteration(tag: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def _with_iteration(load: Path, file: str) -> list[tuple[int, Path]]:
+    """Iterations and directories of the checkpoints that hold a file."""
+    found = ((_iteration(path.parent.name), path.parent) for path in load.glob(f"*/{file}"))
+    return [(number, directory) for number, directory in found if number is not None]
+
+
+def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str]) -> None:
+    """Write the last files of a checkpoint, with the manifest of all, and give it its name.
+
+    Args:
+        files: facts of the files that are written.
+        texts: contents of those that are not.
+    """
+    written = {name: write_durably(partial / name, text) for name, text in texts.items()}
+    write_durably(partial / MANIFEST_FILE, Manifest({**files, **written}).text())
+    sync_folder(partial)
+    put_in_place(partial, directory)
+
+
 def put_in_place(partial: Path, directory: Path) -> None:
     """Give a whole checkpoint its name, in place of an older one of that name, and let `latest` point to it.
 
-    Whoever dies in between leaves a whole one that is found: under the name, or beside it with `.replaced`.
+    A death in between leaves a whole one that is found: under the name, or beside it with `.replaced`.
     """
     replaced = directory.with_name(f"{directory.name}{REPLACED}")
     if directory.exists():
@@ -233,8 +239,7 @@ def put_in_place(partial: Path, directory: Path) -> None:
 def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
     """Keep so many whole checkpoints up to an iteration, and nothing of those that were never done.
 
-    Later ones, of a run that was set back, and others' files stay. One that is not whole is no one's reserve: it does
-    not count, and stays.
+    Later ones, of a run that was set back, and others' files stay. One that is not whole does not count, and stays.
 
     Args:
         iteration: the last that was saved.
@@ -270,8 +275,8 @@ def keep_aside(directory: Path, instead: Path) -> Path:
 def _is_whole(directory: Path) -> bool:
     """Whether all files are there with their sizes; of a checkpoint without a manifest, as far as is known."""
     try:
-        if CheckpointInfo.read(directory).has_manifest or (directory / MANIFEST_FILE).exists():
-            Manifest.read(directory).check_sizes(directory)
+        if manifest := manifest_of(directory, CheckpointInfo.read(directory)):
+            manifest.check_sizes(directory)
     except CheckpointError:
         return False
     return True

@@ -1,7 +1,8 @@
 """The places where DeepSpeed keeps weights and optimizer state, for each of its optimizers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +10,18 @@ from torch import Tensor, nn
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 
 
-class Destination(Protocol):
+class Destination(ABC):
     """The place where an engine keeps weights and the state of its optimizer."""
 
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states: dict[int, dict[str, Any]] = {}
+
+    @abstractmethod
     def elements(self, parameter: nn.Parameter) -> range:
         """Elements of a flattened parameter that this rank's optimizer works on."""
 
+    @abstractmethod
     def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
         """Set a parameter, in the model's precision and in the optimizer's.
 
@@ -23,6 +30,7 @@ class Destination(Protocol):
             own: [elements] that the optimizer works on, in higher precision; None if `weight` is exact.
         """
 
+    @abstractmethod
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
         """Set the optimizer's state of the elements of a parameter that this rank's optimizer works on.
 
@@ -32,11 +40,26 @@ class Destination(Protocol):
         """
 
     def finish(self) -> None:
-        """Hand the optimizer the states that were set."""
+        """Hand the optimizer the states that were set. The settings of its groups stay those of the flags."""
+        groups = self._optimizer.state_dict()["param_groups"]
+        for group in groups:
+            numbers = (number for number in group["params"] if number in self._states)
+            step = next((self._states[number].get("step") for number in numbers), None)
+            if isinstance(step, int):  # fused optimizers count for the whole group
+                group["step"] = step
+        self._optimizer.load_state_dict({"state": dict(self._states), "param_groups": groups})
+
+    def _counted(self, step: float | None) -> dict[str, Any]:
+        """Return the updates done, as the optimizer counts them: torch's in tensors, all others in whole numbers."""
+        if step is None:
+            return {}
+        rules = [rule for rule in type(self._optimizer).__mro__ if rule.__module__.startswith("torch.optim.")]
+        # The last is torch's class of all optimizers.
+        return {"step": torch.tensor(step) if len(rules) > 1 else int(step)}
 
 
 def destination_of(engine: TokenSlicePipelineEngine) -> Destination:
-    """The place where an engine keeps weights and the state of its optimizer."""
+    """Return the place where an engine keeps weights and the state of its optimizer."""
     return _Partitions(engine.optimizer.optimizer) if is_partitioned(engine) else _Whole(engine.optimizer)
 
 
@@ -45,44 +68,34 @@ def is_partitioned(engine: TokenSlicePipelineEngine) -> bool:
     return not isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
-class _Whole:
+class _Whole(Destination):
     """An optimizer of torch over the parameters themselves."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        self._states: dict[int, dict[str, Any]] = {}
 
     def elements(self, parameter: nn.Parameter) -> range:
-        """All elements."""
         return range(parameter.numel())
 
     def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
-        """Set a parameter."""
         parameter.data.copy_(weight if own is None else own.view(weight.shape))
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        """Set what the optimizer knows of a parameter."""
         # Cloned, because the optimizer would go on in the pages of the file.
         state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
-        self._states[self._numbers[parameter]] = state | _steps(step, self._optimizer)
-
-    def finish(self) -> None:
-        """Hand the optimizer the states that were set."""
-        _load(self._optimizer, self._states)
+        self._states[self._numbers[parameter]] = state | self._counted(step)
 
 
-class _Partitions:
+class _Partitions(Destination):
     """DeepSpeed's flat groups: of each parameter this rank has a fragment in fp32, or none."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._flat = [group["params"][0] for group in optimizer.param_groups]
-        self._states: dict[int, dict[str, Any]] = {}
 
     def elements(self, parameter: nn.Parameter) -> range:
-        """Elements of a parameter that are in this rank's fragment."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return range(0)
@@ -90,41 +103,16 @@ class _Partitions:
         return range(address.start, address.start + address.numel)
 
     def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
-        """Set a parameter, and this rank's fragment of it."""
         parameter.data.copy_(weight)
         if elements := self.elements(parameter):
             exact = weight.reshape(-1)[elements.start : elements.stop] if own is None else own
             parameter._hp_mapping.hp_fragment.data.copy_(exact)
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        """Set this rank's fragment of what the optimizer knows of a parameter."""
         mapping = parameter._hp_mapping
         flat, address = self._flat[mapping.param_group_index], mapping.get_hp_fragment_address()
-        state = self._states.setdefault(mapping.param_group_index, _steps(step, self._optimizer))
+        state = self._states.setdefault(mapping.param_group_index, self._counted(step))
         for key, moment in moments.items():
             if key not in state:
                 state[key] = torch.zeros_like(flat, requires_grad=False)
             state[key].narrow(0, address.start, address.numel).copy_(moment)
-
-    def finish(self) -> None:
-        """Hand the optimizer the states that were set."""
-        _load(self._optimizer, self._states)
-
-
-def _steps(step: float | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The updates done, as an optimizer counts them: torch's in tensors, all others in whole numbers."""
-    if step is None:
-        return {}
-    rules = [rule for rule in type(optimizer).__mro__ if rule.__module__.startswith("torch.optim.")]
-    # The last is torch's class of all optimizers.
-    return {"step": torch.tensor(step) if len(rules) > 1 else int(step)}
-
-
-def _load(optimizer: torch.optim.Optimizer, states: Mapping[int, dict[str, Any]]) -> None:
-    """Give an optimizer its states by the numbers of its parameters. What the flags say of the groups stays."""
-    groups = optimizer.state_dict()["param_groups"]
-    for group in groups:
-        step = next((states[number].get("step") for number in group["params"] if number in states), None)
-        if isinstance(step, int):  # fused optimizers count for the whole group
-            group["step"] = step
-    optimizer.load_state_dict({"state": dict(states), "param_groups": groups})

@@ -21,7 +21,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import parse_json
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import output_layer
-from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 
 MOST_ITERATIONS = 10**9
@@ -35,7 +35,7 @@ _SHOWN = 40
 
 
 def check_run(found: Mapping[str, Any]) -> None:
-    """Hold every field against its rule."""
+    """Hold every field against its rule; raise a `ValueError` that names the first one that breaks it."""
     iteration = _whole(found, "iteration", 0, MOST_ITERATIONS)
     # Each iteration trains on one sample at least.
     samples = _whole(found, "consumed_samples", iteration, iteration * MOST_SAMPLES_OF_AN_ITERATION)
@@ -179,11 +179,28 @@ class CheckpointInfo:
             check_run(facts)
             _check_tag(directory, facts["iteration"])
         except (OSError, ValueError, RecursionError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"checkpoint {directory} has no readable {RUN_FILE} ({reason}): load one that this trainer saved whole"
+                f"checkpoint {directory} has no readable {RUN_FILE} ({first_line(error)}): load one that this trainer "
+                "saved whole"
             ) from None
         return cls(**facts)
+
+    @classmethod
+    def imported(
+        cls, family: str, model: ModelConfig, *, tokenizer: Mapping[str, Any] | None = None, has_manifest: bool = False
+    ) -> "CheckpointInfo":
+        """Return the facts of a model of Hugging Face: saved by one rank, without a state of the optimizer."""
+        return cls(
+            iteration=0,
+            consumed_samples=0,
+            model=asdict(model),
+            layout=asdict(ParallelLayout()),
+            optimizer=None,
+            partitioned=False,
+            tokenizer=dict(tokenizer or {}),
+            family=family,
+            has_manifest=has_manifest,
+        )
 
     def text(self) -> str:
         """The facts as the file holds them."""
@@ -210,25 +227,14 @@ class CheckpointInfo:
         return self.layout["tensor_parallel_size"]
 
     def num_parts(self, layer: int) -> int:
-        """Parts in which the weights of a layer were saved that ranks share.
-
-        Args:
-            layer: index of the layer in a model whose output layer is one.
-        """
-        return self.tensor_parallel_size * (self.vocabulary_parts if layer == self._output_layer else 1)
+        """Parts in which shared weights of a layer were saved; its index is that with an output layer in one piece."""
+        is_output = layer == output_layer(self.model["num_layers"])
+        return self.tensor_parallel_size * (self.vocabulary_parts if is_output else 1)
 
     def place(self, layer: int, part: int) -> tuple[int, int]:
-        """Return the layer, and the tensor-parallel rank, by which a part was saved.
-
-        Args:
-            layer: index of the layer in a model whose output layer is one.
-        """
+        """Return the layer, and the tensor-parallel rank, by which a part of a layer was saved."""
         stage, rank = divmod(part, self.tensor_parallel_size)
         return layer + stage, rank
-
-    @property
-    def _output_layer(self) -> int:
-        return output_layer(self.model["num_layers"])
 
     @property
     def num_replicas(self) -> int:
@@ -244,11 +250,9 @@ class CheckpointInfo:
         weights_only: bool,
         extends_positions: bool = False,
     ) -> None:
-        """Hold a checkpoint against the run that wants to load it. How either lies on ranks does not matter.
+        """Refuse a run in which a weight has another shape or meaning, or whose optimizer cannot use the state.
 
-        Args:
-            weights_only: whether the state of the optimizer stays unread.
-            extends_positions: whether rotations may differ.
+        How either lies on ranks does not matter. With `extends_positions`, rotations may differ.
         """
         self._check_model(model, _ROTATIONS if extends_positions else set())
         rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)

@@ -151,7 +151,6 @@ class DurableFile:
         """Do nothing: each write goes to the system at once."""
 
     def __enter__(self) -> "DurableFile":
-        """Return the file."""
         return self
 
     def __exit__(

@@ -24,7 +24,7 @@ from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.errors import CheckpointError, first_line
 
 INDEX_FILE = "index.json"
 PARAMETER_NAMES = "parameter_names"
@@ -62,22 +62,12 @@ class SavedRun:
 
 
 def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
-    """Read what every rank must know of a checkpoint that is whole; every rank must call it at the same time.
-
-    The first rank alone touches files.
-
-    Args:
-        weights_only: whether the state of the optimizer stays unread.
-    """
-    return from_first_rank(lambda: _weights_alone() if weights_only else _read(directory, info))
+    """Read what every rank must know of a checkpoint, on the first rank; every rank must call it at the same time."""
+    return from_first_rank(lambda: SavedRun(places={}, counters={}) if weights_only else _read(directory, info))
 
 
 def index_text(places: Iterable[tuple[str, Place]]) -> str:
-    """Return the places of the state of each parameter, as a file holds them.
-
-    Args:
-        places: parameters that each rank saved, by name, stage by stage and replica by replica.
-    """
+    """Return the text of `index.json`, from the parameters that each rank saved, stage by stage, replica by replica."""
     return json.dumps(_joined(places))
 
 
@@ -113,10 +103,6 @@ def _is_known(place: Place, info: CheckpointInfo) -> bool:
     )
 
 
-def _weights_alone() -> SavedRun:
-    return SavedRun(places={}, counters={})
-
-
 def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
     first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
     prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
@@ -140,9 +126,9 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
     except UnsafeFileError as error:
         raise CheckpointError(str(error)) from None
     except Exception as error:  # On a damaged file an unpickler may raise anything.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"checkpoint {directory} cannot be read ({reason}): load another, or the weights alone with --no-load-optim"
+            f"checkpoint {directory} cannot be read ({first_line(error)}): load another, or the weights alone with "
+            "--no-load-optim"
         ) from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
@@ -17,21 +18,25 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.engine_state import destination_of
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun
-from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare, weights_of
+from megatron_terapipe.checkpoint.saved_weights import cut_dimension, weights_of
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.model.gpt import vocabulary_parts
 
 
-def restore(
-    engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, *, weights_only: bool
+def load_checkpoint(
+    engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, config: CheckpointConfig
 ) -> None:
-    """Read this rank's part of a checkpoint, on every rank."""
+    """Load a checkpoint that `find_checkpoint` found into an engine, on every rank.
+
+    Args:
+        saved: facts that the first rank read for all.
+    """
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     own_parts = vocabulary_parts(module._layer_specs)
     weights = weights_of(directory, info)
-    optimizer = None if weights_only else SavedOptimizer(directory, info, saved)
+    optimizer = None if config.weights_only else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():
         index, in_layer = _place(module, name)
@@ -60,6 +65,14 @@ def restore(
                 weight = weight if exact is None else exact.view(weight.shape)
         destination.set_weight(parameter, weight, own)
     destination.finish()
+    if config.weights_only:
+        # The masks of dropout go by the step, so a run that goes on counts on.
+        engine.global_steps = 0 if config.finetune else info.iteration
+        return
+    engine.global_steps, engine.skipped_steps = saved.counters["global_steps"], saved.counters["skipped_steps"]
+    engine.global_samples = info.consumed_samples
+    if engine.fp16_enabled():
+        _go_on_scaling(engine.optimizer.loss_scaler, saved.loss_scaler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +88,19 @@ class _Share:
     cut: int | None
     """Dimension that is cut; None if each rank holds the whole."""
 
-    def of(self, part: Callable[[int], Tensor]) -> Tensor:
-        """This rank's part, of what each rank saved."""
-        return reshare(part, self.num_parts, rank=self.rank, size=self.size, cut=self.cut)
-
     @property
     def source(self) -> int | None:
         """The one rank that saved this very part; None if it must be put together."""
         if self.num_parts == self.size:
             return self.rank
         return 0 if self.cut is None else None
+
+    def of(self, part: Callable[[int], Tensor]) -> Tensor:
+        """Return this rank's part [...], from a function from a rank to the part that it saved."""
+        if self.source is not None:
+            return part(self.source)
+        whole = torch.cat([part(each) for each in range(self.num_parts)], dim=self.cut)
+        return whole.tensor_split(self.size, dim=self.cut)[self.rank]
 
 
 def _saved_state(
@@ -125,25 +141,6 @@ def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:
     key, _, rest = rest.partition(".")
     specs = enumerate(module._layer_specs)
     return next(index for index, spec in specs if isinstance(spec, TiedLayerSpec) and spec.key == key), rest
-
-
-def load_checkpoint(
-    engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, config: CheckpointConfig
-) -> None:
-    """Load a checkpoint that `find_checkpoint` found, whatever layout either has.
-
-    Args:
-        saved: facts that the first rank read for all.
-    """
-    restore(engine, directory, info, saved, weights_only=config.weights_only)
-    if config.weights_only:
-        # The masks of dropout go by the step, so a run that goes on counts on.
-        engine.global_steps = 0 if config.finetune else info.iteration
-        return
-    engine.global_steps, engine.skipped_steps = saved.counters["global_steps"], saved.counters["skipped_steps"]
-    engine.global_samples = info.consumed_samples
-    if engine.fp16_enabled():
-        _go_on_scaling(engine.optimizer.loss_scaler, saved.loss_scaler)
 
 
 def _go_on_scaling(ours: object, theirs: object | None) -> None:

@@ -8,7 +8,7 @@ BackgroundSaves  does the latter in a thread of each rank while training goes on
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,18 +23,10 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
-from megatron_terapipe.checkpoint.directories import put_in_place, remove_older
+from megatron_terapipe.checkpoint.directories import complete, remove_older
 from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.manifest import (
-    ASIDE,
-    MANIFEST_FILE,
-    DurableFile,
-    FileFacts,
-    Manifest,
-    sync_folder,
-    write_durably,
-)
+from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError, SaveError
@@ -50,10 +42,6 @@ class FileWriter(CheckpointEngine):
 
     Args:
         in_memory: keep the files in memory until `write_kept`. They hold the same bytes.
-
-    Attributes:
-        facts: sizes and hashes of the files that are on the disk, by name.
-        fault: what kept a file from being written; None if nothing did.
     """
 
     def __init__(self, *, in_memory: bool) -> None:
@@ -61,17 +49,15 @@ class FileWriter(CheckpointEngine):
         self._in_memory = in_memory
         self._kept: list[tuple[Path, io.BytesIO]] = []
         self.facts: dict[str, FileFacts] = {}
+        """Sizes and hashes of the files that are on the disk, by name."""
         self.fault: str | None = None
+        """The first error of a write."""
 
     def create(self, info: Any) -> None:
         """Begin: nothing is to do."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory.
-
-        Args:
-            exist_ok: whether it may be there.
-        """
+        """Make a directory."""
         try:
             os.makedirs(path, exist_ok=exist_ok)
         except OSError as error:
@@ -108,11 +94,7 @@ class FileWriter(CheckpointEngine):
         self._kept.clear()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Nothing is loaded through it.
-
-        Args:
-            map_location: where its tensors would go.
-        """
+        """Fail: nothing is loaded through it."""
         raise NotImplementedError
 
     def commit(self, info: Any) -> bool:
@@ -131,8 +113,7 @@ STATES_OF_ADAM = 2
 def bytes_to_save(engine: TokenSlicePipelineEngine, optimizer: str | None) -> int:
     """Return the bytes of tensors that all ranks together save; every rank must call it at the same time.
 
-    Args:
-        optimizer: rule of the update; None if its state is not saved.
+    Without an optimizer, its state is not saved.
     """
     mine = 0
     weights = list(engine.module.state_dict().values())
@@ -153,11 +134,7 @@ def bytes_to_save(engine: TokenSlicePipelineEngine, optimizer: str | None) -> in
 
 
 def check_room(save: Path, size: int) -> None:
-    """See that a checkpoint fits on the disk before any of it is written.
-
-    Args:
-        size: bytes of the checkpoint.
-    """
+    """Refuse to save a checkpoint of more bytes than are free on the disk."""
     free = disk_usage(save).free
     if free < size:
         raise CheckpointError(
@@ -170,7 +147,7 @@ def room_warning(save: Path, size: int, num_new: int, keep_last: int | None) -> 
     """Return a line for the log if the disk will be full before the run ends; None if it will not, as far as is known.
 
     Args:
-        size: bytes of one.
+        size: bytes of a checkpoint.
         keep_last: checkpoints that are kept; None for all.
     """
     free = disk_usage(save).free
@@ -195,25 +172,12 @@ def _readable(size: int) -> str:
     return f"{size / unit:.4g} {name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank has saved."""
-
-    facts: dict[str, FileFacts]
-    """Sizes and hashes of its files."""
-    fault: str | None
-    """What kept one of them from being written, if anything did."""
-    places: list[tuple[str, Place]]
-    """Where the state of its parameters lies."""
+Part = tuple[dict[str, FileFacts], str | None, list[tuple[str, Place]]]
+"""One rank's part of a checkpoint: facts of its files, its fault if it has one, and places of its parameters' state."""
 
 
 class UnfinishedSave:
-    """A checkpoint of which this rank has copied or written its part, and which has no name yet.
-
-    Args:
-        places: where the state of this rank's parameters lies.
-        keep_last: checkpoints to keep, the newest; None for all.
-    """
+    """A checkpoint of which this rank has copied or written its part, and which has no name yet."""
 
     def __init__(
         self,
@@ -227,33 +191,31 @@ class UnfinishedSave:
         self._info, self._writer, self._places, self._keep_last = info, writer, places, keep_last
 
     def finish(self, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Write what is not written yet, and give the checkpoint its name; every rank must call it.
+        """Write what is not written yet, give the checkpoint its name, and return lines for the log.
+
+        Every rank must call it. If one could not write its part, all raise a `SaveError`, and the files are gone.
 
         Args:
             group: of all ranks, in which nothing else is sent meanwhile; None for that of the run.
-
-        Returns:
-            Lines for the log.
         """
         self._writer.write_kept()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(_Part(self._writer.facts, self._writer.fault, self._places), parts, dst=0, group=group)
+        own: Part = self._writer.facts, self._writer.fault, self._places
+        dist.gather_object(own, parts, dst=0, group=group)
         return from_first_rank(partial(self._complete, parts or []), group=group, error=SaveError)
 
-    def _complete(self, parts: list[_Part]) -> list[str]:
+    def _complete(self, parts: list[Part]) -> list[str]:
         partial = _aside(self.directory)
         try:
-            for rank, part in enumerate(parts):
-                if part.fault is not None:
-                    raise OSError(f"rank {rank}, {part.fault}")
-            files = {name: facts for part in parts for name, facts in part.facts.items()}
-            files[RUN_FILE] = write_durably(partial / RUN_FILE, self._info.text())
+            for rank, (_, fault, _) in enumerate(parts):
+                if fault is not None:
+                    raise OSError(f"rank {rank}, {fault}")
+            files = {name: facts for written, _, _ in parts for name, facts in written.items()}
+            texts = {RUN_FILE: self._info.text()}
             # Ranks count stages slowest.
-            if places := [place for part in parts for place in part.places]:
-                files[INDEX_FILE] = write_durably(partial / INDEX_FILE, index_text(places))
-            write_durably(partial / MANIFEST_FILE, Manifest(files).text())
-            sync_folder(partial)
-            put_in_place(partial, self.directory)
+            if places := [place for _, _, places in parts for place in places]:
+                texts[INDEX_FILE] = index_text(places)
+            complete(partial, self.directory, files, texts)
         except OSError as error:
             rmtree(partial, ignore_errors=True)
             raise CheckpointError(
@@ -276,7 +238,9 @@ def begin_save(
     keep_last: int | None = None,
     in_memory: bool = False,
 ) -> UnfinishedSave:
-    """Write this rank's part of a checkpoint, or copy it to memory, on every rank.
+    """Write this rank's part of a checkpoint, or copy it to memory, on every rank; `finish` then gives it its name.
+
+    Without room on the disk, all ranks raise a `SaveError`.
 
     Args:
         info: facts of the run; without an optimizer, none is saved.
@@ -291,23 +255,6 @@ def begin_save(
     writer = FileWriter(in_memory=in_memory)
     _save_with_deepspeed(engine, _aside(directory), writer, with_optimizer=with_optimizer)
     return UnfinishedSave(directory, info, writer, _places(engine) if with_optimizer else [], keep_last)
-
-
-def save_checkpoint(
-    engine: TokenSlicePipelineEngine, save: str | Path, info: CheckpointInfo, *, keep_last: int | None = None
-) -> Path:
-    """Save a checkpoint, on every rank. It gets its name, and `latest` names it, only once it is whole.
-
-    Args:
-        info: facts of the run; without an optimizer, none is saved.
-        keep_last: checkpoints to keep, the newest; None for all.
-
-    Returns:
-        The checkpoint's directory.
-    """
-    unfinished = begin_save(engine, save, info, keep_last=keep_last)
-    unfinished.finish()
-    return unfinished.directory
 
 
 def _aside(directory: Path) -> Path:

@@ -64,27 +64,36 @@ def find_checkpoint(
     return directory, info
 
 
-def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
+def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> Manifest | None:
     """Check that every file is there and was written to its end, so that no rank finds out alone.
 
-    The directory is listed once. What the manifest says of sizes is held against it; where there is none, each file is
-    opened and read at its end.
+    What the manifest says of sizes is held against the directory; where there is none, each file is opened and read at
+    its end.
+
+    Returns:
+        The part of the manifest with the files that are loaded; None if there is no manifest.
     """
     if is_model_folder(directory):
         folder_weights(directory, info).check()
-        return
+        return None
     manifest = manifest_of(directory, info)
-    if manifest is not None:
-        names = files_to_load(directory, info, model, weights_only=True) if weights_only else None
-        manifest.check_sizes(directory, names)
-    for name in files_to_load(directory, info, model, weights_only=weights_only):
-        # Tensors are saved as zip archives, whose table of contents comes last.
-        if manifest is None and not is_zipfile(directory / name):
-            raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
+    if manifest is not None and not weights_only:
+        manifest.check_sizes(directory)
+    names = files_to_load(directory, info, model, weights_only=weights_only)
+    if manifest is None:
+        for name in names:
+            # Tensors are saved as zip archives, whose table of contents comes last.
+            if not is_zipfile(directory / name):
+                raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
+        return None
+    if not weights_only:
+        return manifest
+    manifest.check_sizes(directory, names)
+    return Manifest({name: facts for name, facts in manifest.files.items() if name in names})
 
 
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
-    """Return the names of the files with tensors that a run loads."""
+    """Return the names of the files with tensors that a run loads; refuse a checkpoint that lacks one."""
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     names = [
         layer_file(*info.place(layer, part))
@@ -121,7 +130,7 @@ def verify_checkpoint(
     Returns:
         A line for the log if nothing says what the files must be, so that nothing could be verified.
     """
-    manifest = from_first_rank(lambda: _manifest_to_verify(directory, info, model, weights_only=weights_only))
+    manifest = from_first_rank(lambda: check_files(directory, info, model, weights_only=weights_only))
     if manifest is None:
         return None if is_model_folder(directory) else f" warning: {directory} has no manifest: nothing is verified"
     if not reads:
@@ -137,12 +146,8 @@ def verify_checkpoint(
 
 
 def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = unseen) -> None:
-    """See that a checkpoint's weights are whole, on one process.
-
-    Args:
-        progress: is told how many of the files are read.
-    """
-    manifest = _manifest_to_verify(directory, info, model, weights_only=True)
+    """See that a checkpoint's weights are whole, on one process."""
+    manifest = check_files(directory, info, model, weights_only=True)
     if manifest is not None:
         for number, name in enumerate(manifest.files):
             progress(number / len(manifest.files))
@@ -158,15 +163,3 @@ def shares(files: Mapping[str, FileFacts], num_ranks: int) -> list[list[str]]:
         dealt[rank].append(name)
         heapq.heappush(least, (read + files[name].size, rank))
     return dealt
-
-
-def _manifest_to_verify(
-    directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool
-) -> Manifest | None:
-    """Return the part of the manifest with the files that are loaded, all there and of the right sizes."""
-    check_files(directory, info, model, weights_only=weights_only)
-    manifest = None if is_model_folder(directory) else manifest_of(directory, info)
-    if manifest is None or not weights_only:
-        return manifest
-    names = files_to_load(directory, info, model, weights_only=True)
-    return Manifest({name: facts for name, facts in manifest.files.items() if name in names})

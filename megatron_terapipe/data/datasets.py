@@ -5,6 +5,7 @@ First several datasets as one, each with its share of the samples; then the spli
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -40,57 +41,45 @@ class BlendOrder(NamedTuple):
     """Number of the sample in its dataset, int64 [samples]."""
 
 
+@dataclass(frozen=True, slots=True)
 class UnreadSamples:
     """A number of samples, on a rank that reads none of them."""
 
-    def __init__(self, num_samples: int) -> None:
-        """Remember how many."""
-        self._num_samples = num_samples
+    num_samples: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        return self._num_samples
+        return self.num_samples
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        """Fail: whoever asks is on a rank that was said to read nothing."""
         raise AssertionError(f"sample {sample} is read on a rank that reads no data")
 
 
 class BlendedDataset:
-    """Interleaves datasets so that at every moment each has given its share, to within a sample.
+    """Samples of several datasets in an order made by `interleave`: each gives its share, to within a sample.
 
-    Attributes:
-        dataset_index: dataset of each sample, [samples].
-        dataset_sample_index: number of the sample in its dataset, int64 [samples].
+    Args:
+        datasets: each has at least as many samples as its number occurs in the order.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], order: BlendOrder) -> None:
-        """Follow an order made by `interleave`.
-
-        Args:
-            datasets: each has at least as many samples as its number occurs in the order.
-        """
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = order
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        """Return the token ids of one sample, int64 [seq_length + 1]."""
         dataset = self.datasets[int(self.dataset_index[sample])]
         return dataset[int(self.dataset_sample_index[sample])]
 
 
 def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> BlendOrder:
-    """Choose a dataset for each sample: the one that lags most behind its share, as Megatron does.
+    """Choose a dataset for each sample: the one furthest below its share, as Megatron does.
 
     The order does not depend on `num_samples`: a longer run begins alike.
 
     Args:
         weights: share of each dataset, positive, in any unit.
-        num_samples: number of samples to choose.
         cache: keeps the order; None keeps nothing.
     """
     cache = cache or IndexCache(None)
@@ -139,30 +128,24 @@ def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> 
     return order
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MockDataset:
     """Samples of `seq_length + 1` tokens, each drawn evenly from the vocabulary.
 
     Sample `n` is the same in every run with the same seed, on every rank, in whatever order samples are read.
     """
 
-    def __init__(self, *, seq_length: int, num_samples: int, vocab_size: int, seed: int) -> None:
-        """Remember what to draw.
-
-        Args:
-            seq_length: tokens the model sees per sample.
-            seed: of the draws, at least 0.
-        """
-        self.seq_length = seq_length
-        self._num_samples, self._vocab_size, self._seed = num_samples, vocab_size, seed
+    seq_length: int
+    num_samples: int
+    vocab_size: int
+    seed: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        return self._num_samples
+        return self.num_samples
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        """Return the token ids of one sample, int64 [seq_length + 1]."""
-        draw = np.random.default_rng((self._seed, sample))
-        return draw.integers(self._vocab_size, size=self.seq_length + 1)
+        draw = np.random.default_rng((self.seed, sample))
+        return draw.integers(self.vocab_size, size=self.seq_length + 1)
 
 
 _PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
@@ -178,19 +161,13 @@ class DatasetSplits:
 
 
 def split_ranges(shares: Sequence[float], num_documents: int) -> tuple[range, range, range]:
-    """Divide documents into training, validation and test.
+    """Divide documents into consecutive ranges for training, validation and test.
 
     Args:
-        shares: shares of each part; they sum to 1.
-        num_documents: number of documents to divide.
-
-    Returns:
-        Three ranges that follow one another and cover all documents.
+        shares: share of each part; they sum to 1.
     """
     # Rounded like Megatron, so that the same documents are held out.
-    train, valid, test = shares
-    ends = (train, train + valid, train + valid + test)
-    first, second, third = (round(float(end) * num_documents) for end in ends)
+    first, second, third = (round(float(end) * num_documents) for end in accumulate(shares))
     return range(first), range(first, second), range(second, third)
 
 
@@ -210,27 +187,16 @@ def build_datasets(
 
     Args:
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
-        seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
         vocab_size: every token id is below it, which is seen to whenever a sample is read; None for any id.
         reads: whether samples are read here; otherwise only their number is known.
     """
     builder = _Builder(data, seq_length, seed, vocab_size, reads)
-    train, valid, test = num_samples
-    return DatasetSplits(
-        train=builder.part("train", train),
-        valid=builder.part("valid", valid),
-        test=builder.part("test", test),
-    )
+    return DatasetSplits(**{part: builder.part(part, wanted) for part, wanted in zip(PARTS, num_samples, strict=True)})
 
 
 def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_size: int, seed: int) -> DatasetSplits:
-    """Draw the training, validation and test samples at random, each part with a seed of its own.
-
-    Args:
-        seq_length: tokens the model sees per sample.
-        num_samples: samples of training, validation and test; 0 builds none.
-    """
+    """Draw the training, validation and test samples at random, each part with a seed of its own; 0 builds none."""
     train, valid, test = (
         MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)
         if wanted

@@ -39,14 +39,9 @@ class ReadFile:
     """An open file, read at given bytes by any number of threads.
 
     It stays open: a file that is removed or replaced can be read until the last reader is gone.
-
-    Attributes:
-        path: its path.
-        size: its bytes when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file."""
         self.path = path
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -54,6 +49,7 @@ class ReadFile:
             raise DataError(f"{path} cannot be opened ({error.strerror}): give a file that can be read") from None
         weakref.finalize(self, os.close, self._handle)
         self.size = os.fstat(self._handle).st_size
+        """Its bytes when it was opened."""
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return bytes of the file, all that are asked for."""
@@ -80,22 +76,16 @@ class ReadFile:
 
 
 class FileColumn:
-    """Numbers that lie one after the other in a file, read when they are asked for, [length].
+    """Numbers that lie one after the other in a file from byte `start` on, read when they are asked for, [length].
 
-    It is used like an array; what it returns are numbers, and arrays in memory.
+    It is used like an array; its items are numbers, and its slices arrays in memory.
     """
 
     def __init__(self, file: ReadFile, dtype: DTypeLike, start: int, length: int) -> None:
-        """Say where the numbers lie; nothing is read.
-
-        Args:
-            start: first byte of the first.
-        """
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._file, self._start, self._length = file, start, length
 
     def __len__(self) -> int:
-        """Return how many numbers there are."""
         return self._length
 
     def byte_of(self, index: int) -> int:
@@ -103,12 +93,7 @@ class FileColumn:
         return self._start + index * self.dtype.itemsize
 
     def read(self, first: int, end: int) -> NDArray[Any]:
-        """Return the numbers [first, end), read only, [end - first].
-
-        Args:
-            first: index of the first, at least 0.
-            end: index after the last, at most the length.
-        """
+        """Return the numbers [first, end), read only, [end - first]; both lie in [0, length]."""
         content = self._file.read(self.byte_of(first), (end - first) * self.dtype.itemsize)
         return np.frombuffer(content, self.dtype)
 
@@ -123,12 +108,7 @@ class FileColumn:
         return self.read(position, position + 1)[0]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all numbers, for the functions of numpy.
-
-        Args:
-            dtype: their type, if it is to be another.
-            copy: as numpy has it; they are always read anew.
-        """
+        """Return all numbers, for the functions of numpy; they are always read anew."""
         return self.read(0, self._length).astype(dtype or self.dtype)
 
     def tolist(self) -> list[Any]:
@@ -147,11 +127,7 @@ class FileColumn:
         return np.array([self[index] for index in range(0, self._length, _FENCE)], self.dtype)
 
     def searchsorted(self, value: int, side: Literal["left", "right"] = "left") -> int:
-        """Return the index at which a value would keep rising numbers in order, as numpy's function does.
-
-        Args:
-            side: whether before or after the numbers that equal it.
-        """
+        """Return the index at which a value would keep rising numbers in order, as numpy's function does."""
         fence = int(self._fences.searchsorted(value, side))
         first = max(0, fence - 1) * _FENCE
         return first + int(self.read(first, min(first + _FENCE, self._length)).searchsorted(value, side))
@@ -175,15 +151,13 @@ class IndexCache:
     last: so an entry is there or not, whenever a process died, and what a disk has damaged since is computed again. Of
     the processes of a host that want the same entry one computes it and the others wait; where the file system has no
     locks, or another process keeps its lock too long, each computes it, and all write the same.
+
+    Args:
+        folder: folder of the files, which need not be there; None keeps nothing.
+        required: whether it is an error if the folder cannot be written; otherwise every process computes.
     """
 
     def __init__(self, folder: Path | None, *, required: bool = True) -> None:
-        """Name the directory, which need not be there.
-
-        Args:
-            folder: folder of the files; None keeps nothing.
-            required: whether it is an error if the directory cannot be written; otherwise every process computes.
-        """
         self._folder, self._required = folder, required
 
     @property

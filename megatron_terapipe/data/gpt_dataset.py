@@ -56,9 +56,7 @@ class SampleOrder:
 
         Args:
             lengths: tokens of each of the documents, int32 [documents].
-            seq_length: tokens the model sees per sample.
-            epochs: number of times that each document comes.
-            seed: seed of every shuffle, in [0, 2**32).
+            seed: of every shuffle, in [0, 2**32).
         """
         description = {
             "kind": "order of documents and samples, version 1",
@@ -111,13 +109,7 @@ _DOCUMENTS_AT_ONCE = 32
 
 
 class GPTDataset:
-    """Samples of `seq_length + 1` tokens from a range of documents, in the order of a `SampleOrder`.
-
-    Attributes:
-        document_index: documents in the order of the stream, int32 [epochs * documents].
-        shuffle_index: the stream's sample behind each sample, and behind those after the last that are left of its
-            epoch, int64 [samples or more].
-    """
+    """Samples of `seq_length + 1` tokens from a range of documents, in the order of a `SampleOrder`."""
 
     def __init__(
         self,
@@ -130,14 +122,12 @@ class GPTDataset:
         vocab_size: int | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        """Draw the order of documents and of samples.
+        """Draw the order of documents and of samples, of as many epochs as the samples need.
 
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
-            seq_length: tokens the model sees per sample.
-            num_samples: number of samples; as many epochs as they need.
-            seed: seed of every shuffle, in [0, 2**32).
-            vocab_size: every id is below it, which is seen to whenever a sample is read; None for any id.
+            seed: of every shuffle, in [0, 2**32).
+            vocab_size: every id is below it, which is checked whenever a sample is read; None for any id.
             cache: keeps the order; None keeps nothing.
         """
         tokens = checked_tokens(indexed, documents, seq_length=seq_length)
@@ -157,7 +147,6 @@ class GPTDataset:
         self._stream_starts = order.stream_starts
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._num_samples
 
     def locate(self, stream_sample: int) -> tuple[int, int]:
@@ -214,7 +203,7 @@ class GPTDataset:
 
 
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
-    """Return the number of tokens of the documents."""
+    """Return the number of tokens of the documents; refuse fewer than one sample takes."""
     tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise DataError(

@@ -63,15 +63,13 @@ class IndexedDatasetWriter:
 
     An exception inside the block removes what was written, and leaves an older dataset of that
     name as it was.
+
+    Args:
+        prefix: path of the two files without `.bin` and `.idx`.
+        vocab_size: every id is below it; decides the type of the ids.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        """Choose the names and the type of the ids; nothing is opened before `__enter__`.
-
-        Args:
-            prefix: path of the two files without `.bin` and `.idx`.
-            vocab_size: every id is below it.
-        """
         self._files = {data_file(prefix): Path(f"{prefix}.bin.partial")}
         self._files[index_file(prefix)] = Path(f"{prefix}.idx.partial")
         self._data_file, self._index_file = self._files
@@ -85,16 +83,11 @@ class IndexedDatasetWriter:
         return len(self._lengths)
 
     def __enter__(self) -> Self:
-        """Open the data file under its temporary name."""
         self._data = _own(self._files[self._data_file])
         return self
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        """Append one document as one sequence.
-
-        Args:
-            ids: token ids, [length].
-        """
+        """Append one document of token ids [length] as one sequence."""
         tokens = np.asarray(ids, dtype=self._dtype)
         if tokens.size > _LONGEST:
             raise DataError(
@@ -106,12 +99,8 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give both files their names, or remove them after an exception."""
         try:
             if kind is None:
                 self._finish()
@@ -123,6 +112,7 @@ class IndexedDatasetWriter:
         self._close()
 
     def _finish(self) -> None:
+        """Give both files their names."""
         partial = self._files[self._data_file]
         with _named_errors(partial):
             self._data.flush()
@@ -138,7 +128,7 @@ class IndexedDatasetWriter:
                 partial.replace(final)
 
     def _close(self) -> None:
-        with suppress(OSError):  # What could not be written is said by the error that is on its way.
+        with suppress(OSError):  # The error of the write is on its way.
             self._data.close()
 
     def _remove(self) -> None:
@@ -200,22 +190,14 @@ def _meant(prefix: Path) -> str:
 
 
 class IndexedDataset:
-    """Reads a dataset run by run: opening reads and checks its index, and costs no read of the ids.
-
-    Attributes:
-        prefix: path of the two files without `.bin` and `.idx`.
-        tokens: all ids of the file, of the type on disk, [tokens].
-        sequence_lengths: tokens of each sequence, int32 [sequences].
-        document_indices: first sequence of each document, then the number of sequences,
-            int64 [documents + 1].
-    """
+    """Reads a dataset run by run: opening reads and checks its index, and costs no read of the ids."""
 
     def __init__(self, prefix: str | Path, *, warm_up: bool = False) -> None:
         """Open the pair of files and check that they are whole and belong together.
 
         Args:
             prefix: path of the two files without `.bin` and `.idx`.
-            warm_up: whether to read the ids once, so that the operating system has them in memory.
+            warm_up: read the ids once, so that the operating system has them in memory.
         """
         self.prefix = str(prefix)
         missing = [path for path in (data_file(prefix), index_file(prefix)) if not path.is_file()]
@@ -226,8 +208,11 @@ class IndexedDataset:
         self.dtype = self._open_index(ReadFile(index_file(prefix)))
         self._check_index(index_file(prefix), data)
         self.tokens = FileColumn(data, self.dtype, 0, data.size // self.dtype.itemsize)
+        """All ids of the file, of the type on disk, [tokens]."""
         if warm_up:
-            _read_through(data_file(prefix))
+            with data_file(prefix).open("rb", buffering=0) as file:
+                while file.read(_READ_BYTES):
+                    pass
 
     def _open_index(self, index: ReadFile) -> np.dtype[np.number[Any]]:
         """Find the columns of the index, and return the type of the ids."""
@@ -248,16 +233,17 @@ class IndexedDataset:
                 f"{sequences} sequences and {bounds} document bounds take {expected}: {_REMEDY}"
             )
         self.sequence_lengths = FileColumn(index, "<i4", _HEADER.size, sequences)
+        """Tokens of each sequence, int32 [sequences]."""
         self._offsets = FileColumn(index, "<i8", _HEADER.size + 4 * sequences, sequences)
         self.document_indices = FileColumn(index, "<i8", _HEADER.size + 12 * sequences, bounds)
+        """First sequence of each document, then the number of sequences, int64 [documents + 1]."""
         return np.dtype(_DTYPES[code]).newbyteorder("<")
 
     def _check_index(self, path: Path, data: ReadFile) -> None:
         """Check every number of the index: sequences follow one another and fill the data; documents cover them."""
         end = 0  # of the sequences so far, in bytes
         for first, lengths in self.sequence_lengths.pieces():
-            wrong = _first(lengths < 0)
-            if wrong is not None:
+            for wrong in np.flatnonzero(lengths < 0)[:1].tolist():
                 number = first + wrong
                 raise DataError(
                     f"{path} is damaged at byte {self.sequence_lengths.byte_of(number)}: sequence {number} has "
@@ -266,8 +252,7 @@ class IndexedDataset:
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             begins = ends - lengths * np.int64(self.dtype.itemsize)
             offsets = self._offsets.read(first, first + len(lengths))
-            wrong = _first(offsets != begins)
-            if wrong is not None:
+            for wrong in np.flatnonzero(offsets != begins)[:1].tolist():
                 number = first + wrong
                 raise DataError(
                     f"{path} is damaged at byte {self._offsets.byte_of(number)}: sequence {number} begins at byte "
@@ -286,8 +271,7 @@ class IndexedDataset:
             )
         before = 0
         for first, piece in bounds.pieces():
-            wrong = _first(np.diff(piece, prepend=before) < 0)
-            if wrong is not None:
+            for wrong in np.flatnonzero(np.diff(piece, prepend=before) < 0)[:1].tolist():
                 raise DataError(
                     f"{path} is damaged at byte {bounds.byte_of(first + wrong)}: document bound {first + wrong} is "
                     f"{piece[wrong]}, less than the one before it: {_REMEDY}"
@@ -295,39 +279,10 @@ class IndexedDataset:
             before = int(piece[-1])
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self.sequence_lengths)
 
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return a run of one sequence's ids.
-
-        Args:
-            offset: first token of the run.
-            length: tokens of the run; None for all that follow `offset`.
-
-        Returns:
-            Token ids of the type on disk, [length]; read only.
-        """
-        available = int(self.sequence_lengths[sequence]) - offset
-        if length is None:
-            length = available
-        if offset < 0 or not 0 <= length <= available:
-            raise IndexError(
-                f"tokens [{offset}, {offset + length}) are not inside sequence {sequence} of "
-                f"{self.sequence_lengths[sequence]} tokens"
-            )
-        first = self.first_token(sequence) + offset
-        return self.tokens.read(first, first + length)
-
     def run(self, sequence: int, offset: int, most: int) -> NDArray[Any]:
-        """Return some ids of a sequence, as many as are wanted or there are.
-
-        Args:
-            offset: first token of the run.
-
-        Returns:
-            Token ids of the type on disk, [most or less]; read only.
-        """
+        """Return the ids of a sequence from `offset` on, [most or less], of the type on disk; read only."""
         # A sequence ends where the next begins, so that one read finds both.
         offsets = self._offsets.read(sequence, min(sequence + 2, len(self))) // self.dtype.itemsize
         first, end = int(offsets[0]), int(offsets[1]) if len(offsets) > 1 else len(self.tokens)
@@ -342,14 +297,3 @@ class IndexedDataset:
     def first_token(self, sequence: int) -> int:
         """Return where in `tokens` a sequence begins."""
         return int(self._offsets[sequence]) // self.dtype.itemsize
-
-
-def _first(wrong: NDArray[np.bool]) -> int | None:
-    """Return the index of the first that is wrong, of [length]; None if none is."""
-    return int(wrong.argmax()) if wrong.any() else None
-
-
-def _read_through(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(_READ_BYTES):
-            pass

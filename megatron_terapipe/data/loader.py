@@ -31,7 +31,6 @@ class Batch:
     document."""
 
     def __post_init__(self) -> None:
-        """Take each row as one document unless told otherwise."""
         if not self.document_starts:
             object.__setattr__(self, "document_starts", ((0,),) * len(self.tokens))
 
@@ -43,10 +42,9 @@ class Batch:
 
         Args:
             samples: ids, int64 [micro_batch, seq + 1].
-            separating_eod: id of the end of a document when the documents of a row are told apart; None takes
-                each row as one document.
-            masked_eod: id of the end of a document when the prediction after it, the first token
-                of an unrelated document, does not count; None counts every prediction.
+            separating_eod: id that ends a document, where each begins anew; None takes each row as one document.
+            masked_eod: id that ends a document, where the prediction after it, the first token of an unrelated
+                document, does not count; None counts every prediction.
         """
         tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
@@ -112,9 +110,6 @@ class MicroBatchLoader(Iterator[Batch]):
 
         Args:
             dataset: samples in the order of training.
-            micro_batch_size: samples per micro-batch and rank.
-            data_parallel_rank: number of this rank among them.
-            data_parallel_size: number of ranks that share the samples.
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
             pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
@@ -158,7 +153,6 @@ class MicroBatchLoader(Iterator[Batch]):
         return batch.pin_memory() if self._pin_memory else batch
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch of this rank."""
         return next(self._batches)
 
     def close(self) -> None:
@@ -168,14 +162,9 @@ class MicroBatchLoader(Iterator[Batch]):
             self._executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
-        """Return the loader."""
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the loader."""
         self.close()

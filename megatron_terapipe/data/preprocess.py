@@ -82,7 +82,6 @@ class _ZstandardFile(io.RawIOBase):
     """Reader of a file of Zstandard frames; the package's own reader takes a truncated file for a whole one."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        """Begin at the first frame."""
         try:
             import zstandard
         except ImportError:

@@ -12,6 +12,7 @@ TikTokenizer: the file is a list of objects, by rising rank: `{"rank": 0, "token
 Bytes are in base64, and the 256 single bytes come first. Ids of special tokens come before all others.
 """
 
+from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -32,16 +33,8 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 
-def without_lone_surrogates(text: str) -> str:
-    """Return text that has UTF-8: a lone surrogate, which has none, becomes `?`."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
 def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
-    """Check that every id is below the size of the vocabulary.
-
-    An id that is in range but has no text is no error.
-    """
+    """Check that every id is below the size of the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise DataError(
@@ -50,49 +43,73 @@ def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
             )
 
 
+class SubwordTokenizer(ABC):
+    """Text to ids and back by a package, with the checks that packages leave out."""
+
+    vocab_size: int
+    """Number of ids, gaps between them included: the model needs a row for the highest."""
+    eod: int
+    """Id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; refuse ids outside the vocabulary, though not ids in it that have no text."""
+        check_in_vocabulary(ids, self.vocab_size)
+        return self._decode(list(ids))
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, which has UTF-8."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Return the text of `ids`, each below the size of the vocabulary."""
+
+
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that end a document where no `tokenizer_config.json` names one, the first of them that there is."""
 
 
-class PackageTokenizer:
-    """Text to ids and back by a tokenizer of the package `tokenizers`.
+class PackageTokenizer(SubwordTokenizer):
+    """A tokenizer of the package `tokenizers`, set up to add nothing to a text and to cut nothing off.
 
-    Attributes:
-        vocab_size: number of ids, gaps between them included: the model needs a row for the highest.
+    Special tokens are spelled out in texts, and bytes that are no UTF-8 replaced.
     """
 
-    eod: int
-    """Id that ends a document."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take the package's tokenizer, set up to add nothing to a text and to cut nothing off."""
         self._tokenizer = tokenizer
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+    def _encode(self, text: str) -> list[int]:
         # The fast form leaves out which characters each token came from: a quarter less time.
         try:
-            (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:
-            if not _is_of_package(error):
-                raise
             raise _contradiction(error) from None
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced."""
-        check_in_vocabulary(ids, self.vocab_size)
+    def _decode(self, ids: list[int]) -> str:
         try:
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         except BaseException as error:
-            if not _is_of_package(error):
-                raise
             raise _contradiction(error) from None
         return text
+
+
+def _contradiction(error: BaseException) -> BaseException:
+    """Return the error to raise for one of the package, as about unknown words whose token is not in the vocabulary."""
+    if not _is_of_package(error):
+        return error
+    return DataError(
+        f"the tokenizer contradicts itself ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face, or the "
+        "vocabulary and the merges of one encoding"
+    )
 
 
 class HuggingFaceTokenizer(PackageTokenizer):
@@ -105,11 +122,9 @@ class HuggingFaceTokenizer(PackageTokenizer):
     name = "HuggingFaceTokenizer"
 
     def __init__(self, path: Path) -> None:
-        """Read the tokenizer.
+        """Read `tokenizer.json`, or that of a directory.
 
-        Args:
-            path: `tokenizer.json`, or the directory that holds it. A `tokenizer_config.json` beside it says which
-                token ends a document.
+        A `tokenizer_config.json` beside it names the token that ends a document.
         """
         file = path / TOKENIZER_FILE if path.is_dir() else path
         tokenizer = _read_tokenizer_json(file)
@@ -148,19 +163,9 @@ def _read_tokenizer_json(file: Path) -> Tokenizer:
 
 
 def _is_of_package(error: BaseException) -> bool:
-    """Return whether an error is the package's word on its files.
-
-    It raises plain exceptions, and where its own code goes wrong a `PanicException`, which is no `Exception`.
-    """
+    """Whether an error is of the package: a plain exception, or a `PanicException`, which is no `Exception`."""
     return type(error).__name__ == "PanicException" or (
         isinstance(error, Exception) and not isinstance(error, MemoryError)
-    )
-
-
-def _contradiction(error: BaseException) -> DataError:
-    return DataError(
-        f"the tokenizer contradicts itself ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face, or the "
-        "vocabulary and the merges of one encoding"
     )
 
 
@@ -211,7 +216,7 @@ class GPT2BPETokenizer(PackageTokenizer):
         self._words = _WordCache(super().encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        """Return the ids of `text`, most of whose words are remembered."""
         # map over a dictionary keeps the loop over words, the hot one, out of the interpreter.
         return list(chain.from_iterable(map(self._words.__getitem__, WORD_PATTERN.findall(text))))
 
@@ -291,13 +296,8 @@ DEFAULT_VOCAB_SIZE = 2**17
 """Ids where `--vocab-size` says nothing."""
 
 
-class TikTokenizer:
-    """A byte pair encoding of `tiktoken`. `</s>` ends a document; a text that spells a special token is that text.
-
-    Attributes:
-        vocab_size: number of ids, those of special tokens included.
-        eod: id that ends a document.
-    """
+class TikTokenizer(SubwordTokenizer):
+    """A byte pair encoding of `tiktoken`. `</s>` ends a document; a text that spells a special token is that text."""
 
     name = "TikTokenizer"
 
@@ -339,14 +339,11 @@ class TikTokenizer:
             special_tokens={token: number for number, token in enumerate(special)},
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        return self._encoding.encode_ordinary(without_lone_surrogates(text))
+    def _encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced."""
-        check_in_vocabulary(ids, self.vocab_size)
-        return self._encoding.decode(list(ids))
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
 
 
 def _special_tokens(named: Sequence[str], count: int) -> list[str]:
@@ -381,7 +378,7 @@ def _tiktoken_token(entry: Any, rank: int) -> bytes:
     return b64decode(entry["token_bytes"], validate=True)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(SubwordTokenizer):
     """A model of the package `sentencepiece`; its end of sentence ends a document.
 
     Nothing is put before a text: a model that was trained with a begin of text has it in its data.
@@ -390,7 +387,6 @@ class SentencePieceTokenizer:
     name = "SentencePieceTokenizer"
 
     def __init__(self, path: Path) -> None:
-        """Read the model."""
         self._model = _read_sentencepiece_model(path)
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
@@ -399,15 +395,12 @@ class SentencePieceTokenizer:
                 f"{path} has no end of sentence, which is to end documents: train the SentencePiece model with one"
             )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        ids: list[int] = self._model.encode(without_lone_surrogates(text))
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; the end of a document has none."""
-        check_in_vocabulary(ids, self.vocab_size)
-        text: str = self._model.decode(list(ids))
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._model.decode(ids)
         return text
 
 

@@ -18,17 +18,11 @@ from megatron_terapipe.errors import DataError
 
 
 class NullTokenizer:
-    """Ids as decimal numbers with blanks between them, and one more id that ends a document.
-
-    Attributes:
-        vocab_size: number of ids, the end of a document included.
-        eod: id that ends a document: the highest.
-    """
+    """Ids as decimal numbers with blanks between them, and one more, the highest, that ends a document."""
 
     name = "NullTokenizer"
 
     def __init__(self, vocab_size: int | None) -> None:
-        """Take the number of ids without the end of a document."""
         if vocab_size is None:
             raise DataError(
                 "NullTokenizer has no vocabulary of its own: add --vocab-size, without the end of a document"
@@ -180,16 +174,11 @@ class TextStream:
     """Turns tokens into pieces of text, which joined are the text of all of them.
 
     Tokens may end within a character, so text that may still change is held back. A tokenizer may write the first
-    token of a text unlike the same token later on, without the space before the word: so each piece is what the text
-    of the tokens before it grows by.
-
-    Example:
-        >>> stream = TextStream(tokenizer, prompt)
-        >>> pieces = [*map(stream.push, tokens), stream.rest()]
+    token of a text unlike the same token later on, without the space before the word: so each piece is the growth of
+    the text of the tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        """Begin after some tokens."""
         self._tokenizer = tokenizer
         self._written = list(before)
         self._pending: list[int] = []

@@ -24,11 +24,8 @@ def map_ahead(
 ) -> Iterator[Result]:
     """Yield `function(item)` for each item, in the order of the items.
 
-    `Executor.map` takes all items at once; here at most `window` are in work or waiting, so the
-    items may be endless and neither they nor the results pile up in memory.
-
-    Args:
-        window: most items submitted and not yet yielded, at least 1.
+    `Executor.map` takes all items at once; here at most `window` are in work or waiting, so the items may be endless,
+    and neither they nor the results fill the memory. An error of the function is raised in the place of its item.
     """
     pending: deque[Future[Result]] = deque()
     try:
@@ -46,8 +43,8 @@ def map_ahead(
 class WorkerProcesses(Generic[Item, Result]):
     """Calls a function in one of several processes; as many threads as processes may call at once.
 
-    Each process has a pipe of its own. The standard library's pool shares one for all results, and
-    a worker killed while it writes there, as for want of memory, leaves everybody waiting.
+    Each process has a pipe of its own. The standard library's pool shares one for all results: where a worker is
+    killed while it writes there, as without memory, all wait for ever.
 
     Example:
         >>> with WorkerProcesses(function, 2) as call, ThreadPoolExecutor(2) as threads:
@@ -55,17 +52,11 @@ class WorkerProcesses(Generic[Item, Result]):
     """
 
     def __init__(self, function: Callable[[Item], Result], size: int) -> None:
-        """Say what the processes do; they start at `__enter__`.
-
-        Args:
-            function: sent to each process once.
-        """
         self._function = function
         self._size = size
         self._idle: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
-        """Start the processes."""
         # Spawned, because a fork of a process with threads may deadlock.
         spawn = multiprocessing.get_context("spawn")
         self._processes = []
@@ -99,12 +90,8 @@ class WorkerProcesses(Generic[Item, Result]):
         return result  # type: ignore[no-any-return]
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes."""
         for connection, process in zip(self._connections, self._processes, strict=True):
             connection.close()
             process.terminate()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.text_files import permit_as_new
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.errors import CheckpointError, ConfigError, not_installed
+from megatron_terapipe.errors import CheckpointError, ConfigError, first_line, not_installed
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.weight_rules import WeightRule, layer_rules
 from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
@@ -86,8 +86,7 @@ class SavedTensors:
             raise self._unreadable(file, error) from None
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return CheckpointError(f"{self._directory / file} cannot be read ({reason}): get it again")
+        return CheckpointError(f"{self._directory / file} cannot be read ({first_line(error)}): get it again")
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:

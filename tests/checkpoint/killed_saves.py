@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_terapipe.checkpoint.directories import readable_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import Manifest
-from megatron_terapipe.checkpoint.save import FileWriter, UnfinishedSave, _aside, _Part, _prepare
+from megatron_terapipe.checkpoint.save import FileWriter, UnfinishedSave, _aside, _prepare
 from tests.inference.checkpoints import checkpoint_info
 
 WATCHED = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod"}
@@ -26,7 +26,7 @@ def save(folder: Path, iteration: int, keep_last: int | None = None) -> None:
     for layer in range(2):
         writer.save({"iteration": iteration}, str(_aside(directory) / f"layer_{layer:02d}-model_00-model_states.pt"))
     writer.write_kept()
-    UnfinishedSave(directory, info, writer, [], keep_last)._complete([_Part(writer.facts, writer.fault, [])])
+    UnfinishedSave(directory, info, writer, [], keep_last)._complete([(writer.facts, writer.fault, [])])
 
 
 def killed_at(point: int, folder: Path, iteration: int, keep_last: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.checkpoint.save import begin_save
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.run import Run
@@ -36,34 +37,23 @@ class Way:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training some iterations gave: losses, the same on every rank, and this rank's weights.
-
-    Attributes:
-        losses: of the iterations after saving or loading.
-        weights: by the names that the stage has for them.
-        loss_scale: the adaptive one of fp16 at the end; None in other types.
-    """
+    """What training some iterations gave: losses, the same on every rank, and this rank's weights."""
 
     losses: list[float]
     weights: dict[str, np.ndarray]
     loss_scale: float | None
+    """The adaptive one of fp16 at the end."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Build a run's engine, from a checkpoint if one is named; save it; train on; perhaps save between.
-
-    Attributes:
-        way: how.
-        load: directory to load from; None to start afresh.
-        save: directory to save to.
-        before: iterations before saving.
-    """
+    """Build a run's engine, from a checkpoint if one is named; save it; train on; perhaps save between."""
 
     way: Way
     load: Path | None
     save: Path | None
     before: int = 0
+    """Iterations before saving."""
 
 
 def perform(tasks: list[Task]) -> list[Outcome]:
@@ -88,6 +78,13 @@ def _perform(task: Task) -> Outcome:
     ]
     weights = {name: each.detach().double().numpy() for name, each in engine.module.named_parameters()}
     return Outcome(losses, weights, engine.optimizer.cur_scale if engine.fp16_enabled() else None)
+
+
+def save_checkpoint(engine: Any, save: str | Path, info: CheckpointInfo, *, keep_last: int | None = None) -> Path:
+    """Save a checkpoint, on every rank, and return its directory."""
+    unfinished = begin_save(engine, save, info, keep_last=keep_last)
+    unfinished.finish()
+    return unfinished.directory
 
 
 def run_of(way: Way, load: Path | None = None) -> Run:

@@ -22,7 +22,8 @@ from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint import optimizer_state as index
 from megatron_terapipe.checkpoint.directories import optimizer_files
 from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun, saved_run
-from megatron_terapipe.checkpoint.restore import restore
+from megatron_terapipe.checkpoint.restore import load_checkpoint
+from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from tests.checkpoint.runs import BEFORE, Way, info_of, run_of
 from tests.checkpoint.test_reshape import BF16_DATA, EVERYTHING, ONE
@@ -87,7 +88,8 @@ def opened_by_one_rank(folder: Path) -> tuple[set[str], int]:
 
     sys.addaudithook(watch)
     info = replace(checkpoint_info(), layout=asdict(LAYOUT))
-    restore(engine, directory, info, SavedRun(places=places, counters={}), weights_only=False)
+    counters = {"global_steps": 3, "skipped_steps": 0}
+    load_checkpoint(engine, directory, info, SavedRun(places=places, counters=counters), CheckpointConfig())
     watching.clear()
     assert all(map(torch.equal, weights, engine.module.parameters()))
     assert int((optimizer.state[flat]["exp_avg"] == 5.0).sum()) == sum(own.values()) > 0

@@ -1,19 +1,27 @@
-"""What is saved is whole or has no name, and is as much as was asked for."""
+"""Saved checkpoints are whole or have no name; faults are one line, the same on all ranks, and leave the one before."""
 
-from dataclasses import replace
+import resource
+import shutil
+import time
+from collections import namedtuple
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from megatron_terapipe.checkpoint import directories
 from megatron_terapipe.checkpoint import save as saving
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.checkpoint.save import save_checkpoint
-from megatron_terapipe.checkpoint.verify import find_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save
+from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.training.build_engine import build_engine
-from tests.checkpoint.runs import Way, info_of, run_of
+from tests.checkpoint.damage import DAMAGE, kinds_of_file
+from tests.checkpoint.runs import Way, batches, info_of, run_of, save_checkpoint
 from tests.distributed import run_distributed
 
 WAYS = [Way("whole", 1, "--zero-stage 0"), Way("partitioned", 2, "--zero-stage 1")]
@@ -28,24 +36,16 @@ def _save(way: Way, folder: str, iterations: list[int], keep_last: int | None, w
         save_checkpoint(engine, folder, info, keep_last=keep_last)
 
 
-def _die_while_saving(way: Way, folder: str, iteration: int, function: str) -> str:
-    """Save an iteration, and raise in a function that saving calls."""
+def _die_before_the_name(way: Way, folder: str, iteration: int) -> bool:
+    """Save an iteration, and die as all of it is written; whether that happened."""
     run = run_of(way)
     engine = build_engine(run)
-    owner: Any = engine if function == "save_checkpoint" else saving
-    original = getattr(owner, function)
-
-    def die(*arguments: Any, **keywords: Any) -> None:
-        if function == "save_checkpoint":
-            original(*arguments, **keywords)
-        raise KeyboardInterrupt
-
-    with patch.object(owner, function, die):
+    with patch.object(directories, "put_in_place", side_effect=KeyboardInterrupt):
         try:
             save_checkpoint(engine, folder, replace(info_of(run), iteration=iteration))
         except KeyboardInterrupt:
-            return "died"
-    return "lived"
+            return True
+    return False
 
 
 def _tags(folder: Path) -> set[str]:
@@ -58,20 +58,14 @@ def test_what_was_saved_is_there_and_nothing_else(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "global_step5"
 
 
-@pytest.mark.parametrize("function", ["save_checkpoint", "put_in_place"])
-@pytest.mark.parametrize("iteration", [3, 7], ids=["over_an_older_one", "a_new_one"])
-def test_who_dies_while_saving_leaves_the_last_whole_one(tmp_path: Path, function: str, iteration: int) -> None:
-    way, folder = WAYS[0], tmp_path
-    run_distributed(_save, 1, way, str(folder), [3], None, True)
-    before = {path.name: path.read_bytes() for path in (folder / "global_step3").iterdir()}
-    assert run_distributed(_die_while_saving, 1, way, str(folder), iteration, function) == ["died"]
-    assert latest_checkpoint(folder) == folder / "global_step3"
-    assert {path.name: path.read_bytes() for path in (folder / "global_step3").iterdir()} == before
-    assert (folder / f"global_step{iteration}.partial").is_dir()
-    # The next one that is saved does not mind what was left.
-    run_distributed(_save, 1, way, str(folder), [iteration], None, True)
-    assert latest_checkpoint(folder) == folder / f"global_step{iteration}"
-    assert not (folder / f"global_step{iteration}.partial").exists()
+def test_a_save_that_dies_leaves_the_last_whole_one(tmp_path: Path) -> None:
+    """Over an older one of the same iteration; tests/checkpoint/test_kill_points.py has every other moment."""
+    run_distributed(_save, 1, WAYS[0], str(tmp_path), [3], None, True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "global_step3").iterdir()}
+    assert run_distributed(_die_before_the_name, 1, WAYS[0], str(tmp_path), 3) == [True]
+    assert latest_checkpoint(tmp_path) == tmp_path / "global_step3"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "global_step3").iterdir()} == before
+    assert (tmp_path / "global_step3.partial").is_dir()
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -106,3 +100,118 @@ def _loads_weights_alone(way: Way, folder: Path) -> None:
     config = replace(run.config.checkpoint, no_load_optim=False)
     with pytest.raises(CheckpointError, match="no state of the optimizer"):
         find_checkpoint(config, run.config.model, run.layout, "adam")
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@dataclass
+class Seen:
+    """What a rank saw."""
+
+    differing: list[str] = field(default_factory=list)
+    """Files that a background save wrote otherwise than a plain one."""
+    moved_early: bool = False
+    """Whether `latest` moved before all ranks had written."""
+    refusals: list[str] = field(default_factory=list)
+    """Lines about saves that failed."""
+    left: list[set[str]] = field(default_factory=list)
+    """Names in the directory of checkpoints after each of them."""
+    damage: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Lines about damaged checkpoints, by damage and file."""
+
+
+def _save_and_fail(folder: Path) -> Seen:
+    """On every rank: save in both ways, fail to save in three, and load what was damaged."""
+    seen, run = Seen(), run_of(WAYS[1])
+    engine, info = build_engine(run), info_of(run)
+    own = dist.get_rank()
+
+    def step(number: int) -> None:
+        engine.train_batch(iter(batches(number, own, 2)))
+
+    step(0)
+    plain = save_checkpoint(engine, folder / "plain", info)
+    background = BackgroundSaves(engine.device)
+    unfinished = begin_save(engine, folder / "background", info, in_memory=True)
+    seen.moved_early = (folder / "background" / "latest").exists()
+    background.start(unfinished)
+    step(1)  # What is saved is of before.
+    while not background.is_done():
+        time.sleep(0.01)
+    background.finish()
+    names = {path.name for path in (*plain.iterdir(), *unfinished.directory.iterdir())}
+    seen.differing = [
+        name for name in names if (plain / name).read_bytes() != (unfinished.directory / name).read_bytes()
+    ]
+
+    later = replace(info, iteration=info.iteration + 1, consumed_samples=info.consumed_samples + 8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fail(action) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            seen.refusals.append(str(error))
+        dist.barrier()
+        seen.left.append({path.name for path in (folder / "plain").iterdir()})
+
+    if own == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    fail(lambda: save_checkpoint(engine, folder / "plain", later))
+    background.start(begin_save(engine, folder / "plain", later, in_memory=True))
+    fail(background.finish)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with patch.object(saving, "disk_usage", lambda path: Usage(100_000, 99_000, 1000)):
+        fail(lambda: save_checkpoint(engine, folder / "plain", later))
+    save_checkpoint(engine, folder / "plain", later)
+
+    directory = folder / "plain" / f"global_step{info.iteration}"
+    # Each damage once, to each kind of file at least once; all pairs are tried by tests/faults/campaigns/damage.py.
+    for damage, kind in zip(DAMAGE, islice(cycle(sorted(kinds_of_file(directory))), len(DAMAGE)), strict=True):
+        seen.damage[damage, kind] = refusal(directory, damage, kind, info)
+    return seen
+
+
+def refusal(directory: Path, damage: str, kind: str, info: CheckpointInfo) -> str:
+    """The line about a checkpoint of which a file is damaged; the file is put back."""
+    file, kept = kinds_of_file(directory)[kind], directory.parent / "kept"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copy(file, kept)
+        DAMAGE[damage](file)
+    dist.barrier()
+    try:
+        verify_checkpoint(directory, replace(info, has_manifest=True), run_of(WAYS[1]).config.model, weights_only=False)
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.with_name(f"{file.name}.old").unlink(missing_ok=True)
+            kept.replace(file)
+        dist.barrier()
+
+
+def test_what_ranks_save_and_load(tmp_path: Path) -> None:
+    first, second = run_distributed(_save_and_fail, 2, tmp_path)
+    for seen in (first, second):
+        assert seen.differing == []
+        assert not seen.moved_early
+        # One line, on both ranks the same, and nothing half-written stays.
+        assert seen.refusals == first.refusals
+        assert seen.left == [{"global_step2", "latest"}] * 3
+        assert seen.damage == first.damage
+    full, full_in_background, no_room = first.refusals
+    for line in (full, full_in_background):
+        assert line.startswith(f"checkpoint {tmp_path}/plain/global_step3 was not saved (rank 1, ")
+        assert "File too large): make room or mend " in line
+    assert no_room.startswith("a checkpoint of ")
+    assert f"has no room in {tmp_path}/plain, where 1 kB are free: make room, or name another --save" in no_room
+    assert latest_checkpoint(tmp_path / "plain") == tmp_path / "plain" / "global_step3"
+    for (damage, kind), line in first.damage.items():
+        assert kind in line, (damage, kind, line)
+        assert "\n" not in line
+        assert ("lacks" if damage in ("renamed", "deleted") else "is damaged: ") in line
+    assert len(first.damage) == len(DAMAGE)

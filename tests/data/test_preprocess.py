@@ -1,16 +1,18 @@
-"""The command from JSON lines to an indexed dataset, end to end."""
+"""The command from JSON lines, compressed or not, to an indexed dataset, end to end."""
 
 import gzip
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, index_file
-from megatron_terapipe.data.preprocess import main
+from megatron_terapipe.data.preprocess import main, read_lines
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 from tests.file_formats.forms import validate
 
@@ -34,7 +36,7 @@ def run(corpus: Path, prefix: Path, *options: str) -> int:
 def texts_of(prefix: Path) -> list[str]:
     dataset = IndexedDataset(prefix)
     tokenizer = ByteTokenizer()
-    return [tokenizer.decode(dataset.get(number).tolist()) for number in range(len(dataset))]
+    return [tokenizer.decode(dataset.run(number, 0, 10**6).tolist()) for number in range(len(dataset))]
 
 
 def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +47,7 @@ def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys
         written = [file(f"{prefix}_text_document").read_bytes() for prefix in (one, two)]
         assert written[0] == written[1]
     assert texts_of(tmp_path / "one_text_document") == TEXTS
-    assert IndexedDataset(tmp_path / "two_text_document").get(0)[-1] == ByteTokenizer.eod
+    assert IndexedDataset(tmp_path / "two_text_document").run(0, 0, 10**6)[-1] == ByteTokenizer.eod
     tokens = sum(len(text) + 1 for text in TEXTS)
     summary = capsys.readouterr().out.splitlines()[0]
     assert summary.startswith(f"wrote {one}_text_document (.bin and .idx): 5,000 documents, ")
@@ -93,7 +95,7 @@ def test_every_tokenizer_under_every_name(
     tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type=name, tokenizer_model=str(model)))
     assert len(dataset) == len(texts)
     for number in (0, 1, len(texts) - 1):
-        *ids, last = dataset.get(number).tolist()
+        *ids, last = dataset.run(number, 0, 10**6).tolist()
         assert tokenizer.decode(ids) == texts[number]
         assert last == tokenizer.eod
         assert tokenizer.eod not in ids
@@ -104,7 +106,7 @@ def test_texts_of_ids_need_no_tokenizer(tmp_path: Path) -> None:
     options = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70001", "--append-eod"]
     assert run(corpus, tmp_path / "ids", *options) == 0
     dataset = IndexedDataset(tmp_path / "ids_text_document")
-    assert [dataset.get(number).tolist() for number in range(2)] == [[3, 1, 2, 70001], [70000, 70001]]
+    assert [dataset.run(number, 0, 10**6).tolist() for number in range(2)] == [[3, 1, 2, 70001], [70000, 70001]]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -203,3 +205,71 @@ def test_bad_options_exit_with_2(
 
 def test_words_of_megatrons_scripts_that_are_so_anyway(corpus: Path, tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "c", "--dataset-impl", "mmap", "--log-interval", "1000") == 0
+
+
+# Larger than what is read at once, also when compressed.
+LINES = [f"{number} {hash((number, 1)) % 10**18}\n".encode() for number in range(30_000)] + [b"no line end"]
+CONTENT = b"".join(LINES)
+
+
+def plain(content: bytes) -> bytes:
+    return content
+
+
+def zstandard(content: bytes) -> bytes:
+    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(content))
+
+
+def zstandard_frames(content: bytes) -> bytes:
+    return b"".join(zstandard(content[start : start + 100_000]) for start in range(0, len(content), 100_000))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [("jsonl", plain), ("jsonl.gz", gzip.compress), ("jsonl.zst", zstandard), ("jsonl.zst", zstandard_frames)],
+)
+def test_lines_come_in_runs_with_their_numbers(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"corpus.{suffix}"
+    path.write_bytes(compress(CONTENT))
+    runs = list(read_lines(path))
+    assert [line for run in runs for line in run.lines] == LINES
+    assert len(runs) > 2
+    assert [run.first for run in runs] == [1 + sum(len(each.lines) for each in runs[:n]) for n in range(len(runs))]
+    positions = [run.file_position for run in runs]
+    assert positions == sorted(positions)
+    assert positions[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard), ("zst", zstandard_frames)])
+def test_a_file_cut_short_is_no_shorter_file(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"corpus.jsonl.{suffix}"
+    path.write_bytes(compress(CONTENT)[:-20])
+    with pytest.raises(DataError, match=rf"^cannot read --input .*\.{suffix} \(.+\): give a file"):
+        list(read_lines(path))
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_that_is_not_compressed_is_named(tmp_path: Path, suffix: str) -> None:
+    if suffix == "zst":
+        pytest.importorskip("zstandard")
+    path = tmp_path / f"corpus.jsonl.{suffix}"
+    path.write_bytes(CONTENT)
+    with pytest.raises(DataError, match=rf"^cannot read --input .*\.{suffix} \(.+\): give a file"):
+        list(read_lines(path))
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("jsonl", plain), ("gz", gzip.compress), ("zst", zstandard)])
+def test_an_empty_file_has_no_lines(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"corpus.{suffix}"
+    path.write_bytes(compress(b""))
+    assert list(read_lines(path)) == []
+
+
+def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "corpus.jsonl.zst"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(
+        DataError, match=r"needs the package zstandard, .*: pip install zstandard .extra: data., or decompress"
+    ):
+        list(read_lines(path))

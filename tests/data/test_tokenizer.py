@@ -1,4 +1,4 @@
-"""Ids of the tokenizers: by hand, against a plain reference, and against GPT-2's published ones."""
+"""Ids of the tokenizers by hand and against GPT-2's published ones; text token by token."""
 
 import json
 from importlib.util import find_spec
@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import DataConfig
 from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
-from megatron_terapipe.data.subword_tokenizers import GPT2BPETokenizer
-from megatron_terapipe.data.tokenizer import TOKENIZERS, ByteTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.subword_tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_terapipe.data.tokenizer import (
+    TOKENIZERS,
+    ByteTokenizer,
+    TextStream,
+    Tokenizer,
+    TokenizerSettings,
+    build_tokenizer,
+)
 from megatron_terapipe.errors import DataError
+from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 
 SPACE = "\u0120"  # GPT-2's spelling of the byte 32
 
@@ -181,3 +189,64 @@ def test_malformed_files_are_named(tmp_path: Path, vocabulary: str | None, merge
             path.write_text(content)
     with pytest.raises(UserError, match=message):
         GPT2BPETokenizer(vocab_file, merge_file)
+
+
+def test_ids_are_themselves_and_the_end_of_a_document_is_the_one_after_them() -> None:
+    tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=100))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.encode(" 3 99\n0 ") == [3, 99, 0]
+    assert tokenizer.decode([3, 99, 100]) == "3 99 100"
+
+
+@pytest.mark.parametrize("text", ["1 two", "101", "-1", "1.5"])
+def test_other_words_are_refused(text: str) -> None:
+    tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=100))
+    with pytest.raises(DataError, match="is no token id below 101, and NullTokenizer takes nothing else"):
+        tokenizer.encode(text)
+
+
+def test_the_size_is_asked_for() -> None:
+    with pytest.raises(DataError, match="add --vocab-size, without the end of a document"):
+        build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer"))
+
+
+STREAMED = "Hello world, caf\u00e9 \u4f60\u597d lower. Unseen words: W\u00f6rter, \u00e0 la carte"
+
+
+@pytest.fixture(scope="module", params=["byte", "hugging_face", "sentence_piece"])
+def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("trained")
+    if request.param == "byte":
+        return ByteTokenizer()
+    if request.param == "hugging_face":
+        return HuggingFaceTokenizer(train_hugging_face(folder))
+    return SentencePieceTokenizer(train_sentence_piece(folder))
+
+
+def pieces_of(streamed: Tokenizer, before: list[int], tokens: list[int]) -> list[str]:
+    stream = TextStream(streamed, before)
+    return [*map(stream.push, tokens), stream.rest()]
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_pieces_are_the_text_after_the_prompt_spaces_and_all(streamed: Tokenizer, size: int) -> None:
+    ids = streamed.encode(STREAMED)
+    before, tokens = ids[:size], ids[size:]
+    pieces = pieces_of(streamed, before, tokens)
+    assert streamed.decode(before) + "".join(pieces) == STREAMED
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > 3
+
+
+@given(text=st.text(st.characters(exclude_characters="\0\u2581\ufffd", exclude_categories=["Cs"]), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_any_text_comes_whole(streamed: Tokenizer, text: str) -> None:
+    before = streamed.encode("Hello")
+    tokens = streamed.encode(text)
+    whole = streamed.decode([*before, *tokens])
+    assert streamed.decode(before) + "".join(pieces_of(streamed, before, tokens)) == whole
+
+
+def test_what_never_becomes_a_character_comes_at_the_end() -> None:
+    assert pieces_of(ByteTokenizer(), [0x41], [0xE4, 0xBD]) == ["", "", "\ufffd"]
+    assert pieces_of(ByteTokenizer(), [0x41], [0xE4, 0xBD, 0xA0]) == ["", "", "\u4f60", ""]

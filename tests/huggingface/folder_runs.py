@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.run import Run
+from tests.checkpoint.runs import save_checkpoint
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD
 from tests.training.prepared import prepared_run

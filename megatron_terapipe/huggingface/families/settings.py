@@ -118,7 +118,6 @@ class SettingsFile:
         refuse_experts(self._contents, self.where)
 
     def __bool__(self) -> bool:
-        """Whether anything is set."""
         return bool(self._contents)
 
 

@@ -43,7 +43,7 @@ def test_what_is_written_is_read(
     documents: list[list[int]], vocab_size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents, vocab_size))
-    assert [dataset.get(number).tolist() for number in range(len(dataset))] == documents
+    assert [dataset.run(number, 0, 99).tolist() for number in range(len(dataset))] == documents
     assert dataset.sequence_lengths.tolist() == [len(document) for document in documents]
     assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
 
@@ -54,12 +54,11 @@ def test_ids_take_the_type_megatron_chooses(vocab_size: int, dtype: type, tmp_pa
     assert IndexedDataset(write(tmp_path / "d", [[1]], vocab_size)).dtype == dtype
 
 
-def test_get_returns_a_run_and_refuses_one_outside_the_sequence(tmp_path: Path) -> None:
+def test_run_ends_with_the_sequence(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "d", DOCUMENTS))
-    assert dataset.get(2, offset=1, length=2).tolist() == [6, 7]
-    assert dataset.get(2, offset=3).tolist() == [8]
-    with pytest.raises(IndexError, match=r"tokens \[1, 4\) are not inside sequence 0 of 3"):
-        dataset.get(0, offset=1, length=3)
+    assert dataset.run(2, 1, 2).tolist() == [6, 7]
+    assert dataset.run(2, 3, 9).tolist() == [8]
+    assert dataset.run(0, 1, 3).tolist() == DOCUMENTS[0][1:]
 
 
 def test_megatron_reads_our_files(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_we_write_the_bytes_megatron_writes_and_read_its_files(tmp_path: Path, d
     builder.finalize(str(index_file(prefix)))
 
     dataset = IndexedDataset(prefix)
-    assert [dataset.get(number).tolist() for number in range(len(dataset))] == DOCUMENTS
+    assert [dataset.run(number, 0, 99).tolist() for number in range(len(dataset))] == DOCUMENTS
     ours = write(tmp_path / "ours", DOCUMENTS, 65_100 if dtype is np.uint16 else 65_500)
     assert data_file(ours).read_bytes() == data_file(prefix).read_bytes()
     assert index_file(ours).read_bytes() == index_file(prefix).read_bytes()
@@ -94,7 +93,7 @@ def test_megatron_documents_of_several_sequences_are_read(tmp_path: Path) -> Non
     builder.add_document([4], [1])
     builder.finalize(str(index_file(prefix)))
     dataset = IndexedDataset(prefix)
-    assert [dataset.get(number).tolist() for number in range(3)] == [[1, 2], [3], [4]]
+    assert [dataset.run(number, 0, 99).tolist() for number in range(3)] == [[1, 2], [3], [4]]
     assert dataset.document_indices.tolist() == [0, 2, 3]
 
 
@@ -110,7 +109,7 @@ def test_an_interrupted_writer_leaves_the_older_dataset(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), IndexedDatasetWriter(prefix, 300) as writer:
         writer.add_document([9])
         raise RuntimeError
-    assert IndexedDataset(prefix).get(2).tolist() == DOCUMENTS[2]
+    assert IndexedDataset(prefix).run(2, 0, 99).tolist() == DOCUMENTS[2]
 
 
 def test_nothing_appears_under_the_name_before_all_is_written(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"d\.bin\.partial is written by another process: wait for its end"):
             IndexedDatasetWriter(tmp_path / "d", 300).__enter__()
         writer.add_document([3])
-    assert IndexedDataset(tmp_path / "d").get(1).tolist() == [3]
+    assert IndexedDataset(tmp_path / "d").run(1, 0, 99).tolist() == [3]
 
 
 KILLED = """
@@ -148,7 +147,7 @@ with IndexedDatasetWriter(sys.argv[1], 300) as writer:
 def test_a_writer_that_is_killed_leaves_no_dataset_and_is_no_hindrance(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "d")], check=False).returncode == -9
     assert [path.name for path in tmp_path.iterdir()] == ["d.bin.partial"]
-    assert IndexedDataset(write(tmp_path / "d", DOCUMENTS)).get(0).tolist() == DOCUMENTS[0]
+    assert IndexedDataset(write(tmp_path / "d", DOCUMENTS)).run(0, 0, 99).tolist() == DOCUMENTS[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
 
 
@@ -162,7 +161,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_dataset(tmp_path: Path, li
             write(prefix, [[1] * 10] * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert IndexedDataset(prefix).get(2).tolist() == DOCUMENTS[2]
+    assert IndexedDataset(prefix).run(2, 0, 99).tolist() == DOCUMENTS[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
 
 
@@ -274,7 +273,7 @@ def test_a_file_that_is_removed_can_be_read_to_the_end(tmp_path: Path) -> None:
     dataset = IndexedDataset(prefix)
     for file in (data_file, index_file):
         file(prefix).unlink()
-    assert [dataset.get(number).tolist() for number in range(4)] == DOCUMENTS
+    assert [dataset.run(number, 0, 99).tolist() for number in range(4)] == DOCUMENTS
 
 
 def test_no_file_stays_open_when_nobody_reads_it(tmp_path: Path) -> None:

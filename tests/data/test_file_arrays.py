@@ -168,7 +168,6 @@ RACER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from megatron_terapipe.data.files import index_cache
 from megatron_terapipe.data.file_arrays import FileColumn
 from megatron_terapipe.data.file_arrays import IndexCache
 

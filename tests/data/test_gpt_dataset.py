@@ -59,7 +59,7 @@ def test_samples_are_the_stream_of_documents_and_each_epoch_visits_each_token_on
 
     orders = dataset.document_index.reshape(-1, len(lengths))
     assert all(sorted(order) == list(documents) for order in orders)
-    stream = np.concatenate([indexed.get(document) for document in dataset.document_index])
+    stream = np.concatenate([indexed.run(document, 0, 10**6) for document in dataset.document_index])
     for epoch in stream.reshape(-1, tokens):
         assert sorted(epoch) == list(range(tokens))
 
