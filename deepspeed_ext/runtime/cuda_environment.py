@@ -6,7 +6,7 @@ passes on only a few families of variables. A value that somebody else has set s
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
 
@@ -21,18 +21,15 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Files by which the driver is reached: on Linux, and on Linux under Windows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """A variable that this package sets where nobody else has."""
 
     name: str
     value: str
-    alias: str | None = None
-    """An older name, which torch reads first."""
-
-    def set_before(self, environment: Mapping[str, str]) -> str | None:
-        """The name under which somebody else has set it, None if nobody has."""
-        return next((name for name in (self.alias, self.name) if name is not None and name in environment), None)
+    others: tuple[str, ...] = ()
+    """The other values with which sums have one order: torch's for cuBLAS, Megatron's for NCCL."""
+    alias: str = ""
+    """An older name, which torch reads first; empty for none."""
 
 
 VARIABLES = (
@@ -51,17 +48,16 @@ VARIABLES = (
 
 REPEATABLE = (
     # Products choose their algorithm by the memory that is free, unless it has a fixed size (cuBLAS, reproducibility).
-    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)),
     # NCCL would choose an order of its sums by what it measures of the links.
-    Variable("NCCL_ALGO", "Ring"),
+    Variable("NCCL_ALGO", "Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
 )
 """Variables that a run needs in which every sum has the same order each time."""
 
-_REPEATABLE_VALUES = {
-    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
-}
-"""Values of these with which sums have one order: torch's for cuBLAS, Megatron's for NCCL."""
+_LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release of memory"}
+"""Variables that are for debugging, and what they make wait."""
+
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare_cuda_environment(
@@ -88,16 +84,24 @@ def prepare_cuda_environment(
     if not will_use_cuda(environment, has_device=has_device):
         return []
     warnings = check_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks)
-    if deterministic:
-        _check_repeatable(environment)
     kept, new = {}, {}
     for variable in VARIABLES + REPEATABLE * deterministic:
-        if (name := variable.set_before(environment)) is not None:
-            kept[name] = environment[name]
-        else:
+        name = next((each for each in (variable.alias, variable.name) if each in environment), None)
+        if name is None:
             new[variable.name] = variable.value
+            continue
+        kept[name] = environment[name]
+        if variable in REPEATABLE and kept[name] not in (variable.value, *variable.others):
+            raise UserError(
+                f"{name}={kept[name]} leaves the order of sums open, and the run is to be deterministic: unset "
+                f"it, or set {variable.value}"
+            )
     environment.update(new)
-    parts = [f"{done} {_listed(values)}" for done, values in (("set", new), ("kept", kept)) if values]
+    parts = [
+        f"{done} {', '.join(f'{name}={value}' for name, value in values.items())}"
+        for done, values in (("set", new), ("kept", kept))
+        if values
+    ]
     return [f"CUDA environment: {'; '.join(parts)}", *(f"warning: {line}" for line in warnings)]
 
 
@@ -130,15 +134,9 @@ def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks: int) -> list[str]:
-    """Refuse values under which a pipeline locks, and return a line of warning for each that is merely unwise.
+    """Raise a `UserError` for values under which a pipeline locks, and return a warning for each unwise one.
 
-    Whether the run's schedule ends with the number of hardware queues is for the check of its programs to say.
-
-    Args:
-        num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
-
-    Raises:
-        UserError: if a variable makes each launch, or each release of memory, wait for the device.
+    The check of the programs decides whether the schedule ends with this number of hardware queues.
     """
     queues = hardware_queues(environment)
     if num_pipeline_ranks == 1:
@@ -187,29 +185,8 @@ def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
 
 def compared_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of a process that should be the same on all ranks."""
-    names = (
-        name for variable in VARIABLES + REPEATABLE for name in (variable.name, variable.alias) if name is not None
-    )
+    names = (name for variable in VARIABLES + REPEATABLE for name in (variable.name, variable.alias))
     return {name: environment[name] for name in (*names, *_LOCKING, *_BLOCKING_WAIT) if name in environment}
-
-
-_LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release of memory"}
-"""Variables that are for debugging, and what they make wait."""
-
-_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-
-
-def _check_repeatable(environment: Mapping[str, str]) -> None:
-    for name, values in _REPEATABLE_VALUES.items():
-        if environment.get(name, values[0]) not in values:
-            raise UserError(
-                f"{name}={environment[name]} leaves the order of sums open, and the run is to be deterministic: unset "
-                f"it, or set {values[0]}"
-            )
-
-
-def _listed(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def _said(name: str, value: str | None) -> str:

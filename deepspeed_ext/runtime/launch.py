@@ -1,7 +1,4 @@
-"""The place of this process among all that were launched, as its launcher's variables give it.
-
-Three parts: lists as Slurm writes them, the variables of each launcher (deepspeed, torchrun, mpirun, srun), and
-`LaunchEnvironment`, rank and size of this process. Only the standard library: it is read before torch loads.
+"""The place of this process among all that were launched, from the variables of its launcher.
 
 torch             RANK, WORLD_SIZE: by torchrun, by DeepSpeed's launcher over pdsh, or by hand
 Open MPI          mpirun, and deepspeed --launcher openmpi
@@ -10,15 +7,16 @@ MPICH, Intel MPI  mpiexec, and deepspeed --launcher mpich or impi
 Slurm             srun, and deepspeed --launcher slurm
 
 A process may see the variables of several: mpirun starts ranks through srun, and an allocation of Slurm is where others
-launch. The launcher nearest to the process stands first in `LAUNCHERS`, and everything is taken from this one: of two
-numbers that belong together, one from each would be no rank at all.
+launch. Everything is taken from the launcher nearest to the process, the first of `LAUNCHERS`: of two numbers that
+belong together, one from each would be no rank at all. Only the standard library: it is read before torch loads.
 """
 
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
 
@@ -71,18 +69,11 @@ PORTS = range(20_000, 32_768)
 Variables = Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """Where the ranks meet."""
-
-    address: str | None = None
-    """Host of the first rank; None if nobody says it."""
-    port: int | None = None
-    """A port there; None if nobody says it."""
+Meeting = tuple[str | None, int | None]
+"""Host of the first rank, and a port there; None for what nobody states."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):
     """The variables of a launcher."""
 
     name: str
@@ -90,11 +81,11 @@ class Launcher:
     size: str
     local_rank: str
     """Among those of this host."""
-    local_size: Callable[[Variables], int | None]
-    """Number of processes on this host, as the variables tell it; None if they do not."""
+    local_sizes: tuple[str, ...]
+    """Number of processes on this host; the first that is set counts."""
     sign: str
     """A variable that only its processes have."""
-    meeting: Callable[[Variables], Meeting]
+    meeting: Callable[[Variables], Meeting] = lambda variables: (None, None)
 
 
 def launcher_of(variables: Variables) -> Launcher | None:
@@ -139,19 +130,6 @@ def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
         )
 
 
-def _first_number(*names: str) -> Callable[[Variables], int | None]:
-    """Return a function that returns the number of the first of some variables that is set."""
-
-    def first(variables: Variables) -> int | None:
-        return next((number(variables, name) for name in names if name in variables), None)
-
-    return first
-
-
-def _nowhere(variables: Variables) -> Meeting:
-    return Meeting()
-
-
 def _at_mpirun(variables: Variables) -> Meeting:
     """Return the host of mpirun, whose address every process of Open MPI 4 knows, and a port made of the job's number.
 
@@ -161,88 +139,57 @@ def _at_mpirun(variables: Variables) -> Meeting:
     job = number(variables, "OMPI_MCA_ess_base_jobid")
     port = None if job is None else PORTS[job % len(PORTS)]
     if variables["OMPI_COMM_WORLD_SIZE"] == variables.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
-        return Meeting(address="127.0.0.1", port=port)
+        return "127.0.0.1", port
     mpirun, daemon = (variables.get(f"OMPI_MCA_orte_{name}_uri") for name in ("hnp", "local_daemon"))
     address = re.search(r"tcp://([\d.]+)", mpirun or "")
     if address is None or "MASTER_ADDR" in variables:
-        return Meeting(port=port)
+        return None, port
     if variables["OMPI_COMM_WORLD_RANK"] == "0" and daemon != mpirun:
         raise UserError(
             "the first rank is on another host than mpirun, and nobody says where: add -x MASTER_ADDR=HOST with the "
             "host of the first rank, or run mpirun there"
         )
-    return Meeting(address=address[1], port=port)
-
-
-def _on_this_node(variables: Variables) -> int | None:
-    counts, node = variables.get("SLURM_STEP_TASKS_PER_NODE"), number(variables, "SLURM_NODEID")
-    return None if counts is None or node is None else tasks_of_node(counts, node)
+    return address[1], port
 
 
 def _on_the_first_node(variables: Variables) -> Meeting:
     """Return the first node of the step, and a port made of the numbers of job and step, which all tasks know."""
     hosts = variables.get("SLURM_STEP_NODELIST")
     job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
-    return Meeting(
-        address=None if hosts is None else first_host(hosts),
-        port=None if job is None or step is None else PORTS[(100 * job + step) % len(PORTS)],
-    )
+    port = None if job is None or step is None else PORTS[(100 * job + step) % len(PORTS)]
+    return None if hosts is None else first_host(hosts), port
 
 
-TORCH = Launcher(
-    name="torch",
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size=_first_number("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
-    sign="RANK",
-    meeting=_nowhere,
+TORCH = Launcher("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), "RANK")
+
+OPEN_MPI = Launcher(
+    *("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *(("OMPI_COMM_WORLD_LOCAL_SIZE",), "OMPI_COMM_WORLD_RANK", _at_mpirun),
 )
 
+MVAPICH = Launcher(
+    *("mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    *(("MV2_COMM_WORLD_LOCAL_SIZE",), "MV2_COMM_WORLD_RANK"),
+)
+
+# Slurm sets PMI_RANK for libraries of MPI, too, but MPI_LOCALRANKID only mpiexec does.
+MPICH = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), "MPI_LOCALRANKID")
+
+# A batch script has a SLURM_PROCID, too, and is no task of its own allocation.
 SLURM = Launcher(
-    name="srun",
-    rank="SLURM_PROCID",
-    size="SLURM_STEP_NUM_TASKS",
-    local_rank="SLURM_LOCALID",
-    local_size=_on_this_node,
-    # A batch script has a SLURM_PROCID, too, and is no task of its own allocation.
-    sign="SLURM_STEP_ID",
-    meeting=_on_the_first_node,
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", (), "SLURM_STEP_ID", _on_the_first_node
 )
 
-LAUNCHERS = (
-    TORCH,
-    Launcher(
-        name="mpirun",
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size=_first_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        sign="OMPI_COMM_WORLD_RANK",
-        meeting=_at_mpirun,
-    ),
-    Launcher(
-        name="mpirun_rsh",
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size=_first_number("MV2_COMM_WORLD_LOCAL_SIZE"),
-        sign="MV2_COMM_WORLD_RANK",
-        meeting=_nowhere,
-    ),
-    Launcher(
-        name="mpiexec",
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size=_first_number("MPI_LOCALNRANKS"),
-        # Slurm sets PMI_RANK for libraries of MPI, too, but this one only mpiexec does.
-        sign="MPI_LOCALRANKID",
-        meeting=_nowhere,
-    ),
-    SLURM,
-)
+LAUNCHERS = (TORCH, OPEN_MPI, MVAPICH, MPICH, SLURM)
 """The launcher nearest to the process first."""
+
+
+def _local_size(launcher: Launcher, variables: Variables) -> int | None:
+    """Return the number of processes on this host, as the variables tell it; None if they do not."""
+    if launcher is SLURM:
+        counts, node = variables.get("SLURM_STEP_TASKS_PER_NODE"), number(variables, "SLURM_NODEID")
+        return None if counts is None or node is None else tasks_of_node(counts, node)
+    return next((number(variables, name) for name in launcher.local_sizes if name in variables), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,16 +202,11 @@ class LaunchEnvironment:
     """Among those of this host."""
     local_size: int
     """Number of processes on this host."""
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: Meeting = (None, None)
     """Where they meet, as far as the launcher knows it."""
 
     @classmethod
-    def read(
-        cls,
-        environment: Mapping[str, str] = os.environ,
-        *,
-        local_rank: int | None = None,
-    ) -> "LaunchEnvironment":
+    def read(cls, environment: Mapping[str, str] = os.environ, *, local_rank: int | None = None) -> "LaunchEnvironment":
         """Read the variables of whichever launcher set them; without a launcher, this process is alone.
 
         Args:
@@ -289,7 +231,7 @@ class LaunchEnvironment:
             world_size=world_size,
             local_rank=(local_rank or 0) if on_this_host is None else on_this_host,
             # Where the launcher does not say: the most there can be, so that no two ranks share a core.
-            local_size=launcher.local_size(environment) or world_size,
+            local_size=_local_size(launcher, environment) or world_size,
             meeting=launcher.meeting(environment),
         )
         for mine, name, all_of_them, size in (
@@ -336,8 +278,8 @@ class LaunchEnvironment:
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
         # Alone, torch's store takes any free port; nobody else needs to know it.
-        meeting = Meeting(address="127.0.0.1", port=0) if self.world_size == 1 else self.meeting
-        for name, value in (("MASTER_ADDR", meeting.address), ("MASTER_PORT", meeting.port)):
+        meeting = ("127.0.0.1", 0) if self.world_size == 1 else self.meeting
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), meeting, strict=True):
             if value is not None:
                 environment.setdefault(name, str(value))
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]

@@ -1,24 +1,20 @@
-"""Who a process is, from the variables that each launcher sets."""
+"""The place of a process among all that were launched, from the variables that each launcher sets."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime import launch as environment_module
-from deepspeed_ext.runtime.launch import PORTS, LaunchEnvironment, Meeting
-from tests.runtime.launch import recorded
+from deepspeed_ext.runtime.launch import PORTS, LaunchEnvironment, first_host, tasks_of_node
+from tests.runtime import recorded_launches as recorded
 
 START = "start with deepspeed, torchrun, mpirun or srun"
 
 
 def place(rank: int, world_size: int, local_rank: int, local_size: int, *meeting: object) -> LaunchEnvironment:
-    address, port = meeting or (None, None)
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_size=local_size,
-        meeting=Meeting(address=address, port=port),  # type: ignore[arg-type]
-    )
+    sizes = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_size": local_size}
+    return LaunchEnvironment(**sizes, meeting=meeting or (None, None))
 
 
 OF_TORCH = place(5, 8, 1, 4)
@@ -172,7 +168,7 @@ def test_the_port_of_a_job_is_one_that_no_connection_is_given_by_chance(number: 
         recorded.SLURM | {"SLURM_JOB_ID": number},
         recorded.OPEN_MPI | {"OMPI_MCA_ess_base_jobid": number},
     ):
-        assert LaunchEnvironment.read(variables).meeting.port in PORTS
+        assert LaunchEnvironment.read(variables).meeting[1] in PORTS
 
 
 def test_alone_a_place_to_meet_is_exported_unless_there_is_one() -> None:
@@ -193,3 +189,40 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -
         OF_TORCH.export({"MASTER_PORT": "29500"})
     monkeypatch.setattr(environment_module, "find_spec", lambda name: object() if name == "mpi4py" else None)
     OF_TORCH.export({})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("tslice-29807-1-host[1-2]", "tslice-29807-1-host1"),
+        ("gpu[003-005,009],login", "gpu003"),
+        ("login,gpu[3-5]", "login"),
+        ("rack[03-05,9]-gpu[1-2]", "rack03-gpu1"),
+        ("a[7].example.org,b", "a7.example.org"),
+    ],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_no_list_of_hosts_is_refused_in_one_line() -> None:
+    for hosts in ("", "[", ",a", "[a-b]"):
+        with pytest.raises(UserError, match=r"is not a list of hosts as Slurm writes it: set MASTER_ADDR"):
+            first_host(hosts)
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 5)), min_size=1, max_size=5), st.data())
+def test_every_node_has_the_tasks_that_the_list_says(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else str(tasks) for tasks, nodes in runs)
+    expanded = [tasks for tasks, nodes in runs for _ in range(nodes)]
+    node = data.draw(st.integers(0, len(expanded) - 1))
+    assert tasks_of_node(text, node) == expanded[node]
+    with pytest.raises(UserError, match="does not say how many tasks node"):
+        tasks_of_node(text, len(expanded))
+
+
+def test_a_list_of_very_many_nodes_takes_no_time() -> None:
+    assert tasks_of_node("8(x999999999),1", 999_999_999) == 1
+    with pytest.raises(UserError):
+        tasks_of_node("8(x" + "9" * 5000 + ")", 0)
