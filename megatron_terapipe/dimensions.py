@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import option_of
@@ -24,111 +25,6 @@ class Tried(Enum):
     """Divisors of the devices that divide the attention heads, where sequences are long; else 1."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Type of a dimension."""
-
-    check: Callable[[str, object], None]
-    """Called with the name of the dimension and a value of a strategy; raises a `ConfigError` if the value is not of
-    this type."""
-    parse: Callable[[str, str, Sequence[Any]], tuple[Any, ...]]
-    """Called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns the values
-    that the text lists, each once, or raises a `ConfigError`."""
-    schema: Callable[[int], dict[str, Any]]
-    """Returns the JSON Schema of what `check` takes, as JSON has it; called with the largest number."""
-    is_text: bool = True
-    """Whether columns of it are aligned to the left."""
-    metavar: str = "LIST"
-    """Name of the value of its flag in the help text."""
-
-
-def whole(least: int = 1, *, optional: bool = False) -> Kind:
-    """Return the type of whole numbers.
-
-    Args:
-        optional: whether None is a value, too.
-    """
-
-    def check(name: str, value: object) -> None:
-        if not (optional and value is None):
-            _check_whole(name, value, least)
-
-    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        values, most = _numbers(text), max(allowed, default=None)
-        if values and min(values) >= least and (most is None or max(values) <= most):
-            return tuple(dict.fromkeys(values))
-        if len(allowed) == 1:
-            raise ConfigError(f"{flag} {text} is not {most}, the only value that can be priced: write {most}")
-        upto = f"from {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(
-            f"{flag} {text} is not whole numbers {upto} with commas between them: write {least},{least + 1}"
-        )
-
-    def schema(most: int) -> dict[str, Any]:
-        found = _whole_schema(least, most)
-        return {"anyOf": [found, {"type": "null"}]} if optional else found
-
-    return Kind(check, parse, schema, is_text=False)
-
-
-def switch() -> Kind:
-    """Return the type of what is on or off."""
-
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, bool):
-            raise ConfigError(f"strategy: {name} {json.dumps(value)} is not true or false: write one")
-
-    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(value == "on" for value in _words(text, flag, ("off", "on")))
-
-    return Kind(check, parse, lambda most: {"type": "boolean"}, is_text=False)
-
-
-def word() -> Kind:
-    """Return the type of names."""
-
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise ConfigError(f"strategy: {name} {json.dumps(value)} is not a name: write one")
-
-    return Kind(check, _words, lambda most: {"type": "string"})
-
-
-def whole_list(least: int) -> Kind:
-    """Return the type of lists of whole numbers from `least`, or None; a flag gives one list."""
-
-    def check(name: str, value: object) -> None:
-        if value is not None:
-            _check_list(name, value, least)
-
-    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        values = _numbers(text)
-        if not values or min(values) < least:
-            raise ConfigError(f"{flag} {text} is not lengths with commas between them: write 704,688,656")
-        return values
-
-    def schema(most: int) -> dict[str, Any]:
-        return {"anyOf": [_list_schema(least, most), {"type": "null"}]}
-
-    return Kind(check, parse, schema, metavar="LENGTHS")
-
-
-def word_or_bounds() -> Kind:
-    """Return the type of rules for stages: their names, or the bounds of stages; a flag gives names or one list."""
-
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, str):
-            _check_list(name, value, 0)
-
-    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        return (whole(0).parse(text, flag, ()),) if text[:1].isdigit() else _words(text, flag, allowed)
-
-    def schema(most: int) -> dict[str, Any]:
-        return {"anyOf": [{"type": "string"}, _list_schema(0, most)]}
-
-    return Kind(check, parse, schema)
-
-
 Placed = tuple[int, str]
 """A place among the dimensions in some view, lowest first, and the words there."""
 
@@ -140,7 +36,12 @@ class Dimension:
     name: str = ""
     default: Any = None
     """Value where nothing is said."""
-    kind: Kind
+    types: tuple[Any, ...] = ()
+    """Types of its values, by the annotation: int, bool, str, None, and tuples of whole numbers."""
+    least: int = 1
+    """Smallest whole number; of a list, each."""
+    most: float = 10**9
+    """Largest number; that of the field of the configuration that it sets, where there is one."""
     setting: str | None = None
     """Field of the configuration that it sets; None = the one of its name, empty = none."""
     trained: tuple[Any, ...] = ()
@@ -177,16 +78,24 @@ class Dimension:
     """Place in the order that decides between strategies of the same cost."""
     tie_key: Callable[[Any], Any] | None = None
     """What orders its values there; None = the values themselves, None and names before lists."""
-    most: float = 10**9
-    """Largest number; that of the field of the configuration that it sets, where there is one."""
 
     @property
     def flag(self) -> str:
         """Flag of the search that constrains it."""
         return f"--{self.name.replace('_', '-')}"
 
+    @property
+    def is_text(self) -> bool:
+        """Whether columns of it are aligned to the left."""
+        return str in self.types or tuple in self.types
+
+    @property
+    def metavar(self) -> str:
+        """Name of the value of its flag in the help text."""
+        return "LENGTHS" if tuple in self.types and str not in self.types else "LIST"
+
     def parse(self, text: str) -> tuple[Any, ...]:
-        """Return the values that its flag lists.
+        """Return the values that its flag lists, each once; a flag of lists gives one list.
 
         Raises:
             ConfigError: if one is none of this dimension.
@@ -197,9 +106,41 @@ class Dimension:
                     f"{self.flag} {word} is not ranked, because an order of ops has to be found for each strategy: "
                     f"leave {word} out; rank says what it would save for the winner, and predict prices it"
                 )
-        values = self.kind.parse(text, self.flag, self.priced)
+        values = self._values(text)
         self._check_most(values, self.flag)
         return values
+
+    def _values(self, text: str) -> tuple[Any, ...]:
+        if bool in self.types:
+            return tuple(value == "on" for value in self._words(text, ("off", "on")))
+        if str in self.types and not (tuple in self.types and text[:1].isdigit()):
+            return self._words(text, self.priced)
+        if str in self.types:
+            return (self._whole_numbers(text, ()),)
+        if int in self.types:
+            return self._whole_numbers(text, self.priced)
+        values = _numbers(text)
+        if not values or min(values) < self.least:
+            raise ConfigError(f"{self.flag} {text} is not lengths with commas between them: write 704,688,656")
+        return values
+
+    def _whole_numbers(self, text: str, allowed: Sequence[Any]) -> tuple[int, ...]:
+        values, least, most = _numbers(text), self.least, max(allowed, default=None)
+        if values and min(values) >= least and (most is None or max(values) <= most):
+            return tuple(dict.fromkeys(values))
+        if len(allowed) == 1:
+            raise ConfigError(f"{self.flag} {text} is not {most}, the only value that can be priced: write {most}")
+        upto = f"from {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(
+            f"{self.flag} {text} is not whole numbers {upto} with commas between them: write {least},{least + 1}"
+        )
+
+    def _words(self, text: str, choices: Sequence[str]) -> tuple[str, ...]:
+        values = tuple(part.strip() for part in text.split(","))
+        for value in values:
+            if value not in choices:
+                raise ConfigError(f"{self.flag} {value} is not known: choose among {', '.join(choices)}")
+        return tuple(dict.fromkeys(values))
 
     def check(self, value: object) -> None:
         """Check that a strategy may have a value.
@@ -207,18 +148,40 @@ class Dimension:
         Raises:
             ConfigError: if it is not of this type, or too large.
         """
-        self.kind.check(self.name, value)
+        if isinstance(value, str | NoneType | bool) and type(value) in self.types:
+            return
+        if tuple in self.types and not isinstance(value, tuple):
+            self._refuse(value, "a list: write it as [1, 2]")
+        if bool in self.types:
+            self._refuse(value, "true or false: write one")
+        if self.types == (str,):
+            self._refuse(value, "a name: write one")
+        for number in value if isinstance(value, tuple) and tuple in self.types else (value,):
+            if not isinstance(number, int) or isinstance(number, bool) or number < self.least:
+                self._refuse(number, f"a whole number from {self.least}: give one")
         self._check_most(value, f"strategy: {self.name}")
 
-    def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of the values that `check` takes."""
-        default = list(self.default) if isinstance(self.default, tuple) else self.default
-        return {**self.kind.schema(int(self.most)), "default": default}
+    def _refuse(self, value: object, wanted: str) -> NoReturn:
+        raise ConfigError(f"strategy: {self.name} {json.dumps(value)} is not {wanted}")
 
     def _check_most(self, value: object, said: str) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number > self.most:
                 raise ConfigError(f"{said} {number} is more than {self.most:,}: give {self.most:,} or less")
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of the values that `check` takes."""
+        whole = {"type": "integer", "minimum": self.least, "maximum": int(self.most)}
+        schemas: dict[Any, dict[str, Any]] = {
+            int: whole,
+            bool: {"type": "boolean"},
+            str: {"type": "string"},
+            tuple: {"type": "array", "items": whole},
+            NoneType: {"type": "null"},
+        }
+        found = [schemas[each] for each in self.types]
+        default = list(self.default) if isinstance(self.default, tuple) else self.default
+        return {**(found[0] if len(found) == 1 else {"anyOf": found}), "default": default}
 
     def in_ties(self, value: Any) -> Any:
         """Return what orders its values among strategies that cost the same, smallest first."""
@@ -238,13 +201,7 @@ class Dimension:
 
 
 def dimension(default: Any, **facts: Any) -> Any:
-    """Declare a field of a strategy.
-
-    It returns `Any`, as `dataclasses.field` does, so that the field keeps the type it is annotated with.
-
-    Args:
-        default: default of the field.
-    """
+    """Declare a field of a strategy, as `option` declares one of a section: its type is that of the annotation."""
     return field(default=default, metadata={"dimension": Dimension(default=default, **facts)})
 
 
@@ -252,11 +209,14 @@ def dimensions_of(strategy: type[Any]) -> tuple[Dimension, ...]:
     """Return the dimensions that the fields of a dataclass declare, in their order."""
     sections = get_type_hints(Config).values()
     most = {each.name: option_of(each).most for section in sections for each in fields(section)}
+    hints = get_type_hints(strategy)
     found = []
     for declared in fields(strategy):
-        facts = declared.metadata["dimension"]
+        facts, hint = declared.metadata["dimension"], hints[declared.name]
         setting = declared.name if facts.setting is None else facts.setting
-        found.append(replace(facts, name=declared.name, setting=setting, most=most.get(setting) or facts.most))
+        types = (hint,) if isinstance(hint, type) else tuple(get_origin(each) or each for each in get_args(hint))
+        most_of_setting = most.get(setting) or facts.most
+        found.append(replace(facts, name=declared.name, types=types, setting=setting, most=most_of_setting))
     return tuple(found)
 
 
@@ -276,31 +236,3 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         return ()
-
-
-def _words(text: str, flag: str, choices: Sequence[str]) -> tuple[str, ...]:
-    values = tuple(part.strip() for part in text.split(","))
-    for value in values:
-        if value not in choices:
-            raise ConfigError(f"{flag} {value} is not known: choose among {', '.join(choices)}")
-    return tuple(dict.fromkeys(values))
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"strategy: {name} {json.dumps(value)} is not a whole number from {least}: give one")
-
-
-def _check_list(name: str, values: object, least: int) -> None:
-    if not isinstance(values, tuple):
-        raise ConfigError(f"strategy: {name} {json.dumps(values)} is not a list: write it as [1, 2]")
-    for value in values:
-        _check_whole(name, value, least)
-
-
-def _whole_schema(least: int, most: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": least, "maximum": most}
-
-
-def _list_schema(least: int, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": _whole_schema(least, most)}

@@ -1,8 +1,6 @@
-"""The strategy of a training run: its fields, each declared once, and its JSON object.
+"""The strategy of a training run: its fields, each declared once by `dimension`; to and from JSON and configurations.
 
-StrategyFields   what is chosen, one `dimension` a field
-Strategy         checks between fields; to and from JSON; to and from a configuration
-DIMENSIONS       the fields as data, for flags, tables, comparisons and ties
+`DIMENSIONS` has the fields as data, for flags, tables, comparisons and ties.
 """
 
 import json
@@ -27,20 +25,8 @@ from megatron_terapipe.config import (
 )
 from megatron_terapipe.config.options import field_help
 from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
-from megatron_terapipe.dimensions import (
-    Dimension,
-    Tried,
-    dimension,
-    dimensions_of,
-    switch,
-    whole,
-    whole_list,
-    word,
-    word_or_bounds,
-)
+from megatron_terapipe.dimensions import Dimension, Tried, dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
-
-__all__ = ["Strategy", "StrategyFields"]
 
 SOLVED = "solved"
 """The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
@@ -55,15 +41,17 @@ MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyFields:
-    """All that a strategy chooses, field by field; `Strategy` is made of them.
+class Strategy:
+    """Parallelism, batch and memory savings of a run; the keys of its JSON object are its fields, in their order.
 
-    The keys of its JSON object are the names of these fields, in their order.
+    Values that the trainer cannot run are valid here: the search prices them, and `settings` refuses them.
+
+    Raises:
+        ConfigError: if a value is not of its type, or two contradict each other.
     """
 
     data_parallel_size: int = dimension(
         1,
-        kind=whole(),
         tried=Tried.REST_OF_DEVICES,
         ranks=True,
         flag_help=(1, "data-parallel sizes"),
@@ -77,7 +65,6 @@ class StrategyFields:
 
     sequence_parallel_size: int = dimension(
         1,
-        kind=whole(),
         setting="ds_sequence_parallel_size",
         tried=Tried.SHARES_OF_HEADS,
         ranks=True,
@@ -92,7 +79,6 @@ class StrategyFields:
 
     tensor_parallel_size: int = dimension(
         1,
-        kind=whole(),
         setting="tensor_model_parallel_size",
         tried=Tried.DIVISORS_OF_DEVICES,
         ranks=True,
@@ -107,7 +93,6 @@ class StrategyFields:
 
     pipeline_parallel_size: int = dimension(
         1,
-        kind=whole(),
         setting="pipeline_model_parallel_size",
         tried=Tried.DIVISORS_OF_DEVICES,
         ranks=True,
@@ -122,7 +107,6 @@ class StrategyFields:
 
     num_token_slices: int = dimension(
         1,
-        kind=whole(),
         tried=Tried.COUNTS_OF_TOKEN_SLICES,
         axis="token_slices",
         flag_help=(7, "numbers of token slices; 1 leaves sequences whole"),
@@ -135,7 +119,6 @@ class StrategyFields:
 
     token_slices: tuple[int, ...] | None = dimension(
         None,
-        kind=whole_list(1),
         flag_help=(8, "lengths of the token slices: 704,688,656"),
         label=(7, "lengths of token slices"),
         none="equal",
@@ -148,7 +131,6 @@ class StrategyFields:
 
     micro_batch_size: int = dimension(
         1,
-        kind=whole(),
         tried=Tried.DIVISORS_OF_BATCH,
         axis="micro_batch",
         flag_help=(6, "micro-batch sizes"),
@@ -160,12 +142,11 @@ class StrategyFields:
     )
     """Sequences that go through the pipeline together."""
 
-    global_batch_size: int | None = dimension(None, kind=whole(optional=True), tie=7)
+    global_batch_size: int | None = dimension(None, tie=7)
     """Sequences of one optimizer step; None = one micro-batch on each data-parallel rank."""
 
     schedule: str = dimension(
         "1f1b",
-        kind=word(),
         setting="pipeline_schedule",
         trained=(*SCHEDULES, OPTIMISED),
         priced=tuple(SCHEDULES),
@@ -184,7 +165,6 @@ class StrategyFields:
 
     num_model_chunks: int = dimension(
         1,
-        kind=whole(),
         tried=MODEL_CHUNKS,
         axis="order",
         flag_help=(5, "model chunks, the stages of each pipeline rank"),
@@ -197,7 +177,6 @@ class StrategyFields:
 
     sequence_parallel: bool = dimension(
         False,
-        kind=switch(),
         tried=(False, True),
         axis="sequence_parallel",
         flag_help=(13, "sequence parallelism: off, on"),
@@ -211,7 +190,6 @@ class StrategyFields:
 
     recompute: str = dimension(
         "none",
-        kind=word(),
         setting="recompute_granularity",
         trained=RECOMPUTE,
         priced=RECOMPUTE,
@@ -230,7 +208,6 @@ class StrategyFields:
 
     offload: bool = dimension(
         False,
-        kind=switch(),
         setting="offload_token_slices",
         tried=(False,),
         tried_if_long=(True,),
@@ -247,7 +224,6 @@ class StrategyFields:
 
     key_value_gradients: str = dimension(
         "fp32",
-        kind=word(),
         trained=KEY_VALUE_GRADIENTS,
         priced=KEY_VALUE_GRADIENTS,
         tried=("fp32",),
@@ -265,7 +241,7 @@ class StrategyFields:
 
     zero_stage: int = dimension(
         1,
-        kind=whole(0),
+        least=0,
         trained=ZERO_STAGES,
         priced=ZERO_STAGES,
         tried=(1, 0),
@@ -283,7 +259,7 @@ class StrategyFields:
 
     stage_partition: str | tuple[int, ...] = dimension(
         "uniform",
-        kind=word_or_bounds(),
+        least=0,
         priced=("uniform", "parameters", SOLVED),
         tried=("uniform", "parameters", SOLVED),
         axis="partition",
@@ -298,7 +274,6 @@ class StrategyFields:
 
     vocabulary_stages: bool = dimension(
         False,
-        kind=switch(),
         found=("on",),
         tried=(False,),
         flag_help=(15, "stages with a part of the vocabulary: off"),
@@ -312,20 +287,9 @@ class StrategyFields:
     """Whether each pipeline rank has one more stage, with its part of the output layer's vocabulary."""
 
     placement: tuple[int, ...] | None = dimension(
-        None, kind=whole_list(0), setting="", label=(17, "placement"), none="as the hosts come", tie=14
+        None, least=0, setting="", label=(17, "placement"), none="as the hosts come", tie=14
     )
     """Device of the cluster for each rank; None = in the order of the hostfile."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy(StrategyFields):
-    """Parallelism, batch and memory savings of a run.
-
-    Values that the trainer cannot run are valid here: the search prices them, and `settings` refuses them.
-
-    Raises:
-        ConfigError: if a value is not of its type, or two contradict each other.
-    """
 
     def __post_init__(self) -> None:
         """Check types and pairs."""
@@ -500,7 +464,7 @@ def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
     Args:
         whole: whether all fields have to be there, as `Strategy.to_json` writes them.
     """
-    texts = field_help(StrategyFields)
+    texts = field_help(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
     required = {"required": list(properties)} if whole else {}
     return {"type": "object", "properties": properties, **required, "additionalProperties": False}

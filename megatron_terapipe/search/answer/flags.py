@@ -114,7 +114,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
     for each, words in in_places(DIMENSIONS, "flag_help"):
-        group.add_argument(each.flag, metavar=each.kind.metavar, help=words)
+        group.add_argument(each.flag, metavar=each.metavar, help=words)
 
 
 def add_headroom_flag(parser: FlagSet) -> None:

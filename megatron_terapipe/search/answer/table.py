@@ -41,7 +41,7 @@ DROPPED_FIRST = tuple(
 )
 """Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
 
-LEFT = (*(name for each, name in COLUMNS if each.kind.is_text), "why not")
+LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
 
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row says this."""

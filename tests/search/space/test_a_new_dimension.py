@@ -17,7 +17,6 @@ PATCH = {
         "    placement: tuple[int, ...] | None = dimension(",
         '''    expert_model_parallel_size: int = dimension(
         1,
-        kind=whole(),
         trained=(1,),
         priced=(1,),
         tried=(1,),
