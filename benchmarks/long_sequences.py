@@ -70,8 +70,8 @@ from megatron_terapipe.search.answer.advice import RivalAdvice, compare_rival, w
 from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, flops_utilization, strategy_text, time_text
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.batch import StrategyBatch
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.strategy_batch import StrategyBatch
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked

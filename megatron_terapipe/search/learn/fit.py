@@ -42,10 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial, models_of
+from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_factor, moved
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
-from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]

@@ -20,7 +20,6 @@ from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScaledTimes
 from megatron_terapipe.search.price.links import (
@@ -40,6 +39,7 @@ from megatron_terapipe.search.price.stages import (
     FORWARD,
     HEAD_EXCHANGE,
     INPUT_GRADIENT,
+    SPLIT_SCHEDULES,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
     LayerCounter,
@@ -51,15 +51,13 @@ from megatron_terapipe.search.price.stages import (
     pipeline_shape,
     stage_ops,
 )
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
-__all__ = ["SPLIT_SCHEDULES", "CostModel", "Pricing"]
+__all__ = ["CostModel", "Pricing"]
 
 Floats = NDArray[np.float64]
-
-SPLIT_SCHEDULES = ("zero-bubble", "optimised")
-"""Schedules that compute the gradients of input and weights apart."""
 
 
 class CostModel:

@@ -13,10 +13,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettin
 from deepspeed_ext.plan.schedules import OPTIMISED, memory_of_1f1b, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.search.price.closed_form import (
-    of_slowest_and_others,
-    pipeline_time,
-)
+from megatron_terapipe.search.price.batch import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
 """Ops that are simulated one by one: compiling their orders takes a few hundredths of a second, once per shape."""

@@ -43,6 +43,9 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
+SPLIT_SCHEDULES = ("zero-bubble", "optimised")
+"""Schedules that compute the gradients of input and weights apart."""
+
 
 @dataclass(frozen=True)
 class LayerCounts:
@@ -208,7 +211,7 @@ def stage_ops(counts: Floats, ops: Floats) -> Floats:
     return np.asarray(product.reshape(parts, len(counts), *ops.shape[2:]))
 
 
-def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats]) -> Floats:
+def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | None = None) -> Floats:
     """Return the ops of stages that stand on several kinds of devices: [parts, rows, *sizes].
 
     All ops of a stage take as long as on the device that needs most for the forward and backward of a whole
@@ -217,8 +220,10 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats]) -
 
     Args:
         per_device: [parts, rows, *sizes] of each device.
-        whole_s: [rows, ...] seconds of a whole micro-batch on each device; broadcasts against the ops.
+        whole_s: [rows, ...] seconds of a whole micro-batch on each device, which broadcast; None = those of the ops.
     """
+    if whole_s is None:
+        whole_s = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
     slowest, most = per_device[0], whole_s[0]
     for ops, seconds in zip(per_device[1:], whole_s[1:], strict=True):
         slowest = np.where(seconds > most, ops, slowest)

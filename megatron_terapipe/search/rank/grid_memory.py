@@ -11,7 +11,8 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
 token slices are live on rank i. `cost.memory.peaks` counts the same op by op for strategies that may win.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,51 +95,41 @@ class GridMemory:
         Args:
             headroom: share of each device that must stay free for the second.
         """
-        grid, overheads = self._grid, self._model.overheads
-        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
-        fits, roomy = np.zeros(grid.shape, dtype=bool), np.zeros(grid.shape, dtype=bool)
-        for (model_chunks, place), found in counts.items():
-            ranks = _ranks_to_look_at(found)
-            capacity = smallest[ranks] * overheads.usable_share
-            states = [self._states(found, ranks, zero_stage) for zero_stage in grid.zero]
-            possible = [bool(np.all(total_bytes(each, overheads) <= capacity)) for each in states]
-            if not any(possible):
-                continue
-            # Ranks lead, so that numbers of each broadcast against the axes of the grid.
-            limit = capacity.reshape(-1, 1, 1, 1, 1)
-            for order, (schedule, its_model_chunks) in enumerate(grid.order):
-                if its_model_chunks != model_chunks:
-                    continue
-                for zero, each in enumerate(states):
-                    if possible[zero]:
-                        total = self._total(found, ranks, schedule, zero, each)
-                        fits[order, place, ..., zero] = np.all(total <= limit, axis=0)
-                        roomy[order, place, ..., zero] = np.all(total <= limit * (1 - headroom), axis=0)
+        fits, roomy = np.zeros(self._grid.shape, dtype=bool), np.zeros(self._grid.shape, dtype=bool)
+        for place, total, limit in self._totals(groups, counts, only_possible=True):
+            fits[place] = np.all(total <= limit, axis=0)
+            roomy[place] = np.all(total <= limit * (1 - headroom), axis=0)
         return fits, roomy
 
     def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
         """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid]."""
-        grid, overheads = self._grid, self._model.overheads
-        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
-        shares = np.full(grid.shape, np.inf)
-        for (model_chunks, place), found in counts.items():
-            ranks = _ranks_to_look_at(found)
-            capacity = (smallest[ranks] * overheads.usable_share).reshape(-1, 1, 1, 1, 1)
-            for order, (schedule, its_model_chunks) in enumerate(grid.order):
-                if its_model_chunks == model_chunks:
-                    for zero, stage in enumerate(grid.zero):
-                        total = self._total(found, ranks, schedule, zero, self._states(found, ranks, stage))
-                        shares[order, place, ..., zero] = np.max(total / capacity, axis=0)
+        shares = np.full(self._grid.shape, np.inf)
+        for place, total, limit in self._totals(groups, counts):
+            shares[place] = np.max(total / limit, axis=0)
         return shares
 
-    def _states(self, counts: LayerCounts, ranks: list[int], zero_stage: int) -> Counted:
-        """[ranks] bytes whatever the schedule."""
-        grid = self._grid
-        return self._model.states(
-            counts.parameters[ranks],
-            layout=grid.layout,
-            zero_stage=zero_stage,
-        )
+    def _totals(
+        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], *, only_possible: bool = False
+    ) -> Iterator[tuple[tuple[Any, ...], Floats, Floats]]:
+        """Yield [ranks, B, S, R, Q] bytes, the place in the grid that has them, and bytes of the devices.
+
+        Args:
+            only_possible: whether those are left out whose states alone are too large.
+        """
+        grid, overheads = self._grid, self._model.overheads
+        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
+        for (model_chunks, place), found in counts.items():
+            ranks = _ranks_to_look_at(found)
+            capacity = smallest[ranks] * overheads.usable_share
+            for zero, zero_stage in enumerate(grid.zero):
+                states = self._model.states(found.parameters[ranks], layout=grid.layout, zero_stage=zero_stage)
+                if only_possible and np.any(total_bytes(states, overheads) > capacity):
+                    continue
+                for order, (schedule, its_model_chunks) in enumerate(grid.order):
+                    if its_model_chunks == model_chunks:
+                        total = self._total(found, ranks, schedule, zero, states)
+                        # Ranks lead, so that numbers of each broadcast against the axes of the grid.
+                        yield (order, place, ..., zero), total, capacity.reshape(-1, 1, 1, 1, 1)
 
     def _total(self, counts: LayerCounts, ranks: list[int], schedule: str, zero: int, states: Counted) -> Floats:
         """[ranks, B, S, R, Q] bytes at the peak, at least."""

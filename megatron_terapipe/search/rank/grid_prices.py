@@ -150,10 +150,10 @@ def _price(
         none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
         return PricedGrid(grid, order, partitions, *none), legal, fits, roomy, fits
     helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
-    times = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
+    estimate, bound = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
     places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
-    estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
-    priced = PricedGrid(grid, order, partitions, places, roomy.ravel()[places], estimate, bound)
+    of_places = roomy.ravel()[places], estimate.ravel()[places], bound.ravel()[places]
+    priced = PricedGrid(grid, order, partitions, places, *of_places)
     return priced, legal, fits, roomy, helped
 
 

@@ -13,29 +13,21 @@ schedule changes, is added to estimate and bound.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.devices import Device
-from megatron_terapipe.search.price.closed_form import (
-    CoveringOps,
-    StepCosts,
-    lower_bound,
-    of_slowest_and_others,
-    pipeline_time,
-    round_trip_bound,
-    shown_reduction_s,
-)
-from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.price.batch import lower_bound, of_slowest_and_others, pipeline_time, round_trip_bound
+from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import OpSizes
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    SPLIT_SCHEDULES,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
     LayerCounts,
@@ -43,6 +35,7 @@ from megatron_terapipe.search.price.stages import (
     on_slowest_device,
     stage_ops,
 )
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, shown_reduction_s
 from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -50,19 +43,8 @@ Splits = tuple[tuple[tuple[int, ...], ...], ...]
 """Lengths of the token slices: [Q switches][S numbers of token slices]."""
 
 
-@dataclass(frozen=True)
-class OpTable:
-    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S splits, R recomputations, Q switches]."""
-
-    whole: Floats
-    first: Floats
-    last: Floats
-    longest: Floats
-    """Seconds of the token slice that takes longest, for each part by itself."""
-
-    def of_micro_batches(self, rows: Sequence[int]) -> "OpTable":
-        """Return the table of some of the micro-batch sizes, given by their places on the axis: [4, K, rows, ...]."""
-        return OpTable(*(each[:, :, rows] for each in (self.whole, self.first, self.last, self.longest)))
+WHOLE, FIRST, LAST, LONGEST = range(4)
+"""First axis of a table: all token slices of a micro-batch, the first, the last, and for each part the longest."""
 
 
 class OpTables:
@@ -73,10 +55,10 @@ class OpTables:
         self._model = cost_model
         self._sizes = tuple(micro_batch_sizes)
         self._splits: dict[tuple[object, ...], Splits] = {}
-        self._tables: dict[tuple[object, ...], OpTable] = {}
+        self._tables: dict[tuple[object, ...], Floats] = {}
 
-    def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> OpTable:
-        """Return the table of op times [...] that a grid of strategies needs."""
+    def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> Floats:
+        """Return the seconds that a grid needs: [4 of `WHOLE` ..., 4 parts, K layers, B sizes, S splits, R, Q]."""
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
         sizes = grid.tensor_parallel_size, grid.sequence_parallel_size, grid.key_value_gradients
@@ -87,7 +69,7 @@ class OpTables:
         if grid.micro_batch == self._sizes:
             return known
         rows = [self._sizes.index(size) for size in grid.micro_batch]
-        return known.of_micro_batches(rows)
+        return known[:, :, :, rows]
 
     def splits(self, grid: StrategyGrid) -> Splits:
         """Return the lengths of the token slices of a grid's strategies."""
@@ -106,10 +88,9 @@ class OpTables:
             return (seq_length,)  # no strategy has it: another rule says so
         return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
 
-    def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> OpTable:
+    def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> Floats:
         axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
-        shape = (TENSOR_PARALLEL, len(self._model.counter.kinds), *axes)
-        table = OpTable(*(np.empty(shape) for _ in range(4)))
+        table = np.empty((4, TENSOR_PARALLEL, len(self._model.counter.kinds), *axes))
         for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
             for mode, (recompute, _) in enumerate(grid.recompute):
@@ -124,10 +105,10 @@ class OpTables:
                     key_value_gradients=grid.key_value_gradients,
                 )
                 ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
-                table.whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
-                table.first[..., mode, parallel] = ops[..., begins]
-                table.last[..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
-                table.longest[..., mode, parallel] = np.maximum.reduceat(ops, begins, axis=-1)
+                table[WHOLE, ..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
+                table[FIRST, ..., mode, parallel] = ops[..., begins]
+                table[LAST, ..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
+                table[LONGEST, ..., mode, parallel] = np.maximum.reduceat(ops, begins, axis=-1)
         return table
 
 
@@ -179,14 +160,14 @@ class RankOps:
     """[4, B, S, R, Q] of all token slices but the last on the first stage, at least."""
     turning: Floats
     """[4, B, S, R, Q] of the last token slice on all stages, at least."""
-    put_off: Floats
+    deferred: Floats
     """[N, B, S, R, Q] seconds of weight gradients that zero-bubble leaves for the end, at most."""
 
 
 def rank_ops(
     grid: StrategyGrid,
     groups: RankGroups,
-    of_kind: Sequence[Sequence[OpTable]],
+    of_kind: Sequence[Sequence[Floats]],
     counts: LayerCounts,
     op_s: float,
 ) -> RankOps:
@@ -203,9 +184,9 @@ def rank_ops(
     for kind, tables in zip(groups.kinds, of_kind, strict=True):
         rows, places = _different(per_rank[kind.ranks])
         row_of_rank[kind.ranks] = places + len(multiplicity)
-        per_device = [stage_ops(rows, table.whole) for table in tables]
-        whole.append(on_slowest_device(per_device, [ops[FORWARD] + ops[BACKWARD] for ops in per_device]))
-        longest.append(np.maximum.reduce([stage_ops(rows, table.longest)[WEIGHT_GRADIENT] for table in tables]))
+        per_device = [stage_ops(rows, table[WHOLE]) for table in tables]
+        whole.append(on_slowest_device(per_device))
+        longest.append(np.maximum.reduce([stage_ops(rows, table[LONGEST])[WEIGHT_GRADIENT] for table in tables]))
         multiplicity += np.bincount(places).tolist()
     rows_whole = np.concatenate(whole, axis=1) + op_s * (num_stages // ranks) * token_slices
     rank_of_row = np.zeros(len(multiplicity), np.int64)
@@ -215,18 +196,18 @@ def rank_ops(
         last_tables = next(
             tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if ranks - 1 in kind.ranks
         )
-        alone = [stage_ops(counts.per_stage[-1:], table.whole) for table in last_tables]
-        last_stage = on_slowest_device(alone, [ops[FORWARD] + ops[BACKWARD] for ops in alone]) + op_s * token_slices
+        alone = [stage_ops(counts.per_stage[-1:], table[WHOLE]) for table in last_tables]
+        last_stage = on_slowest_device(alone) + op_s * token_slices
         stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
     behind = stages[: len(multiplicity)].reshape(-1, 1, 1, 1, 1) + 1.0
     some = np.minimum(
         behind % token_slices * (np.concatenate(longest) + op_s),
         rows_whole[WEIGHT_GRADIENT],
     )
-    put_off = behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some
+    deferred = behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some
     (first,) = (tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if kind.ranks[0] == 0)
-    completing = np.maximum.reduce([stage_ops(counts.per_stage[:1], table.first)[:, 0] for table in first])
-    filling = np.minimum.reduce([stage_ops(counts.per_stage[:1], table.whole - table.last)[:, 0] for table in first])
+    completing = np.maximum.reduce([stage_ops(counts.per_stage[:1], table[FIRST])[:, 0] for table in first])
+    filling = np.minimum.reduce([stage_ops(counts.per_stage[:1], table[WHOLE] - table[LAST])[:, 0] for table in first])
     everything = np.array([num_stages])
     return RankOps(
         whole=rows_whole,
@@ -236,12 +217,12 @@ def rank_ops(
         completing=np.asarray(completing) + op_s,
         stages=stages,
         followed=followed,
-        before=_passed(groups, [[table.first for table in tables] for tables in of_kind], counts, stages, op_s),
+        before=_passed(groups, [[table[FIRST] for table in tables] for tables in of_kind], counts, stages, op_s),
         filling=filling + op_s * (token_slices - 1),
-        turning=_passed(groups, [[table.last for table in tables] for tables in of_kind], counts, everything, op_s)[
+        turning=_passed(groups, [[table[LAST] for table in tables] for tables in of_kind], counts, everything, op_s)[
             :, 0
         ],
-        put_off=put_off,
+        deferred=deferred,
     )
 
 
@@ -328,14 +309,6 @@ ONE_STAGE_EACH = ("1f1b", "zero-bubble")
 """Schedules whose first rank runs P - 2 + S forwards ahead, and then waits for backwards to come back."""
 
 
-@dataclass(frozen=True)
-class GridTimes:
-    """Seconds of one iteration of each strategy of a grid."""
-
-    estimate: Floats
-    bound: Floats
-
-
 def grid_times(
     grid: StrategyGrid,
     groups: RankGroups,
@@ -344,17 +317,16 @@ def grid_times(
     counts: Mapping[tuple[int, int], LayerCounts],
     *,
     wanted: NDArray[np.bool_],
-) -> GridTimes:
-    """Price a grid.
+) -> tuple[Floats, Floats]:
+    """Return two of [grid] seconds of one iteration: in closed form, and those that no schedule of it goes below.
 
     Args:
         wanted: [O, P] pairs of a schedule and a partition that are priced.
     """
     # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
     each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, wanted) for alike in groups.by_replica]
-    return GridTimes(
-        reduce(np.maximum, [one.estimate for one in each]), reduce(np.maximum, [one.bound for one in each])
-    )
+    estimates, bounds = zip(*each, strict=True)
+    return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
 
 
 def _of_replicas(
@@ -365,7 +337,7 @@ def _of_replicas(
     tables: OpTables,
     counts: Mapping[tuple[int, int], LayerCounts],
     wanted: NDArray[np.bool_],
-) -> GridTimes:
+) -> tuple[Floats, Floats]:
     """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
     estimate = np.full(grid.shape, np.inf)
     bound = np.full(grid.shape, np.inf)
@@ -392,7 +364,7 @@ def _of_replicas(
                 step_s = _step_s(step, covering, found, cost_model)
                 estimate[order, place, ..., zero] = estimate_s + step_s
                 bound[order, place, ..., zero] = bound_s + step_s
-    return GridTimes(estimate, bound)
+    return estimate, bound
 
 
 def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:
@@ -428,7 +400,7 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
         num_micro_batches=micro_batches,
         ops=StageOps(*ops.followed),
         before=StageOps(*before),
-        put_off_s=ops.put_off if is_split else 0.0,
+        deferred_s=ops.deferred if is_split else 0.0,
     )
     bound = np.maximum(np.max(each, axis=0), micro_batches * messages.busy)
     if schedule in ONE_STAGE_EACH and model_chunks == 1:
@@ -439,11 +411,11 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
             num_micro_batches=micro_batches,
             num_token_slices=num_token_slices,
             filling_s=ops.filling[FORWARD],
-            there=ops.turning[FORWARD] + messages.last,
-            back=ops.turning[back] + messages.last,
+            forward_s=ops.turning[FORWARD] + messages.last,
+            backward_s=ops.turning[back] + messages.last,
             last=StageOps(*ops.whole[:, ops.last]),
             draining_s=before[back, ops.last],
-            put_off_s=ops.put_off[ops.last] if is_split else 0.0,
+            deferred_s=ops.deferred[ops.last] if is_split else 0.0,
         )
         bound = np.maximum(bound, waiting)
     return np.asarray(bound)

@@ -41,7 +41,6 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.trainers import ALST
-from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery
@@ -49,6 +48,7 @@ from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLink
 from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import layer_ops
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
 
 

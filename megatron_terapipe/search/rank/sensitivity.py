@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
-from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.strategy import Strategy
 

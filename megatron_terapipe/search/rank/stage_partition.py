@@ -30,7 +30,7 @@ from deepspeed_ext.plan.layout import StagePartition
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.links import RankGroups
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, LayerCounter
-from megatron_terapipe.search.rank.grid_times import OpTables
+from megatron_terapipe.search.rank.grid_times import WHOLE, OpTables
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
 
@@ -215,7 +215,7 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
     """Return the seconds of forward and backward of a micro-batch, of each layer on each pipeline rank: [P, layers]."""
     times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
     for kind in groups.kinds:
-        whole = [tables.table(grid, device, kind.links).whole[..., 0, 0, 0, 0] for device in kind.devices]
+        whole = [tables.table(grid, device, kind.links)[WHOLE, ..., 0, 0, 0, 0] for device in kind.devices]
         slowest = np.maximum.reduce([ops[FORWARD] + ops[BACKWARD] for ops in whole])
         times[kind.ranks] = slowest[counter.kind_of_layer]
     return times

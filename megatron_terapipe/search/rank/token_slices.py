@@ -29,11 +29,12 @@ from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slices import CutEvaluation, FixedSchedule, OptimisedOrders, search_cuts
 from megatron_terapipe.config.pipeline import granularity_of
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.price.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    SPLIT_SCHEDULES,
     WEIGHT_GRADIENT,
     PlacedStrategy,
     pipeline_shape,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.search.price.closed_form import lower_bound, pipeline_time, round_trip_bound, total_s
+from megatron_terapipe.search.price.batch import lower_bound, pipeline_time, round_trip_bound, total_s
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.price.stages import StageOps
 
@@ -55,7 +55,7 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
             num_micro_batches=count,
             ops=StageOps(*whole[:, rank::ranks].sum(axis=1)),
             before=StageOps(*before[:, rank]),
-            put_off_s=put_off[rank],
+            deferred_s=put_off[rank],
         )
         for rank in range(ranks)
     ]
@@ -80,11 +80,11 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
                 num_micro_batches=np.array(float(count)),
                 num_token_slices=np.array(float(token_slices)),
                 filling_s=parts[0, 0, :-1].sum(),
-                there=there_and_back[0],
-                back=there_and_back[back],
+                forward_s=there_and_back[0],
+                backward_s=there_and_back[back],
                 last=StageOps(*whole[:, -1]),
                 draining_s=before[back, -1],
-                put_off_s=put_off[-1],
+                deferred_s=put_off[-1],
             )
         )
     return [float(each) for each in found]

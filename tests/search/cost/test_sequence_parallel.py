@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import GroupTopology, all_to_all_s
 from megatron_terapipe.search.price.memory import MemoryModel
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, head_exchange_s
-from megatron_terapipe.search.price.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.cost.machines import A100, nodes

@@ -11,9 +11,9 @@ from deepspeed_ext.plan.programs.program import reductions
 from megatron_terapipe.search.machine.software import Communication, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.closed_form import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, shown_reduction_s, step_costs
 
 FREE = HardwareEfficiency(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
 FOUR = GroupTopology(4, 1, 1e9, 0.0, 1e9, 0.0)

@@ -8,7 +8,6 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.closed_form import step_costs
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import ClusterTable, GroupTopology, RankGroups, all_reduce_s, transfer_s
 from megatron_terapipe.search.price.profile import Profile, ProfiledLink
@@ -19,6 +18,7 @@ from megatron_terapipe.search.price.profile_times import (
     message_line,
     profile_notes,
 )
+from megatron_terapipe.search.price.step import step_costs
 from tests.search.op_times.profiles import profile
 
 LINK = Link(bandwidth=5e9, latency_s=2e-5)
