@@ -1,5 +1,5 @@
 """What is wrong with a machine, or with the hosts of a hostfile, and what mends it.
 
-A probe collects facts on each host (`probe.py`), and `examination.py` runs it there. Facts are data (`facts.py`).
-Pure functions of facts report what is wrong (`host_checks.py`, `network_checks.py`), one line each.
+`probe.py` is one program that is sent to each host and answers with facts. `examination.py` asks it; `facts.py` are the
+answers. The table of checks (`report.py`) judges them: `host_checks.py` and `network_checks.py`.
 """

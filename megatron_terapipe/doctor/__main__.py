@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, run_command, write_json
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
@@ -33,10 +33,9 @@ Read on: docs/how-to/doctor.md."""
 
 LAUNCHERS = ("pdsh", "openmpi", "slurm", "mpich", "ssh")
 THIS_MACHINE = "this machine"
-PROGRAM = "python -m megatron_terapipe.doctor"
 
 
-def build_parser(prog: str = PROGRAM) -> CommandParser:
+def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command; `prog` is what people type before its flags."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     launch = parser.add_argument_group("the run that is planned")
@@ -66,29 +65,21 @@ def build_parser(prog: str = PROGRAM) -> CommandParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
-    """Check, print what was found, and return the exit code: 0 if nothing is wrong, 1 for errors, 2 for bad input.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
-    return run_command(lambda: _run(build_parser(prog).parse_args(argv)))
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Check, print, and return the exit code."""
-    _check_numbers(options)
+def _run(options: argparse.Namespace, prog: str) -> int:
+    """Check, print, and return the exit code: 0 if nothing is wrong, 1 for errors."""
+    for flag, port in (("--master-port", options.master_port), ("--ssh-port", options.ssh_port)):
+        if port is not None and not 1 <= port <= 65535:
+            raise ConfigError(f"{flag} {port} is not a port: give a number from 1 to 65535")
+    if not 1 <= options.timeout <= 600:
+        raise ConfigError(f"--timeout {options.timeout:g} is not from 1 to 600: give seconds")
     hosts = _hosts(options.hostfile)
     # Imported here: pydantic would make --help wait.
+    from megatron_terapipe.class_schema import class_schema
     from megatron_terapipe.doctor.findings import Level
-    from megatron_terapipe.doctor.report import count, document, findings, json_schema, print_examination
+    from megatron_terapipe.doctor.report import Document, count, document, findings, print_examination
 
     if options.schema:
-        print(json.dumps(json_schema(), indent=1))
+        print(json.dumps(class_schema(Document), indent=1))
         return 0
     with _progress() as say:
         examined = _examine(options, hosts, say)
@@ -98,14 +89,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.json != STANDARD_OUTPUT:
         print_examination(examined, found, verbose=options.verbose)
     return 1 if count(found, Level.ERROR) else 0
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    for flag, port in (("--master-port", options.master_port), ("--ssh-port", options.ssh_port)):
-        if port is not None and not 1 <= port <= 65535:
-            raise ConfigError(f"{flag} {port} is not a port: give a number from 1 to 65535")
-    if not 1 <= options.timeout <= 600:
-        raise ConfigError(f"--timeout {options.timeout:g} is not from 1 to 600: give seconds")
 
 
 def _hosts(hostfile: str | None) -> tuple["Host", ...]:
@@ -122,21 +105,16 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
 
 def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -> "Examined":
     """Return the facts of all hosts."""
-    from megatron_terapipe.doctor.examination import Examination, local_command, python_path, ssh_command, ssh_options
+    from megatron_terapipe.doctor.examination import Examination, local_command, ssh_command
     from megatron_terapipe.doctor.launching import launching_here
 
     launching = launching_here(
         hostfile=options.hostfile, launcher=options.launcher, save=options.save, master_port=options.master_port
     )
-    path = python_path(launching.directory)
-    ssh = ssh_options(options.ssh_port)
     # DeepSpeed starts a single host without ssh, whatever its name is.
-    commands = [
-        local_command()
-        if len(hosts) == 1
-        else ssh_command(host.name, python=launching.python, python_path=path, options=ssh)
-        for host in hosts
-    ]
+    commands = (
+        [local_command()] if len(hosts) == 1 else [ssh_command(h.name, launching, options.ssh_port) for h in hosts]
+    )
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     examination = Examination(launching, hosts, commands, environment, options.timeout, say)
     return asyncio.run(examination.run(with_imports=not options.no_imports))
@@ -144,7 +122,7 @@ def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -
 
 @contextmanager
 def _progress() -> Iterator["Say"]:
-    """Show what is being done: in one line of a terminal that goes again, else nothing."""
+    """Show the progress in one line of a terminal that goes again; elsewhere nothing."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -154,6 +132,8 @@ def _progress() -> Iterator["Say"]:
     with console.status("asking") as status:
         yield lambda words: status.update(words)
 
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe.doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,7 @@
-"""The examination of hosts: probes, started here or over ssh, and the order in which they are asked.
+"""The examination of hosts: probes, started here or over ssh, and the order of the questions to them.
 
-No question disturbs the answer to another, and probes end with whoever asked.
+First the facts of every host, then clocks, links and the shared directory, then the imports of torch and DeepSpeed, so
+that no question disturbs the answer to another. Probes end with this process.
 """
 
 import asyncio
@@ -14,27 +15,20 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_terapipe.doctor.agent import LIMIT_S, MARK, TOKEN_BYTES
+from megatron_terapipe.doctor import probe
 from megatron_terapipe.doctor.facts import Clock, Examined, Host, HostFacts, Imports, Launching, Link
 from megatron_terapipe.doctor.launching import interface_of, meeting_address, rank_address, variables_of_rank
 
-PACKAGE = "megatron_terapipe.doctor"
-MODULES = (f"{PACKAGE}.facts", f"{PACKAGE}.probe", f"{PACKAGE}.agent")
-"""What travels, in an order in which each module imports only those before it."""
-
 BEGIN = (
-    "import json,sys,types;"
-    "[exec(compile(source,name,'exec'),sys.modules.setdefault(name,types.ModuleType(name)).__dict__) "
-    "for name,source in json.loads(sys.stdin.readline())];"
-    f"sys.modules['{PACKAGE}.agent'].serve()"
+    "import json,sys,types;probe=sys.modules['probe']=types.ModuleType('probe');"
+    "exec(compile(json.loads(sys.stdin.readline()),'probe','exec'),probe.__dict__);probe.serve()"
 )
-"""The program that another host is given on its command line: it reads the modules, and begins."""
+"""The program that another host is given on its command line: it reads the source of the probe, and begins."""
 
 CONNECT_S = 10
 LONGEST_ANSWER = 2**24
@@ -46,31 +40,27 @@ END_S = 3.0
 
 
 class ProbeLost(Exception):
-    """A probe that did not start, or answers no more; the message says why."""
+    """A probe that did not start, or answers no more; the message is the cause."""
 
 
 class Refused(Exception):
-    """What a probe could not do; the message is the system's."""
+    """A question that the host could not answer; the message is the system's."""
 
 
-class Probe:
+class HostProbe:
     """A probe that runs on a host.
 
     Args:
         limit_s: seconds in which it must answer.
     """
 
-    def __init__(self, name: str, process: Process, limit_s: float) -> None:
-        self.name = name
+    def __init__(self, process: Process, limit_s: float) -> None:
         self._process, self._limit_s = process, limit_s
         self._errors = asyncio.create_task(self._read_errors())
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> "Probe":
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> "HostProbe":
         """Return a probe that was started; whether it answers shows when it is asked.
-
-        Args:
-            limit_s: seconds in which it must answer.
 
         Raises:
             ProbeLost: if there is no such command.
@@ -87,9 +77,9 @@ class Probe:
             )
         except OSError as error:
             raise ProbeLost(f"{command[0]}: {error.strerror}") from None
-        probe = cls(name, process, limit_s)
-        probe._write(json.dumps(_sources()))
-        return probe
+        started = cls(process, limit_s)
+        started._write(Path(probe.__file__).read_text(encoding="utf-8"))
+        return started
 
     async def ask(self, question: str, *, limit_s: float | None = None, **words: Any) -> Any:
         """Return the answer to a question.
@@ -101,7 +91,7 @@ class Probe:
             ProbeLost: if there is none in time.
             Refused: if the host could not do it.
         """
-        self._write(json.dumps({"ask": question, "with": words}))
+        self._write({"ask": question, "with": words})
         limit_s = self._limit_s if limit_s is None else limit_s
         try:
             answer = await asyncio.wait_for(self._answer(), limit_s)
@@ -124,17 +114,17 @@ class Probe:
             await self._process.wait()
         self._errors.cancel()
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: Any) -> None:
         assert self._process.stdin is not None
-        # What cannot be written is said by the answer that does not come.
-        self._process.stdin.write(f"{line}\n".encode())
+        # If it cannot be written, no answer comes, and that is the error.
+        self._process.stdin.write(f"{json.dumps(line)}\n".encode())
 
     async def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             text = line.decode(errors="replace")
-            if text.startswith(MARK):
-                return dict(json.loads(text.removeprefix(MARK)))
+            if text.startswith(probe.MARK):
+                return dict(json.loads(text.removeprefix(probe.MARK)))
         code = await self._process.wait()
         # What ssh leaves in the background, as its ControlPersist does, may keep this pipe open.
         done, _ = await asyncio.wait({self._errors}, timeout=ERRORS_S)
@@ -142,7 +132,7 @@ class Probe:
         raise ProbeLost(errors[-1] if errors else f"the probe ended with exit code {code}")
 
     async def _read_errors(self) -> list[str]:
-        """Return the last lines of what the command said was wrong."""
+        """Return the last lines of the command's standard error."""
         assert self._process.stderr is not None
         lines: list[str] = []
         async for line in self._process.stderr:
@@ -155,33 +145,25 @@ def local_command() -> list[str]:
     return [sys.executable, "-c", BEGIN]
 
 
-def ssh_command(host: str, *, python: str, python_path: str, options: Sequence[str]) -> list[str]:
+def ssh_command(
+    host: str, launching: Launching, port: int | None, environment: Mapping[str, str] = os.environ
+) -> list[str]:
     """Return the command of a probe on another host, which DeepSpeed's launcher reaches in the same way.
 
+    It has the PYTHONPATH that the launcher sets there, and the options of PDSH_SSH_ARGS_APPEND. Where the Python of the
+    launch is missing, any other will do.
+
     Args:
-        python: path of the Python that the launcher starts there; where it is not, any other will do.
+        port: of sshd; None = that of ssh's settings.
     """
-    begin = f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(python_path)}; export PYTHONSAFEPATH PYTHONPATH; "
-    start = f'p={shlex.quote(python)}; [ -x "$p" ] || p=python3; exec "$p" -c {shlex.quote(BEGIN)}'
+    path = os.pathsep.join(filter(None, [launching.directory, environment.get("PYTHONPATH")]))
+    begin = f"PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(path)}; export PYTHONSAFEPATH PYTHONPATH; "
+    start = f'p={shlex.quote(launching.python)}; [ -x "$p" ] || p=python3; exec "$p" -c {shlex.quote(BEGIN)}'
+    options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
+    options += ["-p", str(port)] if port is not None else []
     words = ["ssh", "-x", "-a", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *options, host]
     # The shell of a user may be another than sh.
     return [*words, f"exec sh -c {shlex.quote(begin + start)}"]
-
-
-def ssh_options(port: int | None, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the options of ssh that a launch would use: the port, and those of PDSH_SSH_ARGS_APPEND."""
-    given = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
-    return [*given, *(["-p", str(port)] if port is not None else [])]
-
-
-def python_path(directory: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return PYTHONPATH as DeepSpeed's launcher sets it on other hosts."""
-    return os.pathsep.join(filter(None, [directory, environment.get("PYTHONPATH")]))
-
-
-def _sources() -> list[tuple[str, str]]:
-    found = ((name, find_spec(name)) for name in MODULES)
-    return [(name, Path(spec.origin).read_text(encoding="utf-8")) for name, spec in found if spec and spec.origin]
 
 
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "flash-attn", "flash-attn-3")
@@ -201,7 +183,7 @@ Say = Callable[[str], None]
 
 
 class Examination:
-    """The questions to all hosts, and what they answered.
+    """The questions to all hosts, and their answers.
 
     Args:
         launching: the machine where the doctor runs.
@@ -222,17 +204,13 @@ class Examination:
         self._hosts = {host.name: host for host in hosts}
         self._commands = dict(zip(self._hosts, commands, strict=True))
         self._environment, self._limit_s, self._say = environment, limit_s, say
-        self._started: list[Probe] = []
-        self._probes: dict[str, Probe] = {}
+        self._started: list[HostProbe] = []
+        self._probes: dict[str, HostProbe] = {}
         self._links: list[Link] = []
         self._meeting_fault: str | None = None
 
     async def run(self, *, with_imports: bool) -> Examined:
-        """Ask everything, and leave nothing on any host, also where this is cancelled.
-
-        Args:
-            with_imports: whether torch and DeepSpeed are imported.
-        """
+        """Ask everything, and leave nothing on any host, also where this is cancelled."""
         try:
             await self._on_all("facts", self._hosts, self._begin)
             if len(self._probes) > 1:
@@ -242,7 +220,7 @@ class Examination:
             if with_imports:
                 await self._on_all("imports of torch and DeepSpeed", self._answering(), self._ask_imports)
         finally:
-            await asyncio.gather(*(probe.end() for probe in self._started))
+            await asyncio.gather(*(started.end() for started in self._started))
         return Examined(
             launching=self._launching,
             hosts=tuple(self._hosts.values()),
@@ -255,66 +233,79 @@ class Examination:
         waiting = dict.fromkeys(names)
         total = len(waiting)
 
+        def say() -> None:
+            hosts = f"{total - len(waiting)} of {total} hosts" if total > 1 else "this machine"
+            others = f", waiting for {', '.join(list(waiting)[:3])}" if waiting and total > 1 else ""
+            self._say(f"{doing}: {hosts}{others}")
+
         async def one(name: str) -> None:
             try:
                 await task(name)
             except (ProbeLost, Refused, ValidationError) as error:
                 self._probes.pop(name, None)
                 lines = str(error).splitlines()
-                self._hosts[name] = replace(self._hosts[name], failure=lines[0] if lines else "the probe failed")
+                self._learn(name, failure=lines[0] if lines else "the probe failed")
             del waiting[name]
-            self._say(_progress(doing, total, list(waiting)))
+            say()
 
-        self._say(_progress(doing, total, list(waiting)))
+        say()
         await asyncio.gather(*map(one, list(waiting)))
 
     def _answering(self) -> list[str]:
         """Return the hosts whose probe answers, in the order of the hostfile."""
         return [name for name in self._hosts if name in self._probes]
 
+    def _learn(self, name: str, **changes: Any) -> None:
+        self._hosts[name] = replace(self._hosts[name], **changes)
+
+    def _facts(self, name: str) -> HostFacts:
+        facts = self._hosts[name].facts
+        assert facts is not None
+        return facts
+
     async def _begin(self, name: str) -> None:
-        probe = await Probe.start(name, self._commands[name], self._environment, self._limit_s)
-        self._started.append(probe)
+        from packaging.requirements import Requirement
+
+        started = await HostProbe.start(self._commands[name], self._environment, self._limit_s)
+        self._started.append(started)
         launching = self._launching
-        answer = await probe.ask(
+        required = [Requirement(each).name for each in launching.requirements or ()]
+        answer = await started.ask(
             "facts",
             python=launching.python,
-            packages=[*dict.fromkeys([*PACKAGES, *_names(launching.requirements)])],
+            packages=[*dict.fromkeys([*PACKAGES, *required])],
             project=launching.project,
             directory=launching.directory,
             checkpoints=launching.checkpoints,
-            hosts=[_without_user(each) for each in self._hosts],
+            hosts=[each.rpartition("@")[2] for each in self._hosts],
         )
-        self._probes[name] = probe
-        self._hosts[name] = replace(self._hosts[name], facts=TypeAdapter(HostFacts).validate_python(answer))
+        self._probes[name] = started
+        self._learn(name, facts=TypeAdapter(HostFacts).validate_python(answer))
 
     async def _ask_clock(self, name: str) -> None:
-        best = None
+        clocks = []
         loop = asyncio.get_running_loop()
         for _ in range(CLOCK_ROUND_TRIPS):
             begun, begun_at = loop.time(), time.time()
             told = float(await self._probes[name].ask("clock"))
             half = (loop.time() - begun) / 2
-            if best is None or half < best.uncertainty_s:
-                best = Clock(offset_s=told - (begun_at + half), uncertainty_s=half)
-        self._hosts[name] = replace(self._hosts[name], clock=best)
+            clocks.append(Clock(offset_s=told - (begun_at + half), uncertainty_s=half))
+        self._learn(name, clock=min(clocks, key=lambda each: each.uncertainty_s))
 
     async def _ask_imports(self, name: str) -> None:
-        facts = self._hosts[name].facts
-        assert facts is not None
         answer = await self._probes[name].ask(
             "imports",
             # The probe tells why it gave up; only if it does not is it lost.
-            limit_s=self._limit_s + LIMIT_S,
+            limit_s=self._limit_s + probe.LIMIT_S,
             seconds=self._limit_s,
-            variables=variables_of_rank(self._launching, facts.variables),
+            variables=variables_of_rank(self._launching, self._facts(name).variables),
             directory=self._launching.directory,
         )
-        self._hosts[name] = replace(self._hosts[name], imports=TypeAdapter(Imports).validate_python(answer))
+        self._learn(name, imports=TypeAdapter(Imports).validate_python(answer))
 
     async def _try_links(self) -> None:
         names = self._answering()
-        tokens = {name: secrets.token_hex(TOKEN_BYTES) for name in names}
+        tokens = {name: secrets.token_hex(probe.TOKEN_BYTES) for name in names}
         addresses = {name: rank_address(self._launching, self._hosts[name]) for name in names}
         ports: dict[str, int] = {}
 
@@ -327,7 +318,7 @@ class Examination:
                 address = addresses[target]
                 if target in ports and address is not None and faults < MOST_FAULTS:
                     link = Link(source=source, target=target, address=address, port=ports[target])
-                    faults += not await self._reach(source, link, tokens[target])
+                    faults += not await self._reach(link, tokens[target])
 
         await self._on_all("ports", names, listen)
         await self._try_meeting(names[0], tokens[names[0]])
@@ -348,24 +339,19 @@ class Examination:
             return
 
         async def reach(source: str) -> None:
-            await self._reach(
-                source, Link(source=source, target=first, address=address, port=port, is_meeting=True), token
-            )
+            await self._reach(Link(source=source, target=first, address=address, port=port, is_meeting=True), token)
 
         await self._on_all(f"port {port} of {first}", [name for name in self._answering() if name != first], reach)
 
-    async def _reach(self, source: str, link: Link, token: str) -> bool:
+    async def _reach(self, link: Link, token: str) -> bool:
         """Try a link, and return whether it is there."""
         try:
-            told = await self._probes[source].ask("reach", address=link.address, port=link.port, token=token)
+            told = await self._probes[link.source].ask("reach", address=link.address, port=link.port, token=token)
         except Refused as refused:
             self._links.append(replace(link, fault=str(refused)))
             return False
-        facts = self._hosts[source].facts
-        assert facts is not None
-        self._links.append(
-            replace(link, interface=interface_of(facts, told["own"]), round_trip_s=float(told["round_trip_s"]))
-        )
+        interface = interface_of(self._facts(link.source), told["own"])
+        self._links.append(replace(link, interface=interface, round_trip_s=float(told["round_trip_s"])))
         return True
 
     async def _send(self, tokens: Mapping[str, str]) -> None:
@@ -379,10 +365,9 @@ class Examination:
             if index is None or self._links[index].fault is not None:
                 return
             link = self._links[index]
+            where: dict[str, Any] = {"address": link.address, "port": link.port, "token": tokens[link.target]}
             try:
-                sent = await self._probes[source].ask(
-                    "bandwidth", address=link.address, port=link.port, token=tokens[link.target], seconds=SENDING_S
-                )
+                sent = await self._probes[source].ask("bandwidth", **where, seconds=SENDING_S)
                 self._links[index] = replace(link, bandwidth=float(sent))
             except Refused as refused:
                 self._links[index] = replace(link, fault=f"small messages pass, large ones do not: {refused}")
@@ -393,37 +378,18 @@ class Examination:
 
     async def _look_for_token(self) -> None:
         """Let the first host write a file, and the others look for it."""
-        token = secrets.token_hex(8)
         first = next(iter(self._answering()), None)
-        written = None if first is None else self._hosts[first].facts
-        if first is None or written is None or written.folder.fault is not None:
+        if first is None or self._facts(first).folder.fault is not None:
             return
-        directory = written.folder.path
+        where: dict[str, Any] = {"directory": self._facts(first).folder.path, "token": secrets.token_hex(8)}
         try:
-            await self._probes[first].ask("write", directory=directory, token=token)
+            await self._probes[first].ask("write", **where)
         except Refused:
             return
 
         async def look(name: str) -> None:
-            seen = bool(await self._probes[name].ask("sees", directory=directory, token=token))
-            facts = self._hosts[name].facts
-            assert facts is not None
-            known = replace(facts, folder=replace(facts.folder, sees_token=seen))
-            self._hosts[name] = replace(self._hosts[name], facts=known)
+            seen = bool(await self._probes[name].ask("sees", **where))
+            facts = self._facts(name)
+            self._learn(name, facts=replace(facts, folder=replace(facts.folder, sees_token=seen)))
 
         await self._on_all("the shared directory", self._answering(), look)
-
-
-def _progress(doing: str, total: int, waiting: list[str]) -> str:
-    hosts = f"{total - len(waiting)} of {total} hosts" if total > 1 else "this machine"
-    return f"{doing}: {hosts}" + (f", waiting for {', '.join(waiting[:3])}" if waiting and total > 1 else "")
-
-
-def _names(requirements: Sequence[str] | None) -> list[str]:
-    from packaging.requirements import Requirement
-
-    return [Requirement(each).name for each in requirements or ()]
-
-
-def _without_user(name: str) -> str:
-    return name.rpartition("@")[2]

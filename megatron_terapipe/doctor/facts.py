@@ -1,7 +1,4 @@
-"""What is known of hosts before a launch. Data alone: it goes over ssh, into JSON, and into the checks.
-
-This module travels with the probe and needs the standard library alone.
-"""
+"""Facts of hosts before a launch. Data only: the answers of the probe, the JSON of the doctor, and what checks read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

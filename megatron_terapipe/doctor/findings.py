@@ -1,8 +1,11 @@
-"""What a check says of hosts: good, doubtful or wrong, and then what mends it."""
+"""Findings of checks: good, doubtful or wrong, each with its remedy."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import wraps
+
+from megatron_terapipe.doctor.facts import Examined, Host, HostFacts
 
 
 class Level(StrEnum):
@@ -19,9 +22,9 @@ class Finding:
 
     level: Level
     """How bad it is."""
-    check: str
-    """Name of what was looked at."""
-    hosts: tuple[str, ...]
+    check: str = ""
+    """Name of the check."""
+    hosts: tuple[str, ...] = ()
     """Where; empty = it concerns the launch as a whole."""
     found: str
     """The value."""
@@ -36,36 +39,43 @@ class Finding:
         return ": ".join(part for part in ("; ".join(filter(None, (self.found, self.rule))), self.remedy) if part)
 
 
-def ok(check: str, host: str | None, found: str) -> Finding:
-    """Return that something is as it should be.
+Check = Callable[[Examined], Iterator[Finding]]
+"""Yields a finding for everything that it looked at, without the name of the check."""
 
-    Args:
-        host: where; None = the launch as a whole.
-    """
-    return Finding(level=Level.OK, check=check, hosts=_hosts(host), found=found)
+Verdict = Finding | str | None
+"""About one host: what is wrong, or a good value, or nothing to be looked at."""
 
 
-def warning(check: str, host: str | None, found: str, rule: str, remedy: str) -> Finding:
-    """Return that something makes a run slow or fragile.
-
-    Args:
-        host: where; None = the launch as a whole.
-    """
-    return Finding(level=Level.WARNING, check=check, hosts=_hosts(host), found=found, rule=rule, remedy=remedy)
+def ok(found: str, host: str | None = None) -> Finding:
+    """Return that something is as it should be, on a host or (None) in the launch as a whole."""
+    return Finding(level=Level.OK, hosts=() if host is None else (host,), found=found)
 
 
-def error(check: str, host: str | None, found: str, rule: str, remedy: str) -> Finding:
-    """Return that something keeps a run from starting, or from being right.
-
-    Args:
-        host: where; None = the launch as a whole.
-    """
-    return replace(warning(check, host, found, rule, remedy), level=Level.ERROR)
+def warning(found: str, rule: str, remedy: str, host: str | None = None) -> Finding:
+    """Return that something makes a run slow or fragile."""
+    return replace(ok(found, host), level=Level.WARNING, rule=rule, remedy=remedy)
 
 
-def same(
-    check: str, what: str, values: Mapping[str, str | None], remedy: str, level: Level = Level.ERROR
-) -> Iterator[Finding]:
+def error(found: str, rule: str, remedy: str, host: str | None = None) -> Finding:
+    """Return that something keeps a run from starting, or from being right."""
+    return replace(warning(found, rule, remedy, host), level=Level.ERROR)
+
+
+def on_each_host(judge: Callable[[Examined, Host, HostFacts], Verdict | Iterable[Verdict]]) -> Check:
+    """Return the check of all hosts whose probe answered, from a function that judges one of them."""
+
+    @wraps(judge)
+    def check(examined: Examined) -> Iterator[Finding]:
+        for host, facts in examined.reached:
+            verdicts = judge(examined, host, facts)
+            for each in [verdicts] if verdicts is None or isinstance(verdicts, Finding | str) else verdicts:
+                if each is not None:
+                    yield ok(each, host.name) if isinstance(each, str) else replace(each, hosts=(host.name,))
+
+    return check
+
+
+def same(what: str, values: Mapping[str, str | None], remedy: str, level: Level = Level.ERROR) -> Iterator[Finding]:
     """Yield whether hosts have the same of something, naming the hosts of each value; nothing for one host.
 
     Args:
@@ -78,10 +88,10 @@ def same(
         hosts.setdefault(value, []).append(host)
     if len(hosts) == 1:
         (value,) = hosts
-        yield ok(check, None, f"{what} {value} on all hosts" if value is not None else f"no {what} on any host")
+        yield ok(f"{what} {value} on all hosts" if value is not None else f"no {what} on any host")
         return
     listed = "; ".join(f"{value or 'none'} on {some(names)}" for value, names in hosts.items())
-    yield replace(error(check, None, f"{what} {listed}", "must be the same on all hosts", remedy), level=level)
+    yield replace(error(f"{what} {listed}", "must be the same on all hosts", remedy), level=level)
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -94,11 +104,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def some(words: Iterable[str], most: int = 4) -> str:
-    """Return words with commas between them, at most some.
-
-    Args:
-        most: how many are listed before the rest is counted.
-    """
+    """Return words with commas between them: some of them, and the number of the rest."""
     words = list(words)
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
@@ -106,7 +112,3 @@ def some(words: Iterable[str], most: int = 4) -> str:
 def counted(number: int, word: str) -> str:
     """Return a number of things in words, such as `2 ranks`."""
     return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _hosts(host: str | None) -> tuple[str, ...]:
-    return () if host is None else (host,)

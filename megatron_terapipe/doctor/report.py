@@ -1,28 +1,12 @@
-"""The report of an examination: all checks, in the order in which a launch meets them; as JSON and as a table."""
+"""The report of an examination: the table of all checks, and its findings as JSON and as a table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
-
-from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.doctor import host_checks, network_checks
-from megatron_terapipe.doctor.facts import (
-    Clock,
-    Device,
-    Examined,
-    Folder,
-    Host,
-    HostFacts,
-    Imports,
-    Interface,
-    Launching,
-    Link,
-    Names,
-    Resources,
-    Software,
-)
-from megatron_terapipe.doctor.findings import Finding, Level, counted, merged, some
+from megatron_terapipe.doctor.facts import Examined, Host, Launching, Link
+from megatron_terapipe.doctor.findings import Check, Finding, Level, counted, merged, some
 from megatron_terapipe.doctor.host_checks import GIB
 from megatron_terapipe.doctor.network_checks import gigabits
 
@@ -30,55 +14,58 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-Check = Callable[[Examined], Iterator[Finding]]
-
-CHECKS: tuple[Check, ...] = (
-    host_checks.reached,
-    host_checks.launchers,
-    host_checks.one_machine,
-    host_checks.folders,
-    host_checks.packages,
-    host_checks.apex,
-    host_checks.imports,
-    host_checks.drivers,
-    host_checks.slots,
-    host_checks.free_devices,
-    host_checks.memory,
-    host_checks.limits,
-    network_checks.environment_file,
-    network_checks.not_handed_on,
-    network_checks.differences,
-    network_checks.cuda,
-    network_checks.threads,
-    network_checks.interfaces,
-    network_checks.names,
-    network_checks.looked_up,
-    network_checks.ports,
-    network_checks.outgoing_ports,
-    network_checks.links,
-    network_checks.routes,
-    host_checks.folder,
-    host_checks.shared,
-    host_checks.clocks,
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("reach", host_checks.reached),
+    ("launcher", host_checks.launchers),
+    ("hostfile", host_checks.one_machine),
+    ("directory", host_checks.directory),
+    ("python", host_checks.python),
+    ("project", host_checks.project),
+    ("packages", host_checks.packages),
+    ("apex", host_checks.apex),
+    ("imports", host_checks.imports),
+    ("cuda", host_checks.cuda),
+    ("toolkit", host_checks.toolkit),
+    ("nccl", host_checks.nccl),
+    ("slots", host_checks.slots),
+    ("cores", host_checks.cores),
+    ("device memory", host_checks.device_memory),
+    ("device kinds", host_checks.device_kinds),
+    ("memory", host_checks.memory),
+    ("shared memory", host_checks.shared_memory),
+    ("open files", host_checks.open_files),
+    ("processes", host_checks.processes),
+    ("locked memory", host_checks.locked_memory),
+    ("deepspeed_env", network_checks.environment_file),
+    ("variables", network_checks.variables),
+    ("variables", network_checks.cuda_variables),
+    ("threads", network_checks.threads),
+    ("interfaces", network_checks.interfaces),
+    ("names", network_checks.names),
+    ("lookup", network_checks.lookup),
+    ("meeting", network_checks.meeting),
+    ("ports", network_checks.ports),
+    ("bandwidth", network_checks.bandwidth),
+    ("round trip", network_checks.round_trip),
+    ("route", network_checks.route),
+    ("disk", host_checks.disk),
+    ("shared disk", host_checks.shared_disk),
+    ("clocks", host_checks.clocks),
 )
+"""All checks by name, in the order in which a launch meets them."""
 
 
 def findings(examined: Examined) -> tuple[Finding, ...]:
-    """Return what all checks found, worst first."""
-    return merged(finding for check in CHECKS for finding in check(examined))
+    """Return the findings of all checks, worst first."""
+    return merged(replace(finding, check=name) for name, check in CHECKS for finding in check(examined))
 
 
 SCHEMA_VERSION: Final = 1
 
-_DATACLASSES = (
-    *(Clock, Device, Finding, Folder, Host, HostFacts, Imports, Interface, Launching, Link, Names, Resources, Software),
-)
 
-
-class Document(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Document:
     """What `terapipe doctor --json` writes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     schema_version: Literal[1] = SCHEMA_VERSION
     """Form of the document: raised when a key goes away or changes its meaning."""
@@ -109,22 +96,11 @@ def document(examined: Examined, findings: tuple[Finding, ...]) -> dict[str, Any
         hosts=examined.hosts,
         links=examined.links,
     )
-    return found.model_dump(mode="json")
+    return asdict(found)
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of these documents, each field with its meaning."""
-    schema = TypeAdapter(Document).json_schema(mode="serialization")
-    for kind in _DATACLASSES:
-        described = schema["$defs"][kind.__name__]
-        described["description"] = (kind.__doc__ or "").partition("\n")[0]
-        for name, text in field_texts(kind).items():
-            described["properties"][name]["description"] = text
-    return schema
-
-
-def count(findings: tuple[Finding, ...], level: Level) -> int:
-    """Return how many checks came to a level: one for each host that a finding names."""
+def count(findings: Sequence[Finding], level: Level) -> int:
+    """Return the checks that came to a level: one for each host that a finding names."""
     return sum(max(1, len(each.hosts)) for each in findings if each.level is level)
 
 
@@ -145,11 +121,12 @@ def print_examination(
     """Print the hosts, errors, warnings, and how many checks passed.
 
     Args:
-        findings: what is said of them, worst first.
+        findings: worst first.
         verbose: whether to print what passed, too.
         console: where; None = standard output, as wide as the terminal.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     if console is None:
@@ -163,7 +140,7 @@ def print_examination(
         lines = Table.grid(padding=(0, 2))
         for each in listed:
             where = some(each.hosts) or "all"
-            lines.add_row(f"[{STYLES[each.level]}]{each.level}[/]", *map(_escaped, (where, each.check, each.line)))
+            lines.add_row(f"[{STYLES[each.level]}]{each.level}[/]", *map(escape, (where, each.check, each.line)))
         console.print(lines, highlight=False)
     console.print()
     console.print(summary(findings), markup=False, highlight=False)
@@ -171,14 +148,14 @@ def print_examination(
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return the numbers of errors, warnings and checks that passed in one line."""
-    counts = {level: count(tuple(findings), level) for level in Level}
-    parts = [counted(counts[Level.ERROR], "error"), counted(counts[Level.WARNING], "warning")]
-    passed = f"{counted(counts[Level.OK], 'check')} passed"
-    return ", ".join([*(part for part in parts if not part.startswith("0 ")), passed])
+    errors, warnings, passed = (count(findings, level) for level in (Level.ERROR, Level.WARNING, Level.OK))
+    faults = [counted(number, word) for number, word in ((errors, "error"), (warnings, "warning")) if number]
+    return ", ".join([*faults, f"{counted(passed, 'check')} passed"])
 
 
 def _hosts(examined: Examined, findings: Sequence[Finding], console: "Console") -> "Table":
     """Return a row for each host, with as many columns as fit the terminal."""
+    from rich.markup import escape
     from rich.table import Table
 
     rows = [_cells(host, examined, findings) for host in examined.hosts]
@@ -190,7 +167,7 @@ def _hosts(examined: Examined, findings: Sequence[Finding], console: "Console") 
         for name in names:
             table.add_column(name, no_wrap=name not in WRAPPED)
         for row in rows:
-            table.add_row(*(_escaped(row[name]) for name in names))
+            table.add_row(*(escape(row[name]) for name in names))
         if console.measure(table, options=unbounded).maximum <= console.width:
             break
     return table
@@ -200,28 +177,19 @@ def _cells(host: Host, examined: Examined, findings: Sequence[Finding]) -> dict[
     """Return the texts of a row, by column."""
     worst = next((each.level for each in findings if host.name in each.hosts), Level.OK)
     row = {"host": host.name, "": str(worst), "slots": "" if host.slots is None else str(host.slots)}
-    facts = host.facts
+    facts, several = host.facts, len(examined.hosts) > 1
     devices = [] if facts is None else [each.name for each in facts.devices]
     versions = {} if facts is None or facts.software.python is None else facts.software.packages
+    sent = [link for link in examined.links if link.source == host.name and link.bandwidth is not None]
+    speeds = [f"{gigabits(link.bandwidth or 0)}, {1e6 * (link.round_trip_s or 0):.0f} us" for link in sent]
     return row | {
         "devices": some(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "cores": "" if facts is None else str(facts.resources.cores),
         "memory free": "" if facts is None else f"{facts.resources.free_memory_bytes / GIB:.0f} GiB",
         "disk free": "" if facts is None else f"{facts.folder.free_bytes / 1e9:.0f} GB",
         "Python": "" if facts is None else facts.software.python_version,
-        **{name: versions.get(name, "") for name in ("torch", "deepspeed")},
-        "clock": "" if host.clock is None or len(examined.hosts) < 2 else f"{host.clock.offset_s:+.3f} s",
-        "next host": next(_measured(host, examined.links), ""),
+        "torch": versions.get("torch", ""),
+        "deepspeed": versions.get("deepspeed", ""),
+        "clock": f"{host.clock.offset_s:+.3f} s" if host.clock is not None and several else "",
+        "next host": "".join(speeds[:1]),
     }
-
-
-def _measured(host: Host, links: Sequence[Link]) -> Iterator[str]:
-    for link in links:
-        if link.source == host.name and link.bandwidth is not None:
-            yield f"{gigabits(link.bandwidth)}, {1e6 * (link.round_trip_s or 0):.0f} us"
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

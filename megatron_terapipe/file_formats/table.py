@@ -112,7 +112,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         "generated": FileFormat(
             "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.descriptions:Generated"
         ),
-        "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.report:json_schema"),
+        "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.report:Document"),
     }
 )
 """All of them, by the name that `terapipe schema` takes."""

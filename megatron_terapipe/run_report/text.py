@@ -1,6 +1,6 @@
 """The report as text: titles and named figures, and the summary on one screen of a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 
@@ -13,7 +13,7 @@ from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.records import RunStart
 
 
-def title_of(reports: list[RunReport]) -> str:
+def title_of(reports: Sequence[RunReport]) -> str:
     """Return the title of a report."""
     if len(reports) > 1:
         return f"{len(reports)} training runs"
@@ -88,8 +88,9 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
         promised = "" if predicted is None else f", promised {predicted.bubble_ratio:.1%}"
         yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{promised}"
     if figures.peak_memory_bytes:
-        has_memory = predicted is not None and predicted.memory_per_rank
-        promised = f", promised {bytes_text(predicted.peak_memory_bytes)}" if has_memory else ""
+        promised = ""
+        if predicted is not None and predicted.memory_per_rank:
+            promised = f", promised {bytes_text(predicted.peak_memory_bytes)}"
         yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{promised}"
     planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
     tokens = "" if figures.tokens is None else f", {value_text(float(figures.tokens))} tokens"
@@ -124,7 +125,7 @@ MOST_LISTED = 2
 """Incidents of a kind that are told one by one."""
 
 
-def summary(reports: list[RunReport]) -> str:
+def summary(reports: Sequence[RunReport]) -> str:
     """Return the figures of some reports as text."""
     return "\n".join(chain([title_of(reports)], *(_of_run(each, len(reports) > 1) for each in reports)))
 

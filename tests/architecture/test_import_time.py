@@ -28,7 +28,7 @@ LIGHT = (
     "megatron_terapipe.run_report.own_report",
     "megatron_terapipe.search.__main__",
     "megatron_terapipe.doctor.__main__",
-    "megatron_terapipe.doctor.agent",
+    "megatron_terapipe.doctor.probe",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""

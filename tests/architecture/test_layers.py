@@ -161,13 +161,13 @@ LAYERS = (
         ("pydantic",),
     ),
     # The probe of the doctor is sent to other hosts: it has only the standard library.
-    Layer(("megatron_terapipe.doctor", *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe", "agent")))),
+    Layer(("megatron_terapipe.doctor", *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")))),
     Layer(
         ("megatron_terapipe.doctor.*",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
             "megatron_terapipe.class_schema",
-            *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe", "agent")),
+            *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")),
         ),
         ("packaging", "pydantic", "rich"),
     ),
@@ -261,7 +261,7 @@ def test_the_walk_sees_imports_at_import_time() -> None:
         ("megatron_terapipe.huggingface.families.registry", "torch", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
-        ("megatron_terapipe.doctor.agent", "megatron_terapipe.errors", False),
+        ("megatron_terapipe.doctor.probe", "megatron_terapipe.errors", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.search.answer.table", False),
         ("megatron_terapipe.training.run", "tests.distributed", False),
     ],
