@@ -135,7 +135,7 @@ def schedule(scale: Scale) -> Figures:
     )
     figures: Figures = {"ops of all ranks": 2.0 * scale.stages * scale.micro_batches * scale.token_slices}
     with measured(figures, "program ready"):
-        programs.training(scale.micro_batches)
+        programs.program(programs.shape(scale.micro_batches), training=True)
     return figures
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -54,20 +54,22 @@ PHASES = (OPS, SUMS, REDUCTIONS, UPDATE)
 left of the sums over replicas; norm, clipping and update."""
 
 
-class Observer(Protocol):
-    """Somebody who surrounds what an engine does."""
+class Observer:
+    """Surrounds the ops and phases of an engine's steps."""
 
     def begin(self) -> None:
         """A batch begins."""
 
     def op(self, op: Op) -> AbstractContextManager[None]:
         """Surround the computing of an op."""
+        return nullcontext()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Surround a phase of a step after the ops."""
+        return nullcontext()
 
 
-class Observers:
+class Observers(Observer):
     """Several observers as one."""
 
     def __init__(self, members: Iterable[Observer] = ()) -> None:
@@ -83,16 +85,13 @@ class Observers:
             self._members.remove(observer)
 
     def begin(self) -> None:
-        """A batch begins."""
         for member in self._members:
             member.begin()
 
     def op(self, op: Op) -> AbstractContextManager[None]:
-        """Surround the computing of an op."""
         return self._around(member.op(op) for member in self._members)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Surround a phase of a step after the ops."""
         return self._around(member.phase(name) for member in self._members)
 
     @contextmanager
@@ -103,14 +102,11 @@ class Observers:
             yield
 
 
-class BackwardTimer:
+class BackwardTimer(Observer):
     """Runs DeepSpeed's timer of backwards, of its setting `wall_clock_breakdown`. Its hooks time the forwards."""
 
     def __init__(self, engine: Any) -> None:
         self._timer = engine.timers(BACKWARD_MICRO_TIMER)
-
-    def begin(self) -> None:
-        """The timer goes on."""
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
@@ -122,16 +118,9 @@ class BackwardTimer:
         yield
         self._timer.stop()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Let a phase be."""
-        return nullcontext()
 
-
-class ProfilerRanges:
+class ProfilerRanges(Observer):
     """Gives ops and phases names, in torch's profiler and on an accelerator's timeline (NVTX on CUDA)."""
-
-    def begin(self) -> None:
-        """A batch has no name."""
 
     def op(self, op: Op) -> AbstractContextManager[None]:
         """Name an op: `2F0.3`."""
@@ -153,8 +142,8 @@ def _named(name: str) -> Iterator[None]:
         accelerator.range_pop()
 
 
-class OpClock:
-    """Stamps the start and end of ops, in seconds since the clock was made. An `Observer`."""
+class OpClock(Observer):
+    """Stamps the start and end of ops, in seconds since the clock was made."""
 
     def __init__(self) -> None:
         self.stamps = Stamps()
@@ -162,9 +151,6 @@ class OpClock:
         self._marks: list[tuple[Op, Any, Any]] = []
         self._copies: list[tuple[tuple[Content, int, int, int], list[Any]]] = []
         self._origin = self.stamps.now()
-
-    def begin(self) -> None:
-        """Go on; one clock may measure several batches."""
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
@@ -183,10 +169,6 @@ class OpClock:
         """
         if len(stamps) == _STAMPS_OF_COPY:
             self._copies.append((what, list(stamps)))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Let a phase be."""
-        return nullcontext()
 
     def spans(self) -> list[Span]:
         """The ops measured, in order."""
@@ -212,8 +194,8 @@ FORWARD, BACKWARD = "forward-compute", "backward-compute"
 """Parts of the ops: those that go forward, and all others, weight gradients included."""
 
 
-class PhaseClock:
-    """Adds up the seconds of a step, by phase. An `Observer`.
+class PhaseClock(Observer):
+    """Adds up the seconds of a step, by phase.
 
     Args:
         parts: whether to measure forwards and backwards, too.

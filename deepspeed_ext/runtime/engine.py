@@ -1,19 +1,33 @@
 """Runs a schedule of token slices on DeepSpeed's pipeline engine.
 
 The engine is a table from instruction to method: a schedule is lowered to this rank's program, and each instruction
-of the program calls the method of the executor that it names below. Everything else - optimizers, ZeRO, precision,
-checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
+of the program calls the method of the executor that `METHODS` names. Optimizers, ZeRO, precision, checkpoints and
+reductions over data-parallel ranks are DeepSpeed's own.
+
+DeepSpeed takes all ranks with the same weights for readers of data of their own, so that it counts every sequence once
+on each sequence-parallel rank. A user's configuration, and all sizes that the engine reports, count it once:
+
+    train_batch_size = micro-batch size x micro-batches x data-parallel size
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.runtime.constants import ROUTE_TRAIN
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
+from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import RepeatingLoader
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
@@ -23,24 +37,41 @@ from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
-from deepspeed_ext.runtime.clocks import BackwardTimer, Observers, OpClock
-from deepspeed_ext.runtime.engine_base import SteppingEngine
+from deepspeed_ext.runtime.clocks import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observer, Observers, OpClock
 from deepspeed_ext.runtime.executor import INSTRUCTION_CLASSES, METHODS, Executor, ProgramSchedule, RankPrograms
-from deepspeed_ext.runtime.first_batch_checks import SameData
-from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
-from deepspeed_ext.runtime.gradients.reductions import gradient_reductions
+from deepspeed_ext.runtime.first_batch_checks import check_same_data
+from deepspeed_ext.runtime.gradients.gradient_norm import (
+    clip_gradients,
+    count_bad_copies,
+    global_grad_norm,
+    hold_back_bad_update,
+)
+from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
+from deepspeed_ext.runtime.gradients.reductions import (
+    GradientReductions,
+    gradient_reductions,
+    sum_over_sharing_ranks,
+    sum_over_tensor_parallel_ranks,
+)
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
-from deepspeed_ext.runtime.live_batch import BatchPlan, Cuts
+from deepspeed_ext.runtime.live_batch import Batch
 from deepspeed_ext.runtime.micro_batch import batch_loss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.replay import ReplayingEngine
+from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
 from deepspeed_ext.runtime.stage_ops import StageOps
 
 __all__ = ["TokenSlicePipelineEngine"]
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
+
+_PHASES = {
+    SUMS: "sums over the ranks of a replica",
+    REDUCTIONS: "sums over replicas",
+    UPDATE: "norm, clipping and update",
+}
+"""Names of the phases in the ledger."""
 
 
 def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:
@@ -51,7 +82,16 @@ def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..
     return execute
 
 
-class TokenSlicePipelineEngine(ReplayingEngine):
+def _phase(name: str, method: Callable[["TokenSlicePipelineEngine"], None]) -> Callable[..., None]:
+    @wraps(method)
+    def execute(engine: "TokenSlicePipelineEngine") -> None:
+        with engine.observers.phase(name), engine.ledger.phase(_PHASES[name]):
+            method(engine)
+
+    return execute
+
+
+class TokenSlicePipelineEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with token slices. Made by `deepspeed_ext.runtime.initialize`.
 
     Args:
@@ -65,6 +105,16 @@ class TokenSlicePipelineEngine(ReplayingEngine):
 
     Other arguments are those of `PipelineEngine`.
     """
+
+    module: TokenSlicePipelineModule
+
+    # Class attributes, since `PipelineEngine` reads them while it is made.
+    _reductions: GradientReductions | None = None
+    """Sums over replicas that start while backwards run."""
+    _gathers: ParameterGathers | None = None
+    """Gathers of weights that run under the next forward."""
+    _curr_ckpt_path: str | None = None
+    """Where DeepSpeed saves to or loads from at the moment."""
 
     def __init__(
         self,
@@ -80,6 +130,8 @@ class TokenSlicePipelineEngine(ReplayingEngine):
     ) -> None:
         super().__init__(*arguments, **keywords)
         assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
+        self._count_sequences()
+        self.tput_timer.batch_size = self.train_batch_size()
         self._programs = RankPrograms(
             schedule,
             rank=self.stage_id,
@@ -99,10 +151,12 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self.observers = Observers([BackwardTimer(self)] if self.wall_clock_breakdown() else [])
         """Surround ops and phases of the steps, wherever they are called for."""
         self.ledger = watch.ledger
+        """What this rank has done and does."""
         self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
-        self._loss, self._same_data = batch_loss(self), SameData(self.module.sequence_ranks)
+        self._loss = batch_loss(self)
+        shares_sequences = self.module.sequence_ranks.size > 1
         ops = StageOps(
             self.module,
             self.device,
@@ -110,7 +164,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             loss_scale=self._loss_scale,
             reductions=self._reductions,
             gathers=self._gathers,
-            checks=check_token_slices and (len(self.module.token_slices) > 1 or self.module.sequence_ranks.size > 1),
+            checks=check_token_slices and (len(self.module.token_slices) > 1 or shares_sequences),
             key_value_gradients=key_value_gradients,
             keys_apart=host_copies is not None,
         )
@@ -119,13 +173,17 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             ops,
             self._links,
             self.device,
-            next_batch=lambda: self._loss.take(self._next_batch),
+            next_batch=self._loss.take,
             around=self._around,
             ledger=self.ledger,
             reductions=self._reductions,
             host_copies=host_copies,
         )
-        self._cuts, self._broken_by = self._cut(None), ""
+        self.batch = self._new_batch(None, training=True)
+        """The last batch that was trained on; after it, only its cuts."""
+        self._broken_by = ""
+        self._unchecked_data = {True, False} if shares_sequences else set()
+        """Whether data of training, and of evaluation, are still to be compared among ranks that share sequences."""
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self._accumulated = OptimizerGradients(self.optimizer)
@@ -143,20 +201,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         collectives.name(dist.group.WORLD, "all ranks")
         collectives.start_anew()
 
-    # ------------------------------------------------------------------ what a user calls
-
-    @property
-    def num_messages(self) -> int:
-        """Tensors this rank has sent to its neighbours so far, headers included."""
-        return self._links.num_messages
-
-    def check_schedule(self) -> None:
-        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once.
-
-        Raises:
-            PlanError: if there is none.
-        """
-        self._train_schedule()
+    # ------------------------------------------------------------------ batches
 
     def train_batch(
         self,
@@ -180,16 +225,12 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         Raises:
             UserError: if the batch cannot be trained on, or one before it ended in its middle.
         """
-        self._cuts = cuts = self._cut(token_slices)
-        schedule = self._train_schedule()
-        with self._batch():
-            self._begin(schedule, cuts, self.micro_batch_size, keeps_outputs=return_output_label)
+        self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
+        with self._running(self.batch, self._train_schedule()):
             loss = super().train_batch(data_iter)
-        self._programs.ran(schedule)
-        live = self._executor.finish()
-        if not return_output_label:
-            return loss
-        return loss, *live.outputs_and_labels(cuts)
+        result = (loss, *self.batch.outputs_and_labels()) if return_output_label else loss
+        self._executor.finish()
+        return result
 
     def eval_batch(
         self,
@@ -226,53 +267,71 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             raise UserError("return_logits and return_output_label give outputs in two forms: ask for one of them")
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
-        num_micro_batches = num_micro_batches or self.micro_batches
-        cuts = self._cut(token_slices)
-        schedule = self._programs.evaluation(num_micro_batches, len(cuts.token_slices))
-        rows, keeps = micro_batch_size or self.micro_batch_size, return_logits or return_output_label
+        batch = self._new_batch(
+            token_slices,
+            training=False,
+            num_micro_batches=num_micro_batches,
+            rows=micro_batch_size,
+            computes_loss=compute_loss,
+            keeps_outputs=return_logits or return_output_label,
+        )
+        schedule = self._programs.program(batch.shape, training=False)
         self.module.eval()
-        train_iterator = self.data_iterator
-        self.set_dataiterator(data_iter)
-        try:
-            with self._batch(), torch.no_grad():
-                self._begin(schedule, cuts, rows, computes_loss=compute_loss, keeps_outputs=keeps)
-                self._exec_schedule(schedule)
-        finally:
-            self.set_dataiterator(train_iterator)
-
-        self._programs.ran(schedule)
-        live = self._executor.finish()
-        losses = [loss for _, loss in sorted(live.losses.items())]
+        with self._reading(data_iter), self._running(batch, schedule), torch.no_grad():
+            self._exec_schedule(schedule)
+        losses = [loss for _, loss in sorted(batch.losses.items())]
+        result: Any
         if compute_loss and reduce_output == "avg":
-            result = self._loss.mean(sum(losses) / num_micro_batches if losses else None, broadcast=bcast_loss)
+            mean = sum(losses) / batch.shape.num_micro_batches if losses else None
+            result = self._loss.mean(mean, broadcast=bcast_loss)
         else:
             result = [self._loss.of_micro_batch(loss) for loss in losses] or None
         if return_output_label:
-            return (result, *live.outputs_and_labels(cuts))
-        return (result, live.outputs_by_micro_batch(cuts) or None) if return_logits else result
+            result = (result, *batch.outputs_and_labels())
+        elif return_logits:
+            result = result, batch.outputs_by_micro_batch() or None
+        self._executor.finish()
+        return result
 
     @property
-    def computes_loss(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.module.pipeline.rank_of(self.module.pipeline.last_stage) == self.stage_id
+    def can_replay(self) -> bool:
+        """Whether backwards leave gradients alone: not where hooks of DeepSpeed's reduce them while they run."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return True
+        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm
+        return not (hooked or optimizer.cpu_offload or optimizer.partition_gradients)
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank reads what the data iterator yields."""
-        return self.stage_id in self.module.reading_ranks
+    def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
+        """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
 
-    def num_loss_tokens(self) -> float:
-        """Tokens that bore loss in the last batch, where the module counts them; every rank must ask."""
-        return self._loss.num_tokens()
+        Dropout draws the same masks, since they depend on the number of the step. Every rank must call it.
 
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Read from another iterator, on the ranks that read any."""
-        self.data_iterator = iterator if self.reads_data else None
+        Args:
+            micro_batches: those that this rank read for the batch.
+        """
+        self.complete_weights()
+        self.batch = replace(self.batch, updates=False, keeps_outputs=False)
+        schedule = self._train_schedule().without_update()
+        self.module.train()
+        self.global_steps -= 1
+        try:
+            with (
+                self._reading(iter(micro_batches)),
+                self.observers.joined_by(observer),
+                self._running(self.batch, schedule),
+            ):
+                self._exec_schedule(schedule)
+        finally:
+            self.global_steps += 1
+            self._executor.finish()
+            self.optimizer.zero_grad()
 
-    def reset_activation_shape(self) -> None:
-        """Let the next batch have other shapes; call it on every rank."""
-        super().reset_activation_shape()
-        self._links.forget_shapes()
+    def uncount_step(self) -> None:
+        """Let the last step, which changed no weight, not count: the next one takes its number."""
+        self.global_steps -= 1
+        self.global_samples -= self.train_batch_size()
+        self.skipped_steps -= bool(getattr(self.optimizer, "overflow", False))
 
     @contextmanager
     def timeline(self) -> Iterator[list[Timeline]]:
@@ -285,42 +344,81 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         clock, copies = OpClock(), self._executor.copies
         with self.observers.joined_by(clock), nullcontext() if copies is None else copies.measured_by(clock):
             yield timelines
-        shape = self._programs.shape(self.micro_batches, len(self._cuts.token_slices))
+        shape = self._programs.shape(self.micro_batches, len(self.batch.token_slices))
         ranks: list[Any] = [None] * shape.num_ranks
         measured = clock.spans(), clock.host_copies()
         dist.all_gather_object(ranks, measured, group=self.grid.get_pipe_parallel_group())
         spans, copied = zip(*ranks, strict=True)
         timelines.append(Timeline(shape, tuple(map(tuple, spans)), "s", host_copies=tuple(chain.from_iterable(copied))))
 
-    # ------------------------------------------------------------------ schedules
+    def check_schedule(self) -> None:
+        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once.
+
+        Raises:
+            PlanError: if there is none.
+        """
+        self._train_schedule()
+
+    def reset_activation_shape(self) -> None:
+        """Let the next batch have other shapes; call it on every rank."""
+        super().reset_activation_shape()
+        self._links.forget_shapes()
+
+    @property
+    def num_messages(self) -> int:
+        """Tensors this rank has sent to its neighbours so far, headers included."""
+        return self._links.num_messages
+
+    def num_loss_tokens(self) -> float:
+        """Tokens that bore loss in the last batch, where the module counts them; every rank must ask."""
+        return self._loss.num_tokens()
+
+    # ------------------------------------------------------------------ the walk of a batch
+
+    def _new_batch(
+        self,
+        token_slices: TokenSlices | Sequence[int] | None,
+        *,
+        training: bool,
+        num_micro_batches: int | None = None,
+        rows: int | None = None,
+        **settings: bool,
+    ) -> Batch:
+        by_documents = None
+        if token_slices is None:
+            token_slices, by_documents = self.module.token_slices, self.module.cut_by_documents
+        elif not isinstance(token_slices, TokenSlices):
+            token_slices = TokenSlices(tuple(token_slices))
+        rows = rows or self.micro_batch_size
+        return Batch(
+            shape=self._programs.shape(num_micro_batches or self.micro_batches, len(token_slices)),
+            token_slices=token_slices,
+            ranks=self.module.sequence_ranks,
+            by_documents=by_documents,
+            rows=rows,
+            sequences=partial(self._sequences, rows),
+            training=training,
+            **settings,
+        )
+
+    def _sequences(self, rows: int, micro_batch: int) -> range:
+        before = micro_batch * self.num_replicas + self.replica
+        first = self.global_steps * SEQUENCES_PER_STEP + before * rows
+        return range(first, first + rows)
 
     def _train_schedule(self) -> ProgramSchedule:
-        return self._programs.training(self.micro_batches, len(self._cuts.token_slices))
-
-    def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
-        return self._programs.evaluation(micro_batches)
-
-    def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
-        count = self.module.loss_tokens if self._executor.plan.computes_loss else None
-        self._loss.read_ahead(pipe_schedule.shape.num_micro_batches, self._next_batch, count)
-        if self.reads_data:
-            self._same_data.check(lambda: self._loss.first(self._next_batch), training=pipe_schedule.training)
-        super()._exec_schedule(pipe_schedule)
-
-    def _cut(self, token_slices: TokenSlices | Sequence[int] | None) -> Cuts:
-        if token_slices is None:
-            return Cuts(self.module.token_slices, self.module.sequence_ranks, self.module.cut_by_documents)
-        given = token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
-        return Cuts(given, self.module.sequence_ranks)
+        shape = self._programs.shape(self.micro_batches, len(self.batch.token_slices))
+        return self._programs.program(shape, training=True)
 
     @contextmanager
-    def _batch(self) -> Iterator[None]:
+    def _running(self, batch: Batch, schedule: ProgramSchedule) -> Iterator[None]:
         """Around a batch. One that is refused before anything of it ran leaves no trace, and another may follow."""
         if self._broken_by:
             raise UserError(
                 f"a batch before ended in its middle ({self._broken_by}), and parts of it may still be under way: make "
                 "a new engine and load a checkpoint"
             )
+        self._begin(batch, schedule)
         try:
             yield
         except BaseException as error:
@@ -330,43 +428,25 @@ class TokenSlicePipelineEngine(ReplayingEngine):
                 self._broken_by = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self.ledger.begin("no batch: the last one was refused", ())
             raise
+        self._programs.mark_completed(schedule)
 
-    def _begin(self, schedule: ProgramSchedule, cuts: Cuts, rows: int, **settings: bool) -> None:
-        plan = BatchPlan(
-            shape=schedule.shape,
-            cuts=cuts,
-            rows=rows,
-            training=schedule.training,
-            reduces=schedule.updates,
-            first_sequence=self._first_sequence,
-            **settings,
-        )
+    def _begin(self, batch: Batch, schedule: ProgramSchedule) -> None:
         # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
-        self._links.begin((schedule.training, rows, cuts.token_slices), schedule.shape, cuts.parts_of)
-        phase = "train" if schedule.training else "eval"
+        self._links.begin((batch.training, batch.rows, batch.token_slices), batch.shape, batch.parts_of)
+        phase = "train" if batch.training else "eval"
         self.observers.begin()
         self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
-        self._executor.begin(plan, puts_weight_gradients_off=schedule.puts_weight_gradients_off)
-        if self._reductions is not None and schedule.updates:
+        self._executor.begin(batch, defers_weight_gradients=schedule.defers_weight_gradients)
+        if self._reductions is not None and batch.updates:
             self._reductions.begin(completing_ops(schedule.program.ops()))
 
-    def _first_sequence(self, micro_batch: int) -> int:
-        before = micro_batch * self.num_replicas + self.replica
-        return self.global_steps * SEQUENCES_PER_STEP + before * self._executor.plan.rows
-
-    def _activation_shape(self, length: int) -> MessageSpec:
-        plan, dtype = self._executor.plan, next(self.module.parameters()).dtype
-        spec = self.module.activation_spec(plan.rows, length, dtype)
-        return tuple(entry._replace(requires_grad=entry.requires_grad and plan.training) for entry in spec)
-
-    def _loss_scale(self, loss: Tensor) -> Tensor:
-        """Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top."""
-        loss = loss / self.micro_batches
-        return self.optimizer.scale_if_loss(loss) if self.fp16_enabled() else loss
-
-    def _aggregate_total_loss(self) -> Tensor:
-        losses = self._executor.live.losses.values()
-        return self._loss.mean(sum(losses) / self.micro_batches if losses else None)
+    def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
+        batch = self._executor.batch
+        self._loss.read_ahead(batch.shape.num_micro_batches, self.module.loss_tokens if batch.computes_loss else None)
+        if self.reads_data and batch.training in self._unchecked_data:
+            check_same_data(self.module.sequence_ranks, self._loss.first())
+            self._unchecked_data.remove(batch.training)
+        super()._exec_schedule(pipe_schedule)
 
     @contextmanager
     def _around(self, op: Op) -> Iterator[None]:
@@ -377,8 +457,211 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
                 self._accumulated.collect()
 
+    def _activation_shape(self, length: int) -> MessageSpec:
+        batch, dtype = self._executor.batch, next(self.module.parameters()).dtype
+        spec = self.module.activation_spec(batch.rows, length, dtype)
+        return tuple(entry._replace(requires_grad=entry.requires_grad and batch.training) for entry in spec)
+
+    def _loss_scale(self, loss: Tensor) -> Tensor:
+        """Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top."""
+        loss = loss / self.micro_batches
+        return self.optimizer.scale_if_loss(loss) if self.fp16_enabled() else loss
+
+    def _aggregate_total_loss(self) -> Tensor:
+        losses = self.batch.losses.values()
+        return self._loss.mean(sum(losses) / self.micro_batches if losses else None)
+
+    # ------------------------------------------------------------------ batch sizes and data
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel size: groups of ranks that read data of their own."""
+        return self.module.topology().layout.data_parallel_size
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica: the same on all ranks that read the same data."""
+        return self.module.topology().layout.coordinate(self.global_rank).data
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.module.pipeline.rank_of(self.module.pipeline.last_stage) == self.stage_id
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads what the data iterator yields."""
+        return self.stage_id in self.module.reading_ranks
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size, by another number of micro-batches.
+
+        Raises:
+            ValueError: if it is no multiple of the micro-batch size times the data-parallel size.
+        """
+        super().set_train_batch_size(train_batch_size * self.module.sequence_ranks.size)
+        self._count_sequences()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size, and with it the global batch size."""
+        super().set_train_micro_batch_size(micro_batch_size)
+        self._count_sequences()
+
+    def _count_sequences(self) -> None:
+        self._config.train_batch_size //= self.module.sequence_ranks.size
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Read from another iterator, on the ranks that read any."""
+        self.data_iterator = iterator if self.reads_data else None
+
+    @contextmanager
+    def _reading(self, iterator: Iterator[Any]) -> Iterator[None]:
+        """Read from another iterator inside."""
+        before = self.data_iterator
+        self.set_dataiterator(iterator)
+        try:
+            yield
+        finally:
+            self.set_dataiterator(before)
+
+    def deepspeed_io(
+        self, dataset: Dataset, batch_size: int | None = None, route: str = ROUTE_TRAIN, **keywords: Any
+    ) -> Any:
+        """Return a loader of a dataset, by which all ranks of a replica read the same samples.
+
+        Args:
+            batch_size: samples of a micro-batch; None for those of training.
+            route: what they are for, by DeepSpeed's names.
+        """
+        shared = self.module.sequence_ranks.size > 1 and not isinstance(dataset, IterableDataset)
+        if shared and keywords.get("data_sampler") is None:
+            keywords["data_sampler"] = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
+        return super().deepspeed_io(dataset, batch_size, route, **keywords)
+
+    def _build_data_iter(self, dataset: Dataset) -> None:
+        loader = self.deepspeed_io(dataset, data_sampler=self._sampler(dataset, shuffle=False))
+        self.set_dataloader(RepeatingLoader(loader))
+
+    def _sampler(self, dataset: Dataset, *, shuffle: bool) -> DistributedSampler:
+        return DistributedSampler(dataset, self.num_replicas, self.replica, shuffle=shuffle)
+
+    # ------------------------------------------------------------------ the optimizer step
+
+    def complete_weights(self) -> None:
+        """Wait for weights that are still gathered; to be called before they are read outside a batch or state dict."""
+        if self._gathers is not None:
+            self._gathers.finish()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Complete the gradients of which several ranks of one replica hold a part."""
+        sum_over_tensor_parallel_ranks(self.module, self.grid)
+        sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
+
+    def _exec_reduce_grads(self) -> None:
+        if self._reductions is not None:
+            self._reductions.finish(self.module.parameters())
+        # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
+        elif self.is_data_parallel or self.zero_optimization():
+            super()._exec_reduce_grads()
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        count_bad_copies(self)
+        if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
+            # The other optimizers of DeepSpeed compute the norm themselves.
+            self._global_grad_norm = global_grad_norm(
+                self.module.parameters(),
+                self.grid.get_model_parallel_group(),
+                tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
+            )
+            hold_back_bad_update(self.optimizer, self._global_grad_norm)
+        with nullcontext() if self._gathers is None else self._gathers.deferred():
+            super()._exec_optimizer_step(lr_kwargs)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradients of the last step; the host waits for it only here."""
+        norm = super().get_global_grad_norm()
+        return norm.item() if torch.is_tensor(norm) else norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed the weights: not if its gradient was no number."""
+        norm = self._global_grad_norm
+        return super().was_step_applied() and not (torch.is_tensor(norm) and not norm.isfinite().item())
+
+    def clip_fp32_gradients(self) -> None:
+        """Scale the gradients so that the norm of the whole model's is at most the configured one."""
+        clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """Load a checkpoint, as DeepSpeed's engines do.
+
+        Args:
+            tag: name of one of them; None for the latest.
+
+        Returns:
+            `(path, client_state)`, both None if there is no latest one.
+
+        Raises:
+            UserError: if there is no checkpoint of that name, or a file of it names what could run a program.
+        """
+        directory = Path(load_dir)
+        if tag is not None and not (directory / tag).is_dir():
+            names = sorted(path.name for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+            raise UserError(
+                f"{directory} has no checkpoint {tag!r}, but {', '.join(names) or 'none at all'}: give one of its tags"
+            )
+        try:
+            with only_safe_files(directory if tag is None else directory / tag):
+                return super().load_checkpoint(load_dir, tag, *arguments, **keywords)
+        finally:
+            self._curr_ckpt_path = None
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Weights and buffers of this rank's layers, by name.
+
+        Returns:
+            The state dict; None while a checkpoint is saved, which has a file for each layer instead.
+        """
+        if self._curr_ckpt_path is not None:
+            return super().module_state_dict(exclude_frozen_parameters)
+        self.complete_weights()
+        frozen = {name for name, weight in self.module.named_parameters() if not weight.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Copy no script beside a checkpoint: DeepSpeed's scripts put no stages of a pipeline together."""
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the weights of all pipeline ranks in one file, in the type that they have. Every rank must call it.
+
+        Returns:
+            True.
+
+        Raises:
+            UserError: if tensor-parallel ranks have parts of weights.
+        """
+        if self.grid.get_slice_parallel_world_size() > 1:
+            raise UserError(
+                "save_16bit_model writes whole weights, and tensor-parallel ranks have parts of them: save_checkpoint"
+            )
+        whole = gathered_by_first_rank(self, self.module_state_dict(exclude_frozen_parameters))
+        if whole is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(whole, Path(save_dir) / save_filename)
+        dist.barrier()
+        return True
+
+    # ------------------------------------------------------------------ the table
+
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
-        **SteppingEngine._INSTRUCTION_MAP,
+        **PipelineEngine._INSTRUCTION_MAP,
+        ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
+        ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
+        OptimizerStep: _phase(UPDATE, _exec_optimizer_step),
         **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in METHODS.items()},
     }

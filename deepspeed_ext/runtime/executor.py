@@ -29,7 +29,7 @@ from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.gradients.reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from deepspeed_ext.runtime.live_batch import BatchPlan, Buffer, LiveBatch
+from deepspeed_ext.runtime.live_batch import Batch, Buffer
 from deepspeed_ext.runtime.micro_batch import parts_on_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import TokenSliceCopies
@@ -70,7 +70,7 @@ class ProgramSchedule(PipeSchedule):
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
         self.program, self.shape, self.training = program, shape, training
         self.updates = training if updates is None else updates
-        self.puts_weight_gradients_off = any(
+        self.defers_weight_gradients = any(
             instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
         )
 
@@ -131,27 +131,17 @@ class RankPrograms:
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
 
-    def training(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
-        """Return the program of a training step: the ops in the order of the schedule, then the optimizer step.
-
-        Args:
-            num_token_slices: token slices of a micro-batch; None for those of the module.
-        """
-        return self._program(self.shape(num_micro_batches, num_token_slices), training=True)
-
-    def evaluation(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
-        """Return the program of an evaluation, which has forwards only.
-
-        Args:
-            num_token_slices: token slices of a micro-batch; None for those of training.
-        """
-        return self._program(self.shape(num_micro_batches, num_token_slices), training=False)
-
-    def ran(self, schedule: ProgramSchedule) -> None:
-        """Take note that a program has run to its end."""
+    def mark_completed(self, schedule: ProgramSchedule) -> None:
+        """Mark a program as completed."""
         self._settled.add((schedule.training, schedule.shape))
 
-    def _program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
+    def program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
+        """Return the program of a shape.
+
+        Args:
+            training: whether the ops are in the order of the schedule and the optimizer step follows, or these are the
+                forwards of an evaluation.
+        """
         under_ops = not self._settles or (training, shape) in self._settled
         key = training, shape, under_ops
         if key not in self._lowered:
@@ -206,19 +196,14 @@ class Executor:
         """Copies in the memory of the host."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
-        self.live = LiveBatch()
 
-    def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
-        """Forget the previous batch, and expect another.
-
-        Args:
-            puts_weight_gradients_off: whether the schedule defers weight gradients.
-        """
-        self.plan, self.live = plan, LiveBatch()
-        self._ops.begin(plan, self.live)
+    def begin(self, batch: Batch, *, defers_weight_gradients: bool) -> None:
+        """Forget the previous batch, and expect another."""
+        self.batch = batch
+        self._ops.begin(batch)
         if self._host_copies is not None and self.copies is not None:
-            self.copies.begin(self._host_copies.fitting(plan.shape))
-        if puts_weight_gradients_off:
+            self.copies.begin(self._host_copies.fitting(batch.shape))
+        if defers_weight_gradients:
             self.attach_weight_gradients()
 
     def attach_weight_gradients(self) -> None:
@@ -227,13 +212,11 @@ class Executor:
             self._ops.weight_gradients.attach(self._module)
             self._attached = True
 
-    def finish(self) -> LiveBatch:
-        """Hand over what the batch left, and keep nothing of it."""
-        finished, self.live = self.live, LiveBatch()
-        self._ops.finish()
+    def finish(self) -> None:
+        """Keep nothing of the batch, wherever it ended."""
+        self.batch.clear()
         if self.copies is not None:
             self.copies.finish()
-        return finished
 
     # ------------------------------------------------------------------ data
 
@@ -244,46 +227,46 @@ class Executor:
         except StopIteration:
             raise UserError(
                 f"the data iterator ended at micro-batch {step.micro_batch} of a batch of "
-                f"{self.plan.shape.num_micro_batches}: give one that does not end, such as "
+                f"{self.batch.shape.num_micro_batches}: give one that does not end, such as "
                 "deepspeed.utils.RepeatingLoader"
             ) from None
         module = self._module
         if batch is None:
             raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
         documents = None if module.documents is None else module.documents(batch)
-        self.plan.cuts.cut(step.micro_batch, documents)
-        token_slices = self.plan.cuts.of(step.micro_batch)
+        self.batch.cut(step.micro_batch, documents)
+        token_slices = self.batch.token_slices_of(step.micro_batch)
         if module.stage_id in module.cutting_ranks:
-            parts = module.split_batch(batch, self.plan.cuts.parts_of(step.micro_batch))
+            parts = module.split_batch(batch, self.batch.parts_of(step.micro_batch))
             module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
-            self.live.parts[step.micro_batch] = parts_on_device(
+            self.batch.parts[step.micro_batch] = parts_on_device(
                 parts,
                 self._device,
                 token_slices.seq_length,
                 inputs=0 in self._stages,
-                labels=self.plan.shape.last_stage in self._stages,
+                labels=self.batch.shape.last_stage in self._stages,
             )
         if documents is not None:
-            self.live.documents[step.micro_batch] = documents.on(self._device, token_slices)
+            self.batch.documents[step.micro_batch] = documents.on(self._device, token_slices)
 
     # ------------------------------------------------------------------ ops
 
     def forward(self, step: Instruction) -> None:
         """Compute a token slice's way through a stage."""
-        op, held = step.op, self.live.buffers[step.buffer]
+        op, held = step.op, self.batch.buffers[step.buffer]
         if op.stage:
             held.inputs = self._read(op)
         inputs, entries = self._ops.given(op, held)
         self._ops.check(op, inputs, entries)
         with self._around(op):
             self._ops.forward(op, held, inputs, entries)
-        if not self.plan.training and op.token_slice == self.plan.shape.last_token_slice:
+        if not self.batch.training and op.token_slice == self.batch.shape.last_token_slice:
             self._forget(op, last_stage=self._stages[-1])
 
     def backward(self, step: Instruction) -> None:
         """Compute the gradients that a token slice gives a stage's inputs and weights."""
-        op, held = step.op, self.live.buffers[step.buffer]
-        is_last = op.stage == self.plan.shape.last_stage
+        op, held = step.op, self.batch.buffers[step.buffer]
+        is_last = op.stage == self.batch.shape.last_stage
         gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
         self._take_fetched(op, held)
         with self._around(op):
@@ -295,32 +278,32 @@ class Executor:
         """Compute the gradients of inputs; defer the products of weights."""
         with self._ops.weight_gradients.deferring() as deferred:
             self.backward(step)
-        self.live.buffers[step.buffer].deferred_wgrads = deferred
+        self.batch.buffers[step.buffer].deferred_wgrads = deferred
 
     def weight_gradient(self, step: Instruction) -> None:
         """Compute the products that were deferred."""
-        held = self.live.buffers[step.buffer]
+        held = self.batch.buffers[step.buffer]
         with self._around(step.op):
             compute(held.deferred_wgrads)
 
     def reduce_gradients(self, step: Instruction) -> None:
         """Start the reductions of a stage whose gradients are complete."""
-        if self._reductions is not None and self.plan.reduces:
+        if self._reductions is not None and self.batch.updates:
             self._reductions.reduce_stage(step.stage)
 
     def free(self, step: Instruction) -> None:
         """Empty a buffer."""
-        del self.live.buffers[step.buffer]
+        del self.batch.buffers[step.buffer]
 
     # ------------------------------------------------------------------ host copies
 
     def offload_input(self, step: Instruction) -> None:
         """Post a copy of a stage's input to the host."""
-        self._copies.offload(Content.INPUT, step.op, self.live.buffers[step.buffer].inputs)
+        self._copies.offload(Content.INPUT, step.op, self.batch.buffers[step.buffer].inputs)
 
     def drop_input(self, step: Instruction) -> None:
         """Let go of a stage's input that is on the host."""
-        self.live.buffers[step.buffer].inputs = ()
+        self.batch.buffers[step.buffer].inputs = ()
         self._copies.drop(Content.INPUT, step.op)
 
     def fetch_input(self, step: Instruction) -> None:
@@ -329,12 +312,12 @@ class Executor:
 
     def offload_keys_and_values(self, step: Instruction) -> None:
         """Post a copy of the keys and values of a token slice to the host."""
-        state = self.live.states[step.stage, step.micro_batch]
+        state = self.batch.states[step.stage, step.micro_batch]
         self._copies.offload(Content.KEYS_AND_VALUES, step.op, state.keys_of(step.token_slice))
 
     def drop_keys_and_values(self, step: Instruction) -> None:
         """Let go of keys and values that are on the host."""
-        self.live.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
+        self.batch.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
         self._copies.drop(Content.KEYS_AND_VALUES, step.op)
 
     def fetch_keys_and_values(self, step: Instruction) -> None:
@@ -349,24 +332,24 @@ class Executor:
 
     def send_activation(self, step: Instruction) -> None:
         """Post an activation to the rank of the stage after."""
-        held = self.live.buffers[step.buffer]
+        held = self.batch.buffers[step.buffer]
         self._links.send(self._reader(step.op), held.outputs)
         held.outputs = ()
 
     def pass_activation(self, step: Instruction) -> None:
         """Give an activation to the stage after, which is this rank's too."""
-        held = self.live.buffers[step.buffer]
+        held = self.batch.buffers[step.buffer]
         passed = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.outputs)
-        self.live.passed[self._reader(step.op)] = passed
+        self.batch.passed[self._reader(step.op)] = passed
         held.outputs = ()
 
     def send_gradient(self, step: Instruction) -> None:
         """Post the gradients of a stage's inputs to the rank of the stage before."""
-        self._links.send(self._reader(step.op), self.live.buffers[step.buffer].take_gradients())
+        self._links.send(self._reader(step.op), self.batch.buffers[step.buffer].take_gradients())
 
     def pass_gradient(self, step: Instruction) -> None:
         """Give the gradients of a stage's inputs to the stage before, which is this rank's too."""
-        self.live.passed[self._reader(step.op)] = self.live.buffers[step.buffer].take_gradients()
+        self.batch.passed[self._reader(step.op)] = self.batch.buffers[step.buffer].take_gradients()
 
     def complete(self, step: Instruction) -> None:
         """Let go of a message once it has left."""
@@ -389,7 +372,7 @@ class Executor:
             if content is Content.INPUT:
                 held.inputs = tensors
             else:
-                self.live.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
+                self.batch.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
 
     def _reads_data(self) -> str:
         """Reason for which this rank reads the data, in words."""
@@ -399,22 +382,22 @@ class Executor:
 
     def _read(self, op: Op) -> tuple[Tensor, ...]:
         """Tensors that an op reads of another stage: passed on by this rank, or received from another rank."""
-        if op in self.live.passed:
-            return self.live.passed.pop(op)
+        if op in self.batch.passed:
+            return self.batch.passed.pop(op)
         with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
             return self._links.wait(op)
 
     def _reader(self, result: Op) -> Op:
         """The op that reads a result, by which messages are named."""
-        reader = reader_of(result, self.plan.shape)
+        reader = reader_of(result, self.batch.shape)
         assert reader is not None, "what leaves a stage is read by another"
         return reader
 
     def _forget(self, op: Op, *, last_stage: int) -> None:
         """Let go of what a stage remembers of a micro-batch; at this rank's last stage to need it, of its data too."""
-        del self.live.states[op.stage, op.micro_batch]
+        del self.batch.states[op.stage, op.micro_batch]
         if op.stage == last_stage:
-            self.live.forget_batch(op.micro_batch)
+            self.batch.forget_data(op.micro_batch)
 
 
 METHODS = {

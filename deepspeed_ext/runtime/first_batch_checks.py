@@ -1,7 +1,7 @@
 """Checks in the first batch: ranks that share sequences read the same data; layers compute the same in token slices.
 
 DeepSpeed takes sequence-parallel ranks for replicas. A loader that shards by its data-parallel rank gives each of them
-other sequences, and attention would join their parts to sequences that nobody wrote: `SameData` compares.
+other sequences, and attention would join their parts to sequences that nobody wrote.
 """
 
 import logging
@@ -22,33 +22,19 @@ from deepspeed_ext.runtime.micro_batch import cut_along_sequence, tensors_in
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 
-class SameData:
-    """Compares the first micro-batch of training, and the first of evaluation, among ranks that share sequences."""
+def check_same_data(ranks: SequenceParallelRanks, batch: Any) -> None:
+    """Compare a micro-batch among ranks that share sequences. All of them must call this together.
 
-    def __init__(self, ranks: SequenceParallelRanks) -> None:
-        self._ranks = ranks
-        self._unknown = {True, False} if ranks.size > 1 else set()
-
-    def check(self, first: Callable[[], Any], *, training: bool) -> None:
-        """Compare what the ranks are about to read. All of them must call this together.
-
-        Args:
-            first: returns the first micro-batch of a batch; called only where it is compared.
-            training: whether the batch trains.
-
-        Raises:
-            UserError: on each of them, if they read different micro-batches.
-        """
-        if training not in self._unknown:
-            return
-        digests = [digest.item() for digest in self._ranks.gather(torch.tensor(_digest(first())))]
-        if len(set(digests)) > 1:
-            members = ", ".join(map(str, dist.get_process_group_ranks(self._ranks.group)))
-            raise UserError(
-                f"ranks {members} share every sequence and were given different micro-batches: deal data to replicas, "
-                "by engine.replica of engine.num_replicas, and not by DeepSpeed's data-parallel rank"
-            )
-        self._unknown.remove(training)
+    Raises:
+        UserError: on each of them, if they read different micro-batches.
+    """
+    digests = [digest.item() for digest in ranks.gather(torch.tensor(_digest(batch)))]
+    if len(set(digests)) > 1:
+        members = ", ".join(map(str, dist.get_process_group_ranks(ranks.group)))
+        raise UserError(
+            f"ranks {members} share every sequence and were given different micro-batches: deal data to replicas, "
+            "by engine.replica of engine.num_replicas, and not by DeepSpeed's data-parallel rank"
+        )
 
 
 def _digest(batch: Any) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -25,13 +26,13 @@ from deepspeed.utils import log_dist
 
 from deepspeed_ext.plan.costs import OpCosts, attention_costs
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, FoundSchedule, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.engine_base import for_deepspeed
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -59,6 +60,8 @@ WITHOUT_EFFECT = {
     "pipeline.use_reentrant": "recomputation is not reentrant",
 }
 """Sections and settings that change nothing, with what does."""
+
+_TRAIN, _MICRO, _COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 _FREE = ("pipeline", "autotuning")
 """Sections in which DeepSpeed itself has values `auto`."""
@@ -104,6 +107,27 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
         if isinstance(found, Mapping) and found.get("enabled"):
             raise UserError(f"the DeepSpeed configuration enables {section}, which is not done here: {remedy}")
     return settings
+
+
+def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[str, Any]:
+    """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does.
+
+    Raises:
+        UserError: if the sizes contradict each other.
+    """
+    size, factors = settings.get(_TRAIN), [settings[name] for name in (_MICRO, _COUNT) if name in settings]
+    if not isinstance(size, int) or not all(isinstance(each, int) and each > 0 for each in factors):
+        return dict(settings)  # DeepSpeed says what is missing or wrong.
+    replicas = layout.data_parallel_size
+    least = prod(factors) * replicas
+    fits = size == least if len(factors) == 2 else not size % least
+    if not fits:
+        named = " x ".join(f"{name} {settings[name]}" for name in (_MICRO, _COUNT) if name in settings)
+        raise UserError(
+            f"{_TRAIN} {size} does not fit {named or 'one sequence'} x data-parallel size {replicas} = {least}: "
+            "change one of them; ranks that share a sequence do not count"
+        )
+    return {**settings, _TRAIN: size * layout.sequence_parallel_size}
 
 
 def without_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""The batch in progress on a rank: what is recomputed of it, how it is cut, and its buffers, states and losses.
+"""A batch on one rank: its cuts (ADR 51), and between forward and backward its buffers, states and losses.
 
-BatchPlan    known before it runs: shape, rows, and the `Cuts` of its micro-batches (ADR 51)
-LiveBatch    state between forward and backward: micro-batches, sequence states, buffers, losses
-RandomState  kept in a buffer where a stage is computed again in the backward (`Recomputation`)
+`RandomState` is kept in a buffer where a stage is computed again in the backward (`Recomputation`).
 """
 
 from collections import defaultdict
@@ -94,75 +92,6 @@ CutByDocuments = Callable[[Documents], TokenSlices]
 """Lengths of the token slices of a micro-batch, given its documents: of them alone, so that all ranks cut alike."""
 
 
-class Cuts:
-    """Cuts of the micro-batches of one batch, and this rank's part of each token slice.
-
-    Args:
-        token_slices: lengths of the token slices; of micro-batches that are cut by their documents, how many these are
-            and what they sum to.
-        ranks: ranks that share each token slice.
-        by_documents: gives the lengths of a micro-batch; None if all have those of `token_slices`.
-
-    Raises:
-        PlanError: if the ranks cannot share a token slice evenly.
-    """
-
-    def __init__(
-        self, token_slices: TokenSlices, ranks: SequenceParallelRanks, by_documents: CutByDocuments | None = None
-    ) -> None:
-        self.token_slices, self.ranks, self._by_documents = token_slices, ranks, by_documents
-        self._parts = ranks.parts(token_slices)
-        self._known: dict[int, tuple[TokenSlices, TokenSlices]] = {}
-
-    def cut(self, micro_batch: int, documents: Documents | None) -> None:
-        """Cut a micro-batch, before anything else is done with it.
-
-        Args:
-            documents: its documents; None where they are not told apart.
-
-        Raises:
-            PlanError: if the ranks cannot share a token slice evenly.
-            UserError: if the cut does not fit the schedule or the data.
-        """
-        if documents is None or self._by_documents is None:
-            return
-        cut, like = self._by_documents(documents), self.token_slices
-        if len(cut) != len(like) or cut.seq_length != like.seq_length:
-            raise UserError(
-                f"cut_by_documents gave {len(cut)} token slices of {cut.seq_length} tokens ({cut}), and the module has "
-                f"{len(like)} of {like.seq_length}: give as many"
-            )
-        self._known[micro_batch] = cut, self.ranks.parts(cut)
-
-    def of(self, micro_batch: int) -> TokenSlices:
-        """Return the lengths of the token slices of a micro-batch."""
-        return self._known.get(micro_batch, (self.token_slices,))[0]
-
-    def parts_of(self, micro_batch: int) -> TokenSlices:
-        """Return the part of each of its token slices that this rank has."""
-        return self._known[micro_batch][1] if micro_batch in self._known else self._parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchPlan:
-    """Facts about a batch that are known before it runs."""
-
-    shape: PipelineShape
-    cuts: Cuts
-    """Lengths of the token slices of each micro-batch, and of this rank's parts of them."""
-    rows: int
-    training: bool
-    """Whether a backward follows."""
-    first_sequence: Callable[[int], int]
-    """Number of a micro-batch's first row among all sequences of the run, which dropout depends on."""
-    computes_loss: bool = True
-    """Whether to call the loss function."""
-    keeps_outputs: bool = False
-    """Whether to keep the last layer's outputs, and the labels."""
-    reduces: bool = False
-    """Whether gradients are summed over replicas as they are completed."""
-
-
 @dataclass(slots=True)
 class Buffer:
     """Tensors of one live token slice of a stage."""
@@ -191,61 +120,127 @@ class Buffer:
         )
 
 
-class LiveBatch:
-    """State of a batch on one rank.
+@dataclass(kw_only=True, eq=False)
+class Batch:
+    """A batch on one rank: facts that are known before it runs, and its state.
 
-    Attributes:
-        parts: per micro-batch, what its token slices read; on the ranks that load.
-        documents: per micro-batch, where its documents begin, when the module asks.
-        states: per stage and micro-batch, what token slices leave to others.
-        buffers: buffers by their number in the program.
-        passed: results that one stage of this rank passed to another, by the op that reads them.
-        losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
-        outputs: per micro-batch and token slice, the last layer's outputs, where they are asked for.
-        labels: per micro-batch and token slice, the labels, where they are asked for.
+    Raises:
+        PlanError: if the ranks cannot share a token slice evenly.
     """
 
-    def __init__(self) -> None:
-        self.parts: dict[int, list[TokenSliceBatch]] = {}
-        self.documents: dict[int, Documents] = {}
-        self.states: dict[tuple[int, int], SequenceState] = {}
-        self.buffers: dict[int, Buffer] = defaultdict(Buffer)
-        self.passed: dict[Op, tuple[Tensor, ...]] = {}
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, dict[int, Any]] = defaultdict(dict)
-        self.labels: dict[int, dict[int, Any]] = defaultdict(dict)
+    shape: PipelineShape
+    token_slices: TokenSlices
+    """Lengths of the token slices; of micro-batches that are cut by their documents, their number and their sum."""
+    ranks: SequenceParallelRanks
+    """Ranks that share each token slice."""
+    by_documents: CutByDocuments | None
+    """Gives the lengths of a micro-batch; None if all have those of `token_slices`."""
+    rows: int
+    """Rows of a micro-batch."""
+    sequences: Callable[[int], range]
+    """Numbers of a micro-batch's rows among all sequences of the run, which dropout depends on."""
+    training: bool
+    """Whether a backward follows."""
+    updates: bool = False
+    """Whether gradients are summed over replicas, as they are completed, and the optimizer steps."""
+    computes_loss: bool = True
+    """Whether to call the loss function."""
+    keeps_outputs: bool = False
+    """Whether to keep the last layer's outputs, and the labels."""
 
-    def add_loss(self, micro_batch: int, loss: Tensor) -> None:
-        """Add a token slice's share to the loss of its micro-batch.
+    parts: dict[int, list[TokenSliceBatch]] = field(default_factory=dict, init=False)
+    """By micro-batch, the data of its token slices; on the ranks that cut."""
+    documents: dict[int, Documents] = field(default_factory=dict, init=False)
+    """By micro-batch, where its documents begin, when the module asks."""
+    states: dict[tuple[int, int], SequenceState] = field(default_factory=dict, init=False)
+    """By stage and micro-batch, what token slices leave to others."""
+    buffers: dict[int, Buffer] = field(default_factory=lambda: defaultdict(Buffer), init=False)
+    """By number in the program."""
+    passed: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
+    """Results that one stage of this rank passed to another, by the op that reads them."""
+    losses: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """By micro-batch, the sum [] of the weighted losses of its token slices so far; where the last stage is."""
+    outputs: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    """By micro-batch and token slice, the last layer's outputs, where they are kept."""
+    labels: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    """By micro-batch and token slice, the labels, where they are kept."""
+
+    def __post_init__(self) -> None:
+        self._own_parts = self.ranks.parts(self.token_slices)
+        self._cuts: dict[int, tuple[TokenSlices, TokenSlices]] = {}
+
+    def cut(self, micro_batch: int, documents: Documents | None) -> None:
+        """Cut a micro-batch, before anything else is done with it.
 
         Args:
-            loss: the share, a scalar.
+            documents: its documents; None where they are not told apart.
+
+        Raises:
+            PlanError: if the ranks cannot share a token slice evenly.
+            UserError: if the cut does not fit the schedule or the data.
         """
+        if documents is None or self.by_documents is None:
+            return
+        cut, like = self.by_documents(documents), self.token_slices
+        if len(cut) != len(like) or cut.seq_length != like.seq_length:
+            raise UserError(
+                f"cut_by_documents gave {len(cut)} token slices of {cut.seq_length} tokens ({cut}), and the module has "
+                f"{len(like)} of {like.seq_length}: give as many"
+            )
+        self._cuts[micro_batch] = cut, self.ranks.parts(cut)
+
+    def token_slices_of(self, micro_batch: int) -> TokenSlices:
+        """Return the lengths of the token slices of a micro-batch."""
+        return self._cuts.get(micro_batch, (self.token_slices,))[0]
+
+    def parts_of(self, micro_batch: int) -> TokenSlices:
+        """Return the part of each of its token slices that this rank has."""
+        return self._cuts[micro_batch][1] if micro_batch in self._cuts else self._own_parts
+
+    def add_loss(self, micro_batch: int, loss: Tensor) -> None:
+        """Add a token slice's share [] to the loss of its micro-batch."""
         earlier = self.losses.get(micro_batch)
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 
-    def outputs_by_micro_batch(self, cuts: Cuts) -> list[Any]:
+    def outputs_by_micro_batch(self) -> list[Any]:
         """The outputs kept of each micro-batch, its token slices put together. Ranks that share these must all ask."""
-        return _joined(self.outputs, cuts)
+        return self._joined(self.outputs)
 
-    def outputs_and_labels(self, cuts: Cuts) -> tuple[Any, Any]:
+    def outputs_and_labels(self) -> tuple[Any, Any]:
         """Outputs and labels of the whole batch; None where the last stage is not. Ranks as above must all ask."""
         if not self.outputs:
             return None, None
-        labels = _joined(self.labels, cuts, read_by_all=True)
-        return join_micro_batches(self.outputs_by_micro_batch(cuts)), join_micro_batches(labels)
+        labels = self._joined(self.labels, read_by_all=True)
+        return join_micro_batches(self.outputs_by_micro_batch()), join_micro_batches(labels)
 
-    def forget_batch(self, micro_batch: int) -> None:
-        """Let go of the data of a micro-batch that no op of this rank needs any more."""
+    def _joined(self, kept: Mapping[int, Mapping[int, Any]], *, read_by_all: bool = False) -> list[Any]:
+        """By micro-batch, its token slices put together in their order, whatever order they ran in."""
+        return [
+            join_token_slices(
+                [of_one[number] for number in sorted(of_one)],
+                self.token_slices_of(micro_batch),
+                self.ranks,
+                read_by_all=read_by_all,
+            )
+            for micro_batch, of_one in sorted(kept.items())
+        ]
+
+    def forget_data(self, micro_batch: int) -> None:
+        """Free the data of a micro-batch that no op of this rank needs any more."""
         self.parts.pop(micro_batch, None)
         self.documents.pop(micro_batch, None)
 
-
-def _joined(parts: Mapping[int, Mapping[int, Any]], cuts: Cuts, *, read_by_all: bool = False) -> list[Any]:
-    """What there is of each micro-batch, its token slices put together in their order, whatever order they ran in."""
-    return [
-        join_token_slices(
-            [of_one[number] for number in sorted(of_one)], cuts.of(micro_batch), cuts.ranks, read_by_all=read_by_all
+    def clear(self) -> None:
+        """Free all tensors; the cuts stay known."""
+        state = (
+            self.parts,
+            self.documents,
+            self.states,
+            self.buffers,
+            self.passed,
+            self.losses,
+            self.outputs,
+            self.labels,
         )
-        for micro_batch, of_one in sorted(parts.items())
-    ]
+        for each in state:
+            each.clear()

@@ -253,6 +253,7 @@ class BatchLoss:
         pipeline: ranks of the other stages; None if there are none.
         source: rank of the last stage.
         weight: a weight of this rank, whose type and device the loss has.
+        next_batch: gives the next micro-batch; raises StopIteration if there is none.
     """
 
     def __init__(
@@ -264,18 +265,19 @@ class BatchLoss:
         pipeline: dist.ProcessGroup | None,
         source: int,
         weight: Tensor,
+        next_batch: Callable[[], Any],
     ) -> None:
         self._computes, self._copies, self._sequence_ranks = computes, copies, sequence_ranks
         self._pipeline, self._source, self._weight = pipeline, source, weight
+        self._next_batch = next_batch
         self._ahead: deque[Any] = deque()
         self._weights: Tensor | None = None
         self._num_tokens: Tensor | None = None
 
-    def read_ahead(self, num_micro_batches: int, next_batch: Callable[[], Any], count: CountLossTokens | None) -> None:
+    def read_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
         """Read and weigh the micro-batches of a batch, where tokens are counted.
 
         Args:
-            next_batch: gives the next micro-batch; raises StopIteration if there is none.
             count: counts the tokens of a micro-batch; None if micro-batches weigh the same.
         """
         self._ahead, self._weights, self._num_tokens = deque(), None, None
@@ -283,7 +285,7 @@ class BatchLoss:
             return
         try:
             for _ in range(num_micro_batches):
-                self._ahead.append(next_batch())
+                self._ahead.append(self._next_batch())
         except StopIteration:
             pass  # whoever takes the micro-batch that is missing says so
         counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
@@ -295,20 +297,20 @@ class BatchLoss:
         self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
         self._num_tokens = num_tokens
 
-    def first(self, next_batch: Callable[[], Any]) -> Any:
+    def first(self) -> Any:
         """Return the first micro-batch of a batch without taking it; None if there is none."""
         if not self._ahead and self._weights is None:
             with suppress(StopIteration):  # as above
-                self._ahead.append(next_batch())
+                self._ahead.append(self._next_batch())
         return self._ahead[0] if self._ahead else None
 
-    def take(self, next_batch: Callable[[], Any]) -> Any:
-        """Return the next micro-batch: the first of those read ahead, else what `next_batch` gives."""
+    def take(self) -> Any:
+        """Return the next micro-batch: the first of those read ahead, if any were."""
         if self._ahead:
             return self._ahead.popleft()
         if self._weights is not None:
             raise StopIteration
-        return next_batch()
+        return self._next_batch()
 
     def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
         """Return the loss [] of a token slice, times the weight of its micro-batch.
@@ -370,4 +372,5 @@ def batch_loss(engine: Any) -> BatchLoss:
         pipeline=engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None,
         source=engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage)),
         weight=next(engine.module.parameters()),
+        next_batch=engine._next_batch,
     )

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read so that nothing in them runs.
+"""Files of a checkpoint, read so that nothing in them runs; and the weights of all pipeline ranks for one file.
 
 `torch.save` writes pickles, and a pickle may name any function of Python, which is called when the file is read. torch
 can refuse all but tensors, plain values and classes that are listed (`weights_only`). DeepSpeed 0.19.8 asks it not to.
@@ -14,9 +14,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 
@@ -87,3 +89,26 @@ def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
     return UnsafeFileError(
         f"{file} names {what}, which could run a program, and did not: load a checkpoint of those you trust"
     )
+
+
+def gathered_by_first_rank(engine: Any, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Tensors of all pipeline ranks, by name, on the CPU; of a name that several have, those of the first.
+
+    Args:
+        engine: engine of this rank; every rank must call this.
+        own: tensors of this rank, of any shapes: scalars, [rows, columns] and so on.
+
+    Returns:
+        The tensors on rank 0; None on all others.
+    """
+    if engine.grid.get_data_parallel_rank() > 0:
+        return None
+    group, first = engine.grid.get_pipe_parallel_group(), engine.grid.stage_to_global(0)
+    on_cpu = {name: value.detach().cpu() if torch.is_tensor(value) else value for name, value in own.items()}
+    parts: list[Any] | None = None
+    if engine.global_rank == first:
+        parts = [None] * dist.get_world_size(group)
+    dist.gather_object(on_cpu, parts, dst=first, group=group)
+    if parts is None:
+        return None
+    return {name: value for part in reversed(parts) for name, value in part.items()}

@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.first_batch_checks import check_layers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients
-from deepspeed_ext.runtime.live_batch import BatchPlan, Buffer, LiveBatch, RandomState, bearing_gradients
+from deepspeed_ext.runtime.live_batch import Batch, Buffer, RandomState, bearing_gradients
 from deepspeed_ext.runtime.micro_batch import BatchLoss, detached, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 
@@ -55,22 +55,17 @@ class StageOps:
         self._reductions, self._gathers = reductions, gathers
         self._unchecked = set(module.pipeline.stages_of(module.stage_id)) if checks else set()
         self._key_value_gradients, self._keys_apart = key_value_gradients, keys_apart
-        self._live = LiveBatch()
         self.weight_gradients = WeightGradients()
         """Where backwards leave the products that are deferred."""
 
-    def begin(self, plan: BatchPlan, live: LiveBatch) -> None:
+    def begin(self, batch: Batch) -> None:
         """Expect a batch."""
-        self._plan, self._live = plan, live
-
-    def finish(self) -> None:
-        """Keep nothing of a batch."""
-        self._live = LiveBatch()
+        self._batch = batch
 
     def given(self, op: Op, held: Buffer) -> tuple[Any, Mapping[str, Any]]:
         """What goes into a stage, and the entries that its layers take by name, on their device."""
         if op.stage == 0:
-            inputs = self._live.parts[op.micro_batch][op.token_slice].inputs
+            inputs = self._batch.parts[op.micro_batch][op.token_slice].inputs
             return (self._entries(op), {}) if isinstance(inputs, Mapping) else (inputs, {})
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs, self._entries(op)
 
@@ -85,7 +80,7 @@ class StageOps:
         """
         if op.stage not in self._unchecked:
             return
-        length = self._plan.cuts.parts_of(op.micro_batch).lengths[op.token_slice]
+        length = self._batch.parts_of(op.micro_batch).lengths[op.token_slice]
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self._module.data_entries.first]
         layers = self._module.stage_layers(op.stage)
@@ -113,7 +108,7 @@ class StageOps:
         if self._computes_again:
             gradients = self._compute_again(op, held, gradients)
         roots, held.roots = held.roots, ()
-        if op.stage == self._plan.shape.last_stage:
+        if op.stage == self._batch.shape.last_stage:
             # 1, or NaN where the loss is no number: then no gradient of it may pass for one.
             gradients = tuple(root.detach() * 0 + 1 for root in roots)
             roots = tuple(self._loss_scale(root) for root in roots)
@@ -125,12 +120,12 @@ class StageOps:
     @property
     def _computes_again(self) -> bool:
         """Whether backwards compute stages again, of which forwards keep no graph."""
-        return self._plan.training and self._module.recomputation.stages
+        return self._batch.training and self._module.recomputation.stages
 
     def _compute(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
         """Compute a stage, and keep what its backward starts from, and the outputs for the stage after."""
         outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
-        if op.stage == self._plan.shape.last_stage:
+        if op.stage == self._batch.shape.last_stage:
             held.roots = self._loss(outputs, op)
         else:
             held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -140,7 +135,7 @@ class StageOps:
         """Compute a stage without a graph: of it remain keys and values, and the outputs for the stage after."""
         state, keeps = self._state(op), self._module.recomputation.keeps_random_state
         held.random_state = RandomState.now(self._device) if keeps else None
-        is_last = op.stage == self._plan.shape.last_stage
+        is_last = op.stage == self._batch.shape.last_stage
         with torch.no_grad():
             outputs = self._module(
                 *(inputs, state, op.token_slice, op.stage, entries, self._entering(op)),
@@ -168,7 +163,7 @@ class StageOps:
 
     def _entries(self, op: Op) -> dict[str, Any]:
         """Entries that the layers of a stage take by name, moved to the device for one token slice only."""
-        parts = self._live.parts.get(op.micro_batch)
+        parts = self._batch.parts.get(op.micro_batch)
         if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
             return {}
         return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
@@ -176,7 +171,7 @@ class StageOps:
     def _entering(self, op: Op) -> Entering | None:
         """Whom a forward tells of the layers it enters; None if nobody wants to know."""
         told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
-        if self._reductions is not None and self._plan.reduces:
+        if self._reductions is not None and self._batch.updates:
             reduced = self._reductions.entering(op, self._defer)
             told += [reduced] if reduced is not None else []
 
@@ -196,30 +191,31 @@ class StageOps:
     def _state(self, op: Op) -> SequenceState:
         """State of a micro-batch on a stage; empty at its first forward there."""
         key = op.stage, op.micro_batch
-        if key not in self._live.states:
-            first = self._plan.first_sequence(op.micro_batch)
-            self._live.states[key] = SequenceState(
-                self._plan.cuts.of(op.micro_batch),
+        if key not in self._batch.states:
+            self._batch.states[key] = SequenceState(
+                self._batch.token_slices_of(op.micro_batch),
                 ranks=self._module.sequence_ranks,
                 seed=self._module.base_seed,
-                sequences=range(first, first + self._plan.rows),
-                documents=self._live.documents.get(op.micro_batch),
-                forward_only=not self._plan.training,
+                sequences=self._batch.sequences(op.micro_batch),
+                documents=self._batch.documents.get(op.micro_batch),
+                forward_only=not self._batch.training,
                 keys_apart=self._keys_apart,
                 key_value_gradients=self._key_value_gradients,
             )
-        return self._live.states[key]
+        return self._batch.states[key]
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
         """Add a token slice's share of the loss up, and return what backward starts from."""
-        if self._plan.keeps_outputs:
+        if self._batch.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
-            self._live.outputs[op.micro_batch][op.token_slice] = detached(given)
-            self._live.labels[op.micro_batch][op.token_slice] = self._live.parts[op.micro_batch][op.token_slice].labels
-        if not self._plan.computes_loss:
+            self._batch.outputs[op.micro_batch][op.token_slice] = detached(given)
+            self._batch.labels[op.micro_batch][op.token_slice] = self._batch.parts[op.micro_batch][
+                op.token_slice
+            ].labels
+        if not self._batch.computes_loss:
             return ()
-        part, loss_fn = self._live.parts[op.micro_batch][op.token_slice], self._module.loss_fn
+        part, loss_fn = self._batch.parts[op.micro_batch][op.token_slice], self._module.loss_fn
         if loss_fn is None:
             loss = outputs
         elif isinstance(part.labels, Mapping):
@@ -228,8 +224,8 @@ class StageOps:
         else:
             loss = loss_fn(outputs, part.labels)
         loss = self._batch_loss.weigh(loss * part.loss_weight, op.micro_batch)
-        self._live.add_loss(op.micro_batch, loss)
-        if self._plan.training and not loss.requires_grad:
+        self._batch.add_loss(op.micro_batch, loss)
+        if self._batch.training and not loss.requires_grad:
             raise UserError(
                 f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
                 "gradients back through it: where no token counts, return outputs.sum() * 0"

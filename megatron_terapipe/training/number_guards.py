@@ -10,7 +10,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.bad_states import bad_states, described
 from deepspeed_ext.runtime.health.consistency import described as described_differences
 from deepspeed_ext.runtime.health.consistency import differences
-from deepspeed_ext.runtime.replay import find_origin
+from deepspeed_ext.runtime.origin import find_origin
 from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 

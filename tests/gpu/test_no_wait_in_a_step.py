@@ -43,14 +43,16 @@ def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
         micro_batches = [batch.pin_memory() for batch in batches(setup, 0)]
         # The first step compiles kernels, and allocates what the second finds.
         engine.train_batch(iter(micro_batches))
-        schedule = engine._programs.training(setup.micro_batches)
         engine.set_dataiterator(iter(micro_batches))
-        engine._begin(schedule, engine._cut(None), 2)
+        engine.batch = engine._new_batch(None, training=True, updates=True)
+        schedule = engine._train_schedule()
+        engine._begin(engine.batch, schedule)
         torch.cuda.set_sync_debug_mode("error")
         try:
             for instruction in schedule.program.instructions:
                 METHODS[instruction.kind](engine._executor, instruction)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        losses = engine._executor.finish().losses.values()
+        losses = engine.batch.losses.values()
         assert all(loss.is_cuda and loss.isfinite() for loss in losses)
+        engine._executor.finish()

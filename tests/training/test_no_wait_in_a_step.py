@@ -112,12 +112,13 @@ def _kernel(query: Tensor, window: int | None, softcap: float | None) -> Attenti
 def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
     engine = build_engine(run_of(setup))
-    schedule = engine._programs.training(setup.micro_batches)
     engine.module.to(DEVICE)
     engine._executor._device = engine._executor._ops._device = engine._links.device = DEVICE
     engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
     engine.module.train()
-    engine._begin(schedule, engine._cut(None), 2)
+    engine.batch = engine._new_batch(None, training=True, updates=True)
+    schedule = engine._train_schedule()
+    engine._begin(engine.batch, schedule)
     found: Counter[tuple[str, str]] = Counter()
     at: list[Instruction] = []
 
@@ -131,7 +132,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
         for instruction in schedule.program.instructions:
             at.append(instruction)
             METHODS[instruction.kind](engine._executor, instruction)
-    assert {loss.device for loss in engine._executor.live.losses.values()} == {DEVICE}
+    assert {loss.device for loss in engine.batch.losses.values()} == {DEVICE}
     assert all(each.grad.device == DEVICE for each in engine.module.parameters())
     return found
 

@@ -11,8 +11,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.runtime.clocks import UPDATE
+from deepspeed_ext.runtime.clocks import UPDATE, Observer
 
 
 def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -117,18 +116,11 @@ def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None
                 parameter.grad = None
 
 
-class ZeroGradients:
-    """Counts the zeros of each step, before clipping. An `Observer`."""
+class ZeroGradients(Observer):
+    """Counts the zeros of each step, before clipping."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._found = engine, torch.zeros(())
-
-    def begin(self) -> None:
-        """A batch begins."""
-
-    def op(self, op: Op) -> AbstractContextManager[None]:
-        """Let an op be."""
-        return nullcontext()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count before the update."""

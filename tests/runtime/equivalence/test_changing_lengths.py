@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import FoundSchedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.live_batch import Cuts
+from deepspeed_ext.runtime.live_batch import Batch
 from deepspeed_ext.runtime.topology import SequenceParallelRanks
 from tests.distributed import run_distributed
 from tests.runtime import models
@@ -80,11 +81,19 @@ def test_each_micro_batch_may_have_a_cut_of_its_own() -> None:
 
 
 def test_a_cut_of_another_length_is_refused() -> None:
-    cuts = Cuts(TokenSlices((4, 4)), SequenceParallelRanks(), lambda _: TokenSlices((4, 5)))
+    batch = Batch(
+        shape=PipelineShape(1, 2, 2),
+        token_slices=TokenSlices((4, 4)),
+        ranks=SequenceParallelRanks(),
+        by_documents=lambda _: TokenSlices((4, 5)),
+        rows=1,
+        sequences=lambda micro_batch: range(micro_batch, micro_batch + 1),
+        training=True,
+    )
     with pytest.raises(UserError, match=r"2 token slices of 9 tokens \(4,5\), and the module has 2 of 8: give as many"):
-        cuts.cut(0, Documents(((0,),)))
-    cuts.cut(1, None)
-    assert cuts.of(1) == cuts.parts_of(1) == TokenSlices((4, 4))
+        batch.cut(0, Documents(((0,),)))
+    batch.cut(1, None)
+    assert batch.token_slices_of(1) == batch.parts_of(1) == TokenSlices((4, 4))
 
 
 def _whole(cuts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -278,7 +278,7 @@ def _alive(setup: Setup) -> dict[str, Any]:
     found["in evaluation"], found["after evaluation"] = witness.most, witness.alive()
     asked = engine.train_batch(feed(engine, setup), return_output_label=True)
     found["asked"] = asked[1].requires_grad if asked[1] is not None else False
-    held = [each for each in (engine._executor.live.outputs, engine._executor.live.labels) if each]
+    held = [each for each in (engine._executor.batch.outputs, engine._executor.batch.labels) if each]
     found["held by the engine"] = len(held)
     found["after asking"] = witness.alive()
     return found

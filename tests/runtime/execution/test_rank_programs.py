@@ -8,13 +8,21 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import Schedule, backward_order, forward_order, gpipe, zero_bubble
-from deepspeed_ext.runtime.executor import RankPrograms
+from deepspeed_ext.runtime.executor import ProgramSchedule, RankPrograms
 
 SHAPE = PipelineShape(2, 1, 2)
 
 
 def programs(schedule: Schedule, **settings: bool) -> RankPrograms:
     return RankPrograms(schedule, rank=0, shape=SHAPE, loading_ranks=(0,), **settings)
+
+
+def training(of_rank: RankPrograms, num_micro_batches: int) -> ProgramSchedule:
+    return of_rank.program(of_rank.shape(num_micro_batches), training=True)
+
+
+def evaluation(of_rank: RankPrograms, num_micro_batches: int) -> ProgramSchedule:
+    return of_rank.program(of_rank.shape(num_micro_batches), training=False)
 
 
 def one_weight_gradient_forgotten(shape: PipelineShape, rank: int):
@@ -27,25 +35,25 @@ def one_weight_gradient_forgotten(shape: PipelineShape, rank: int):
 )
 def test_a_schedule_that_leaves_out_an_op_is_refused(schedule: Schedule, missing: str) -> None:
     with pytest.raises(PlanError, match=rf"^op {missing} is missing in the order of rank \d: add it$"):
-        programs(schedule).training(3)
+        training(programs(schedule), 3)
 
 
 def test_evaluation_has_no_backward() -> None:
-    kinds = {op.kind for op in programs(zero_bubble).evaluation(3).program.ops()}
+    kinds = {op.kind for op in evaluation(programs(zero_bubble), 3).program.ops()}
     assert kinds == {OpKind.FORWARD}
 
 
 def test_no_message_travels_under_an_op_before_a_program_has_run_once() -> None:
     of_rank = programs(gpipe, settles=True)
-    first = of_rank.training(3)
+    first = training(of_rank, 3)
     assert first.program == lower(gpipe, first.shape, under_ops=False)[0] != lower(gpipe, first.shape)[0]
-    assert of_rank.training(3) is first
-    of_rank.ran(first)
-    assert of_rank.training(3).program == lower(gpipe, first.shape)[0]
+    assert training(of_rank, 3) is first
+    of_rank.mark_completed(first)
+    assert training(of_rank, 3).program == lower(gpipe, first.shape)[0]
     # Another number of micro-batches, and an evaluation, load other kernels.
-    assert of_rank.training(2).program == lower(gpipe, replace(first.shape, num_micro_batches=2), under_ops=False)[0]
-    assert of_rank.evaluation(3).program == lower(forward_order, first.shape, under_ops=False)[0]
+    assert training(of_rank, 2).program == lower(gpipe, replace(first.shape, num_micro_batches=2), under_ops=False)[0]
+    assert evaluation(of_rank, 3).program == lower(forward_order, first.shape, under_ops=False)[0]
 
 
 def test_where_the_host_computes_itself_messages_travel_from_the_first_step_on() -> None:
-    assert programs(gpipe).training(3).program == lower(gpipe, replace(SHAPE, num_micro_batches=3))[0]
+    assert training(programs(gpipe), 3).program == lower(gpipe, replace(SHAPE, num_micro_batches=3))[0]

@@ -1,7 +1,7 @@
 """Stages that are computed again in the backward: what they keep, and that they give the numbers of one computing."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.measuring.counters import LiveBytes
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.clocks import Observer
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
@@ -79,23 +80,17 @@ def _calls_of_both() -> list[dict[str, Any]]:
     return [_calls(keeps) for keeps in (False, True)]
 
 
-class AtFirstBackward:
-    """Notes how many bytes are alive when the first backward of a batch begins. An observer."""
+class AtFirstBackward(Observer):
+    """Notes how many bytes are alive when the first backward of a batch begins."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.live, self.bytes = live, None
-
-    def begin(self) -> None:
-        pass
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
         if op.kind is OpKind.BACKWARD and self.bytes is None:
             self.bytes = self.live.now
         yield
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def _kept_bytes(recompute_stages: bool) -> int:

@@ -1,87 +1,27 @@
-"""The last batch computed a second time, and with it the op in which NaN or infinity began.
+"""The op in which NaN or infinity began, found by computing the last batch a second time.
 
-`ReplayingEngine` repeats the forwards and backwards of a batch under an observer; `find_origin` observes them, looks at
-all that each op leaves, and names the first rank, op and tensor that is not finite.
+`find_origin` observes the forwards and backwards that the engine replays, looks at all that each op leaves, and names
+the first rank, op and tensor that is not finite.
 
 NaN spreads: forwards to all later stages and token slices, backwards to all earlier ones, and over ranks with every
 sum. So each rank notes the first bad number of each of its ops, and of all ranks' notes that one counts which no other
 can have caused: forwards come before backwards, and within them ops come in the order of their dependencies.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.clocks import Observer
-from deepspeed_ext.runtime.engine_base import SavingEngine
-from deepspeed_ext.runtime.executor import Executor
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.bad_states import are_finite
-from deepspeed_ext.runtime.live_batch import Cuts
-
-
-class ReplayingEngine(SavingEngine):
-    """DeepSpeed's pipeline engine, with the last batch computed a second time, for its forwards and backwards alone."""
-
-    _executor: Executor
-    _cuts: Cuts
-
-    @property
-    def can_replay(self) -> bool:
-        """Whether backwards leave gradients alone: not where hooks of DeepSpeed's reduce them while they run."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-            return True
-        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm
-        return not (hooked or optimizer.cpu_offload or optimizer.partition_gradients)
-
-    @property
-    def losses_so_far(self) -> Mapping[int, Tensor]:
-        """Sum of the losses [] of the token slices done, of each micro-batch that this rank computes the loss of."""
-        return self._executor.live.losses
-
-    def parts_of(self, micro_batch: int) -> TokenSlices:
-        """The part of each token slice of a micro-batch of the last batch that this rank has, where ranks share it."""
-        return self._cuts.parts_of(micro_batch)
-
-    def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
-        """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
-
-        Dropout draws the same masks, since they depend on the number of the step. Every rank must call it.
-
-        Args:
-            micro_batches: those that this rank read for the batch.
-        """
-        self.complete_weights()
-        iterator = self.data_iterator
-        self.set_dataiterator(iter(micro_batches))
-        self.module.train()
-        self.global_steps -= 1
-        schedule = self._train_schedule().without_update()
-        try:
-            with self._batch(), self.observers.joined_by(observer):
-                self._begin(schedule, self._cuts, self.micro_batch_size)
-                self._exec_schedule(schedule)
-        finally:
-            self.global_steps += 1
-            self.set_dataiterator(iterator)
-            self._executor.finish()
-            self.optimizer.zero_grad()
-
-    def uncount_step(self) -> None:
-        """Let the last step, which changed no weight, not count: the next one takes its number."""
-        self.global_steps -= 1
-        self.global_samples -= self.train_batch_size()
-        self.skipped_steps -= bool(getattr(self.optimizer, "overflow", False))
-
 
 _GRADIENTS = ("_hp_grad", "grad_accum", "grad")
 """Attributes in which the gradient of a weight adds up, by optimizer."""
@@ -123,7 +63,7 @@ class Origin(NamedTuple):
         return f"{self.op.what} on {ranks}, at {at}"
 
 
-def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin | None:
+def find_origin(engine: TokenSlicePipelineEngine, micro_batches: Iterable[Any]) -> Origin | None:
     """Compute the last batch again and say where bad numbers began; None if none came. Every rank must ask.
 
     Args:
@@ -145,10 +85,10 @@ def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin
     return Origin(first, tuple(sorted(each.rank for each in alike)))
 
 
-class _Watch:
-    """Looks at what the ops of a rank leave. An `Observer`."""
+class _Watch(Observer):
+    """Looks at what the ops of a rank leave."""
 
-    def __init__(self, engine: ReplayingEngine) -> None:
+    def __init__(self, engine: TokenSlicePipelineEngine) -> None:
         self._engine = engine
         self._replica, self._rank = engine.grid.get_data_parallel_rank(), engine.global_rank
         self._weights = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
@@ -171,9 +111,6 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
-    def begin(self) -> None:
-        """A batch begins."""
-
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
         """Look at an op, and when it is done at the loss, or at the gradients of weights."""
@@ -183,10 +120,6 @@ class _Watch:
         if op.kind is not OpKind.FORWARD:
             self._look_at_weight_gradients()
         self._op = None
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """There are no phases."""
-        return nullcontext()
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         # What a backward recomputes has been looked at, unless it computes a whole stage, with head and loss.
@@ -211,7 +144,7 @@ class _Watch:
         if op.kind is OpKind.WEIGHT_GRADIENT or (op.kind is OpKind.FORWARD) != computed_in_forward:
             return
         self._looked_at_loss = True
-        if (loss := self._engine.losses_so_far.get(op.micro_batch)) is not None:
+        if (loss := self._engine.batch.losses.get(op.micro_batch)) is not None:
             self._look("the loss", loss)
 
     def _look_at_weight_gradients(self) -> None:
@@ -251,7 +184,7 @@ class _Watch:
         """First and last token of this rank's part of the token slice of an op; None if it has all of it."""
         if self._engine.module.sequence_ranks.size == 1:
             return None
-        start, end = list(self._engine.parts_of(op.micro_batch).bounds())[op.token_slice]
+        start, end = list(self._engine.batch.parts_of(op.micro_batch).bounds())[op.token_slice]
         return start, end - 1
 
 
