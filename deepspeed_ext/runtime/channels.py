@@ -66,11 +66,7 @@ class ShapeBook:
         return self._known.get(kind)
 
     def learn(self, kind: Hashable, spec: MessageSpec) -> None:
-        """Remember the shapes of a kind of message.
-
-        Raises:
-            UserError: if other shapes are known: the receiver could not tell, and would read garbage.
-        """
+        """Remember the shapes of a kind of message. With others than are known the receiver would read garbage."""
         known = self.find(kind)
         if known is not None and known != spec:
             raise UserError(
@@ -85,17 +81,13 @@ class ShapeBook:
 
 
 class Outgoing:
-    """The sending end of a channel.
-
-    Attributes:
-        group: the communicator.
-        num_messages: tensors posted so far, headers included.
-    """
+    """The sending end of a channel."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, shapes: ShapeBook) -> None:
-        self._peer, self.group, self._shapes = peer, group, shapes
+        self.peer, self.group, self.shapes = peer, group, shapes
         self._in_flight: dict[Hashable, list[tuple[dist.Work, Tensor]]] = {}
         self.num_messages = 0
+        """Tensors posted so far, headers included."""
 
     def send(self, name: Hashable, kind: Hashable, tensors: tuple[Tensor, ...]) -> None:
         """Post a message; its tensors stay alive until `complete(name)`.
@@ -106,24 +98,24 @@ class Outgoing:
         """
         spec = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self._in_flight[name] = []
-        if self._shapes.find(kind) is None:
+        if self.shapes.find(kind) is None:
             self._post(name, _header(spec).to(tensors[0].device))
-        self._shapes.learn(kind, spec)
+        self.shapes.learn(kind, spec)
         for tensor in tensors:
             self._post(name, tensor.detach().contiguous())
 
     def over(self, name: Hashable) -> Callable[[], bool]:
-        """Return a function that tells, from any thread and at any time, whether a message has left."""
+        """Return a function that any thread may call at any time: whether a message has left."""
         works = [work for work, _ in self._in_flight[name]]
         return lambda: all(work.is_completed() for work in works)
 
     def complete(self, name: Hashable) -> None:
-        """Wait until a message has left, and let go of its tensors."""
+        """Wait until a message has left, and free its tensors."""
         for work, _ in self._in_flight.pop(name):
             work.wait()
 
     def _post(self, name: Hashable, tensor: Tensor) -> None:
-        self._in_flight[name].append((dist.isend(tensor, self._peer, group=self.group), tensor))
+        self._in_flight[name].append((dist.isend(tensor, self.peer, group=self.group), tensor))
         self.num_messages += 1
 
 
@@ -132,13 +124,10 @@ class Incoming:
 
     A receive whose shapes are not known yet, and all posted after it, wait for `wait`, which reads its header first:
     messages match by order, so none may be posted before its turn.
-
-    Attributes:
-        group: the communicator.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, shapes: ShapeBook, device: torch.device) -> None:
-        self._peer, self.group, self._shapes, self._device = peer, group, shapes, device
+        self.peer, self.group, self.shapes, self._device = peer, group, shapes, device
         self._unposted: deque[tuple[Hashable, Hashable]] = deque()
         self._posted: dict[Hashable, tuple[MessageSpec, list[Tensor], list[dist.Work]]] = {}
 
@@ -149,15 +138,11 @@ class Incoming:
             kind: kind of the message; messages of one kind have the same shapes.
         """
         self._unposted.append((name, kind))
-        while self._unposted and (spec := self._shapes.find(self._unposted[0][1])) is not None:
+        while self._unposted and (spec := self.shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
 
     def over(self, name: Hashable) -> Callable[[], bool] | None:
-        """Return a function that tells, from any thread and at any time, whether a message has come.
-
-        Returns:
-            The function; None if the receive is not posted yet.
-        """
+        """Return a function that any thread may call: whether a message has come; None if it is not posted yet."""
         if name not in self._posted:
             return None
         works = self._posted[name][2]
@@ -167,11 +152,11 @@ class Incoming:
         """Wait for a message and return its tensors [...]; those that need a gradient are leaves that require one."""
         while name not in self._posted:
             first, kind = self._unposted.popleft()
-            if (spec := self._shapes.find(kind)) is None:
+            if (spec := self.shapes.find(kind)) is None:
                 header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-                dist.recv(header, self._peer, group=self.group)
+                dist.recv(header, self.peer, group=self.group)
                 spec = _read_header(header)
-                self._shapes.learn(kind, spec)
+                self.shapes.learn(kind, spec)
             self._post(first, spec)
         spec, tensors, works = self._posted.pop(name)
         for work in works:
@@ -180,7 +165,7 @@ class Incoming:
 
     def _post(self, name: Hashable, spec: MessageSpec) -> None:
         tensors = [torch.empty(entry.shape, dtype=entry.dtype, device=self._device) for entry in spec]
-        works = [dist.irecv(tensor, self._peer, group=self.group) for tensor in tensors]
+        works = [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
         self._posted[name] = (spec, tensors, works)
 
 
@@ -252,19 +237,16 @@ class RankLinks:
         rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind.length))
         self._incoming: dict[Channel, Incoming] = {}
         self._outgoing: dict[Channel, Outgoing] = {}
-        self._peers: dict[Channel, int] = {}
-        # One book for each end of a channel: both ends learn from the same messages, and from no others.
-        self._books: dict[Channel, ShapeBook] = {}
         numbers = communicators(shape)
         groups = self.groups = _groups(topology, len(set(numbers.values())), timeout)
         """Communicators of the channels."""
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue
-            book = self._books[channel] = ShapeBook(rule if channel.result is OpKind.FORWARD else None)
-            group = groups[number]
+            # One book for each end of a channel: both ends learn from the same messages, and from no others.
+            book, group = ShapeBook(rule if channel.result is OpKind.FORWARD else None), groups[number]
             other = channel.source + channel.target - own_rank
-            peer = self._peers[channel] = topology.get_rank(**coordinate._replace(pipe=other)._asdict())
+            peer = topology.get_rank(**coordinate._replace(pipe=other)._asdict())
             if channel.target == own_rank:
                 self._incoming[channel] = Incoming(peer, group, book, device)
             else:
@@ -276,9 +258,9 @@ class RankLinks:
         number = torch.zeros(1, device=device)
         for channel in warm_up_order(self._shape):
             if (incoming := self._incoming.get(channel)) is not None:
-                dist.recv(number, self._peers[channel], group=incoming.group)
+                dist.recv(number, incoming.peer, group=incoming.group)
             elif (outgoing := self._outgoing.get(channel)) is not None:
-                dist.send(number, self._peers[channel], group=outgoing.group)
+                dist.send(number, outgoing.peer, group=outgoing.group)
 
     @property
     def num_messages(self) -> int:
@@ -297,8 +279,8 @@ class RankLinks:
 
     def forget_shapes(self) -> None:
         """Let the next batch have other shapes."""
-        for book in self._books.values():
-            book.clear()
+        for end in (*self._incoming.values(), *self._outgoing.values()):
+            end.shapes.clear()
 
     def post(self, reader: Op) -> None:
         """Expect what an op reads of another rank."""
@@ -324,21 +306,19 @@ class RankLinks:
         self._outgoing[channel].send(reader, self._kind(reader), tensors)
 
     def complete(self, reader: Op) -> None:
-        """Let go of a sent message once it has left."""
+        """Free a sent message once it has left."""
         self._outgoing[self._channel(reader)].complete(reader)
 
     def over(self, reader: Op) -> Callable[[], bool] | None:
-        """Return a function that tells whether the transfer of a message is over, on the accelerator too.
-
-        Returns:
-            The function; None if the transfer is not posted yet.
-        """
-        channel = self._channel(reader)
-        return (self._incoming if channel in self._incoming else self._outgoing)[channel].over(reader)
+        """Return a function: whether a transfer is over, on the accelerator too; None if it is not posted yet."""
+        return self._end(self._channel(reader)).over(reader)
 
     def peer(self, reader: Op) -> int:
         """Global rank at the other end of a message."""
-        return self._peers[self._channel(reader)]
+        return self._end(self._channel(reader)).peer
+
+    def _end(self, channel: Channel) -> Incoming | Outgoing:
+        return self._incoming[channel] if channel in self._incoming else self._outgoing[channel]
 
     def _channel(self, reader: Op) -> Channel:
         channel = channel_of(reader, self._shape)
@@ -352,7 +332,7 @@ class RankLinks:
         answer = needed._replace(kind=OpKind.INPUT_GRADIENT)
         wanted = [tensor for tensor in activation if tensor.requires_grad]
         spec = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in wanted)
-        self._books[self._channel(answer)].learn(self._kind(answer), spec)
+        self._end(self._channel(answer)).shapes.learn(self._kind(answer), spec)
 
     def _kind(self, reader: Op) -> _MessageKind:
         micro_batch = reader.micro_batch if self._dynamic_shape else None

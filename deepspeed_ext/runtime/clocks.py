@@ -160,14 +160,13 @@ class OpClock(Observer):
         self._marks.append((op, start, self.stamps.now()))
 
     def copied(self, what: tuple[Content, int, int, int], stamps: Sequence[Any]) -> None:
-        """Take the stamps of a copy that is back.
+        """Take the stamps of a copy of some content, stage, micro-batch and token slice that is back.
 
         Args:
-            what: what was copied: its content, stage, micro-batch and token slice.
-            stamps: begin and end of the copy to the host, the drop, begin and end of the copy back; less where the copy
-                began before anybody measured.
+            stamps: begin and end of the copy to the host, the drop, begin and end of the copy back; fewer of a copy
+                that began before the clock.
         """
-        if len(stamps) == _STAMPS_OF_COPY:
+        if len(stamps) == 5:
             self._copies.append((what, list(stamps)))
 
     def spans(self) -> list[Span]:
@@ -185,9 +184,6 @@ class OpClock(Observer):
             for what, stamps in self._copies
         )
         return sorted(timed, key=lambda copy: copy.offload_start)
-
-
-_STAMPS_OF_COPY = 5
 
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"

@@ -21,7 +21,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Arguments of a forward beside its first, which is the output of the layer before, and the past."""
+    """Arguments of a forward other than its first, which is the output of the layer before, and the past."""
 
     owner: str
     """Owner of the forward, as errors name it."""
@@ -64,29 +64,23 @@ class ForwardArguments:
 
     @classmethod
     def of_layer(cls, number: int, layer: Any) -> "ForwardArguments":
-        """Read those of a layer, built or not: every rank can read those of all layers.
-
-        Args:
-            number: number of the layer, from 0.
-            layer: a `LayerSpec`, a `TiedLayerSpec`, a module or a function.
-        """
+        """Read those of a `LayerSpec`, `TiedLayerSpec`, module or function: every rank can read those of all layers."""
+        bound = 0
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-            return cls.of(f"layer {number} ({_name(layer.forward_fn)})", layer.forward_fn, bound=1)
-        if isinstance(layer, LayerSpec):
-            return cls.of(f"layer {number} ({layer.typename.__name__})", layer.typename.forward, bound=1)
-        if isinstance(layer, nn.Module):
-            return cls.of(f"layer {number} ({type(layer).__name__})", layer.forward)
-        return cls.of(f"layer {number} ({_name(layer)})", layer)
+            named, forward, bound = layer.forward_fn, layer.forward_fn, 1
+        elif isinstance(layer, LayerSpec):
+            named, forward, bound = layer.typename, layer.typename.forward, 1
+        elif isinstance(layer, nn.Module):
+            named, forward = type(layer), layer.forward
+        else:
+            named = forward = layer
+        return cls.of(f"layer {number} ({getattr(named, '__name__', type(named).__name__)})", forward, bound=bound)
 
     def taken(self, names: Collection[str]) -> tuple[str, ...]:
         """Names that can be given by name: not the first argument, and not the past."""
         if self.takes_all:
             return tuple(name for name in names if name not in (self.first, PAST))
         return tuple(name for name in names if name in self.required or name in self.optional)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 class DataEntries:
@@ -101,9 +95,6 @@ class DataEntries:
         stages: numbers of the layers of each stage.
         loss_fn: the loss function, if there is one.
         declared: names of all entries, when known beforehand; None to find them in the first batch.
-
-    Raises:
-        UserError: if the declared names do not fit the layers.
     """
 
     def __init__(
@@ -115,7 +106,9 @@ class DataEntries:
     ) -> None:
         self._layers = [ForwardArguments.of_layer(number, layer) for number, layer in enumerate(layers)]
         self._stages = stages
-        self._loss = None if loss_fn is None else ForwardArguments.of("the loss function", _forward(loss_fn))
+        self._loss: ForwardArguments | None = None
+        if loss_fn is not None:
+            self._loss = ForwardArguments.of("the loss function", getattr(loss_fn, "forward", loss_fn))
         self._declared = None if declared is None else frozenset(declared)
         self._checked: set[tuple[frozenset[str], frozenset[str]]] = set()
         if declared:
@@ -154,15 +147,7 @@ class DataEntries:
         return {} if self._loss is None else {name: labels[name] for name in self._loss.taken(labels)}
 
     def check(self, inputs: Any, labels: Any, *, cutting_stages: Collection[int]) -> None:
-        """Hold a batch against the layers and the loss function; what was found right is not looked at again.
-
-        Args:
-            inputs: data of a micro-batch; entries if it is a dict.
-            labels: labels of a micro-batch; entries if it is a dict.
-
-        Raises:
-            UserError: if a layer or the loss function needs an entry that is not there, or cannot be given one.
-        """
+        """Hold the data and labels of a micro-batch, entries if they are dicts, against layers and loss function."""
         names = frozenset(inputs) if isinstance(inputs, Mapping) else None
         label_names = frozenset(labels) if isinstance(labels, Mapping) else None
         if (names, label_names) in self._checked:
@@ -234,7 +219,3 @@ def _check(arguments: ForwardArguments, names: Sequence[str], what: str) -> None
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "which has none"
-
-
-def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(function, "forward", function)

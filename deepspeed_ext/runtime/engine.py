@@ -221,9 +221,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
         Returns:
             Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
             rows and tokens of this replica, None where the last stage is not.
-
-        Raises:
-            UserError: if the batch cannot be trained on, or one before it ended in its middle.
         """
         self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
         with self._running(self.batch, self._train_schedule()):
@@ -259,9 +256,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
         Returns:
             The loss, or `(loss, outputs)`; outputs are a list of tensors by micro-batch, None on other stages. Or
             `(loss, outputs, labels)` as `train_batch` returns them.
-
-        Raises:
-            UserError: if `reduce_output` is something else, or outputs are asked for in both forms.
         """
         if return_logits and return_output_label:
             raise UserError("return_logits and return_output_label give outputs in two forms: ask for one of them")
@@ -352,11 +346,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timelines.append(Timeline(shape, tuple(map(tuple, spans)), "s", host_copies=tuple(chain.from_iterable(copied))))
 
     def check_schedule(self) -> None:
-        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once.
-
-        Raises:
-            PlanError: if there is none.
-        """
+        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once."""
         self._train_schedule()
 
     def reset_activation_shape(self) -> None:
@@ -494,11 +484,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return self.stage_id in self.module.reading_ranks
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size, by another number of micro-batches.
-
-        Raises:
-            ValueError: if it is no multiple of the micro-batch size times the data-parallel size.
-        """
+        """Change the global batch size, by another number of micro-batches."""
         super().set_train_batch_size(train_batch_size * self.module.sequence_ranks.size)
         self._count_sequences()
 
@@ -601,9 +587,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
         Returns:
             `(path, client_state)`, both None if there is no latest one.
-
-        Raises:
-            UserError: if there is no checkpoint of that name, or a file of it names what could run a program.
         """
         directory = Path(load_dir)
         if tag is not None and not (directory / tag).is_dir():
@@ -640,9 +623,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
         Returns:
             True.
-
-        Raises:
-            UserError: if tensor-parallel ranks have parts of weights.
         """
         if self.grid.get_slice_parallel_world_size() > 1:
             raise UserError(

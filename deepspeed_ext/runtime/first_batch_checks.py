@@ -23,11 +23,7 @@ from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 
 def check_same_data(ranks: SequenceParallelRanks, batch: Any) -> None:
-    """Compare a micro-batch among ranks that share sequences. All of them must call this together.
-
-    Raises:
-        UserError: on each of them, if they read different micro-batches.
-    """
+    """Compare a micro-batch among ranks that share sequences. All of them must call this together."""
     digests = [digest.item() for digest in ranks.gather(torch.tensor(_digest(batch)))]
     if len(set(digests)) > 1:
         members = ", ".join(map(str, dist.get_process_group_ranks(ranks.group)))
@@ -76,9 +72,6 @@ def check_layers(
 
     Returns:
         Whether there were tokens enough.
-
-    Raises:
-        UserError: if a layer gives something else in token slices.
     """
     num_tokens = min(seq_length, MOST_TOKENS)
     if num_tokens < 2:

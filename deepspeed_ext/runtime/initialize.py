@@ -74,9 +74,6 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
         config: the configuration, or its file; None if the keywords have it.
         keywords: others of `deepspeed.initialize`, among them perhaps `config_params`, or `args` with a
             `deepspeed_config`.
-
-    Raises:
-        UserError: if there is none, its file cannot be read, or it asks for what is not done here.
     """
     if config is None:
         config = keywords.get("config_params") or getattr(keywords.get("args"), "deepspeed_config", None)
@@ -110,11 +107,7 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
 
 
 def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[str, Any]:
-    """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does.
-
-    Raises:
-        UserError: if the sizes contradict each other.
-    """
+    """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does."""
     size, factors = settings.get(_TRAIN), [settings[name] for name in (_MICRO, _COUNT) if name in settings]
     if not isinstance(size, int) or not all(isinstance(each, int) and each > 0 for each in factors):
         return dict(settings)  # DeepSpeed says what is missing or wrong.
@@ -208,11 +201,6 @@ def initialize(
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
-
-    Raises:
-        UserError: if DeepSpeed or torch has another version, the model is none of ours, the configuration asks for what
-            pipelines cannot do, the schedule does not fit the pipeline, or ranks registered modules to share that do
-            not fit.
     """
     check_versions()
     if isinstance(schedule, str) and schedule != OPTIMISED:
@@ -303,9 +291,6 @@ def init_distributed(**keywords: Any) -> None:
 
     Rank and meeting place come from the variables of whichever launcher started this process; without one, it is alone.
     On CPUs DeepSpeed would first build its shared-memory collectives with a C++ compiler; gloo does without.
-
-    Raises:
-        UserError: if these variables contradict each other, or do not say where the ranks meet.
     """
     check_versions()
     if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):

@@ -122,11 +122,7 @@ class Buffer:
 
 @dataclass(kw_only=True, eq=False)
 class Batch:
-    """A batch on one rank: facts that are known before it runs, and its state.
-
-    Raises:
-        PlanError: if the ranks cannot share a token slice evenly.
-    """
+    """A batch on one rank: facts that are known before it runs, and its state."""
 
     shape: PipelineShape
     token_slices: TokenSlices
@@ -174,10 +170,6 @@ class Batch:
 
         Args:
             documents: its documents; None where they are not told apart.
-
-        Raises:
-            PlanError: if the ranks cannot share a token slice evenly.
-            UserError: if the cut does not fit the schedule or the data.
         """
         if documents is None or self.by_documents is None:
             return

@@ -51,16 +51,11 @@ Weights of the loss are shares of the whole micro-batch, whoever else has the re
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
     """Split a micro-batch of tensors whose second dimension is the sequence into token slices.
 
-    Tensors without a sequence dimension go to every token slice whole. The loss function returns the mean over the
-    tokens it sees, so the weight of a token slice is its share of the tokens.
+    Tensors without a sequence dimension go to every token slice whole. The loss function returns the mean over its
+    tokens, so the weight of a token slice is its share of the tokens.
 
     Args:
         batch: `(inputs, labels)`, each a tensor [B, N, ...], or a tuple or dict of tensors.
-        token_slices: lengths of the token slices.
-
-    Raises:
-        UserError: if the batch is no pair; or if the first tensor of the inputs or of the labels (any, of a dict) has
-            another sequence length.
     """
     if not isinstance(batch, Sequence) or len(batch) != 2:
         of_hugging_face = (
@@ -112,7 +107,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Call a function with each tensor, or what else there is, at one place of trees of the same form."""
+    """Call a function with the tensors, or other leaves, at each place of trees of the same form."""
     if isinstance(tree, Mapping):
         return {name: _map(function, entry, *(other[name] for other in others)) for name, entry in tree.items()}
     if isinstance(tree, (tuple, list)):
@@ -121,11 +116,10 @@ def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> Any:
-    """Some tokens of a tensor [B, N, ...], or of a tuple or dict of tensors; what has no sequence stays as it is.
+    """Tokens `start` to `end` (exclusive) of a tensor [B, N, ...], or of a tuple or dict of tensors.
 
     Args:
-        seq_length: tokens N of a tensor that has a sequence.
-        end: token behind the last one.
+        seq_length: tokens N; what has not as many in dimension 1 stays as it is.
     """
 
     def cut(entry: Any) -> Any:
@@ -151,13 +145,12 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def parts_on_device(
     parts: Sequence[TokenSliceBatch], device: torch.device, seq_length: int, *, inputs: bool, labels: bool
 ) -> list[TokenSliceBatch]:
-    """Move what the token slices of a micro-batch read. What they were cut from goes in one copy for all of them.
+    """Move the data of the token slices of a micro-batch. The tensor that they were cut from goes in one copy.
 
     Dicts stay where they are: their entries may be as wide as activations, and go to the device for one token slice at
     a time.
 
     Args:
-        parts: data of each token slice.
         inputs: whether inputs are read here.
         labels: whether labels and weights of the loss are read here.
     """
@@ -199,17 +192,15 @@ def join_token_slices(
     *,
     read_by_all: bool = False,
 ) -> Any:
-    """Put together what the token slices of a micro-batch gave: the opposite of the cut.
+    """Join the results of the token slices of a micro-batch, in the same form: the opposite of the cut.
+
+    Tensors with a sequence dimension are concatenated along it; those that all token slices have in common are given
+    once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
 
     Args:
         parts: data of each token slice, or of this rank's part of it: a tensor, or a tuple or dict of such.
-        token_slices: lengths of the token slices.
-        ranks: ranks that share the token slices, all of which must call this; None for one alone.
-        read_by_all: whether these are data, of which each of the ranks has what has no sequence dimension.
-
-    Returns:
-        The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in
-        common is given once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
+        ranks: ranks that share the token slices, all of which must call this; None for one rank.
+        read_by_all: whether these are data, of which each rank has the tensors without a sequence dimension.
     """
     ranks = ranks or SequenceParallelRanks()
     lengths = parts_of_all_ranks(token_slices, ranks.size).lengths
@@ -229,7 +220,7 @@ def join_token_slices(
 
 
 def join_micro_batches(wholes: Sequence[Any]) -> Any:
-    """Put together what micro-batches gave: rows after rows, and scalars to one dimension."""
+    """Join the results of micro-batches: rows after rows, and scalars to one dimension."""
 
     def join(*wholes: Any) -> Any:
         if not torch.is_tensor(wholes[0]):
@@ -275,11 +266,7 @@ class BatchLoss:
         self._num_tokens: Tensor | None = None
 
     def read_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
-        """Read and weigh the micro-batches of a batch, where tokens are counted.
-
-        Args:
-            count: counts the tokens of a micro-batch; None if micro-batches weigh the same.
-        """
+        """Read and weigh the micro-batches of a batch, where tokens are counted; with None they weigh the same."""
         self._ahead, self._weights, self._num_tokens = deque(), None, None
         if count is None or not self._computes:
             return
@@ -313,20 +300,15 @@ class BatchLoss:
         return self._next_batch()
 
     def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
-        """Return the loss [] of a token slice, times the weight of its micro-batch.
-
-        Args:
-            loss: share of the micro-batch's loss: [].
-        """
+        """Return a token slice's share [] of its micro-batch's loss, times the weight of the micro-batch."""
         if self._weights is not None:
             return loss * self._weights[micro_batch].to(loss.dtype)
         return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
 
     def of_micro_batch(self, loss: Tensor) -> Tensor:
-        """Return the loss [] of a whole micro-batch on this replica; all ranks that share it must ask.
+        """Return the loss [] of a whole micro-batch on this replica, given this rank's share [], weighed.
 
-        Args:
-            loss: what this rank has of it, weighed: [].
+        All ranks that share the sequences must ask.
         """
         if self._sequence_ranks.size > 1:
             loss = loss / self._sequence_ranks.size
@@ -363,7 +345,6 @@ class BatchLoss:
 
 
 def batch_loss(engine: Any) -> BatchLoss:
-    """Return the loss of an engine's batches, on this rank."""
     pipeline = engine.module.pipeline
     return BatchLoss(
         computes=engine.computes_loss,

@@ -34,11 +34,7 @@ __all__ = ["TokenSlicePipelineModule"]
 
 
 def check_world(layout: ParallelLayout) -> None:
-    """Refuse a layout for other ranks than there are.
-
-    Raises:
-        UserError: if their number is another, or they have not met yet.
-    """
+    """Refuse a layout for another number of ranks than run, or before they have met."""
     if not dist.is_initialized():
         raise UserError("no process group is there to place stages on: call init_distributed() first")
     if (world_size := dist.get_world_size()) != layout.world_size:
@@ -51,12 +47,7 @@ def check_world(layout: ParallelLayout) -> None:
 
 
 def trainable_stages(partition: str | StagePartition, layers: Sequence[Any], pipeline: PipelineShape) -> StagePartition:
-    """The stage partition that a setting asks for, in which every rank has something to train.
-
-    Raises:
-        PlanError: if the setting names no partition, or one of another shape.
-        UserError: if a rank has no parameters to train.
-    """
+    """The stage partition that a setting asks for, in which every rank has something to train."""
     weights = [_trainable_parameters(layer) for layer in layers]
     bounds = stage_partition(partition, weights, pipeline.num_stages)
     for rank in range(pipeline.num_ranks):
@@ -70,14 +61,7 @@ def trainable_stages(partition: str | StagePartition, layers: Sequence[Any], pip
 
 
 def stage_partition(partition: str | StagePartition, weights: Sequence[float], num_stages: int) -> StagePartition:
-    """The stage partition that a setting asks for.
-
-    Args:
-        weights: trainable parameters of each layer.
-
-    Raises:
-        PlanError: if the setting names no partition, or one of another shape.
-    """
+    """The stage partition that a setting asks for, of layers with these numbers of trainable parameters."""
     if partition == "uniform":
         return StagePartition.uniform(len(weights), num_stages)
     if partition == "parameters":
@@ -98,7 +82,7 @@ def _trainable_parameters(layer: Any) -> int:
 
 
 def takes_past(function: Callable[..., Any]) -> bool:
-    """Whether a layer wants to see what came before its token slice: it then has an argument named `past`."""
+    """Whether a layer reads earlier token slices: it then has an argument named `past`."""
     forward = function.forward if isinstance(function, nn.Module) else function
     return ForwardArguments.of("a layer", forward).takes_past
 
@@ -146,12 +130,6 @@ class TokenSlicePipelineModule(PipelineModule):
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
         tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
-
-    Raises:
-        PlanError: if the partition does not fit the layers and stages, or sequence-parallel ranks cannot share a token
-            slice evenly.
-        UserError: if layout and token slices disagree, a rank would have nothing to train, the data's entries do not
-            fit the layers, or cuts by documents have no documents.
     """
 
     def __init__(
@@ -258,20 +236,13 @@ class TokenSlicePipelineModule(PipelineModule):
         stage = bisect_right(self._stage_partition.bounds, layer_idx) - 1
         return self.pipeline.rank_of(stage)
 
+    # DeepSpeed gives the number of a layer among those of this rank, and names files by the number in the model.
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """File that one of this rank's layers is saved to, by the layer's number.
-
-        Args:
-            local_layer_idx: number of the layer among those of this rank.
-        """
+        """File that one of this rank's layers is saved to."""
         return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Files that one of this rank's layers was saved to, by the layer's number.
-
-        Args:
-            local_layer_idx: number of the layer among those of this rank.
-        """
+        """Files that one of this rank's layers was saved to."""
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
@@ -320,9 +291,6 @@ class TokenSlicePipelineModule(PipelineModule):
 
         Args:
             pipeline_ranks: the ranks; copies start equal to those of the first.
-
-        Raises:
-            UserError: if there is no such rank.
         """
         members = tuple(dict.fromkeys(pipeline_ranks))
         for rank in members:
@@ -347,21 +315,13 @@ class TokenSlicePipelineModule(PipelineModule):
         return shared
 
     def connect_shared_modules(self) -> None:
-        """Make the copies of shared weights equal. `initialize` does so on all ranks together.
-
-        Raises:
-            UserError: on every rank, if what they registered does not fit.
-        """
+        """Make the copies of shared weights equal. `initialize` does so on all ranks together."""
         self._has_token_slice_engine = True
         tied = {weight for weight, group in super().get_tied_weights_and_groups() if dist.get_world_size(group) > 1}
         self._connected = connect(self._shares, self.topology(), self.global_rank, tied=tied)
 
     def mpu(self) -> Any:
-        """The process groups of this rank, as DeepSpeed asks for them when it makes an engine.
-
-        Raises:
-            UserError: if that would be an engine of DeepSpeed's own.
-        """
+        """The process groups of this rank, as DeepSpeed asks for them when it makes an engine."""
         if not self._has_token_slice_engine:
             raise UserError(
                 "deepspeed.initialize makes an engine that ignores token slices: call initialize of "

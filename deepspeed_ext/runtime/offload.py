@@ -31,12 +31,7 @@ class HostBuffers:
     """Buffers in the memory of the host, which are used again and again.
 
     Page-locked where the device is an accelerator: other memory it cannot read while its host does something else.
-    Locking pages takes long, so buffers are kept; never more bytes than were in use at once.
-
-    Attributes:
-        held: bytes of all buffers.
-        in_use: bytes of those that are taken.
-        most_in_use: the most that were taken at once.
+    Locking pages takes long, so buffers are kept: never more bytes (`held`) than were in use at once (`most_in_use`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -198,11 +193,7 @@ class TokenSliceCopies:
         self._settings = settings
 
     def offload(self, content: Content, op: Op, tensors: Sequence[Tensor]) -> None:
-        """Post a copy to the host.
-
-        Args:
-            tensors: tensors [...].
-        """
+        """Post a copy of tensors [...] to the host."""
         self._under_way[content, *op[1:]] = self._copies.offload(tensors)
 
     def drop(self, content: Content, op: Op) -> None:

@@ -47,12 +47,7 @@ class UnsafeFileError(UserError):
 
 
 def load_saved(path: Path) -> Any:
-    """Return the objects of a file. Tensors are mapped into memory, and read only where they are used.
-
-    Raises:
-        UnsafeFileError: if it names more than tensors, plain values, the classes of DeepSpeed's files, and those of
-            `torch.serialization.add_safe_globals`.
-    """
+    """Return the objects of a file. Tensors are mapped into memory, and read only where they are used."""
     try:
         with torch.serialization.safe_globals(list(_NAMED)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -62,11 +57,7 @@ def load_saved(path: Path) -> Any:
 
 @contextmanager
 def only_safe_files(directory: Path) -> Iterator[None]:
-    """Let DeepSpeed read the files of a checkpoint in the same way, in spite of what it asks of torch.
-
-    Raises:
-        UnsafeFileError: as `load_saved`.
-    """
+    """Let DeepSpeed read the files of a checkpoint in the same way, in spite of what it asks of torch."""
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
     os.environ[_FORCED] = "1"
     try:

@@ -12,8 +12,9 @@ compared across ranks before anything else happens, so that a mistake is an erro
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,23 +33,13 @@ class WeightSpec(NamedTuple):
     dtype: torch.dtype
     trained: bool
 
-    @classmethod
-    def of(cls, name: str, weight: nn.Parameter) -> "WeightSpec":
-        """Describe a weight.
-
-        Args:
-            weight: a parameter of any shape.
-        """
-        return cls(name, tuple(weight.shape), weight.dtype, weight.requires_grad)
-
     def __str__(self) -> str:
         """Text for messages."""
         frozen = "" if self.trained else " frozen"
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{frozen}"
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(NamedTuple):
     """One share, as one rank declares it."""
 
     pipeline_ranks: tuple[int, ...]
@@ -67,16 +58,13 @@ class SharedModules:
     _modules: list[dict[str, nn.Parameter]] = field(default_factory=list)
 
     def register_module(self, module: nn.Module, *weights: str) -> None:
-        """Share a module of this rank with what the other ranks register.
+        """Share a module of this rank with those that the other ranks register.
 
         Weights match by their order. Where a rank registers several modules, as in a pipeline of one rank, they get
         the very same weights, so make the optimizer later.
 
         Args:
             weights: names of the weights to share, such as `word.weight`; all of the module's if none is given.
-
-        Raises:
-            UserError: if the module has no such weight.
         """
         held = dict(module.named_parameters())
         unknown = [name for name in weights if name not in held]
@@ -88,8 +76,11 @@ class SharedModules:
         self._modules.append({name: held[name] for name in weights or held})
         first, latest = self._modules[0], self._modules[-1]
         if _differences(self._declared(first), self._declared(latest)) is None:
-            for kept, replaced in zip(first.values(), list(latest.values()), strict=True):
-                _replace(self._root, replaced, kept)
+            instead = dict(zip(latest.values(), first.values(), strict=True))
+            for holder in self._root.modules():
+                for name, weight in holder._parameters.items():
+                    if weight in instead:
+                        holder._parameters[name] = instead[weight]
             self._modules[-1] = dict(zip(latest, first.values(), strict=True))
 
     def declaration(self) -> Declaration:
@@ -102,7 +93,9 @@ class SharedModules:
 
     @staticmethod
     def _declared(module: Mapping[str, nn.Parameter]) -> tuple[WeightSpec, ...]:
-        return tuple(WeightSpec.of(name, weight) for name, weight in module.items())
+        return tuple(
+            WeightSpec(name, tuple(weight.shape), weight.dtype, weight.requires_grad) for name, weight in module.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +119,12 @@ class ConnectedWeights:
 def connect(
     shares: Sequence[SharedModules], topology: TokenSliceTopology, rank: int, *, tied: Container[nn.Parameter] = ()
 ) -> list[ConnectedWeights]:
-    """Check what all ranks registered, and make the copies of each weight equal. Every rank must call this together.
+    """Check what all ranks registered, make the copies of each weight equal, and return this rank's.
+
+    Every rank must call this together. A fault is an error on every rank alike.
 
     Args:
         shares: in the same order on the ranks of each of them; other ranks may leave them out.
-
-    Returns:
-        What this rank shares.
-
-    Raises:
-        UserError: on every rank alike, if what they registered does not fit.
     """
     declared: list[tuple[list[Declaration], str | None]] = [([], None)] * dist.get_world_size()
     mine = [share.declaration() for share in shares], _shared_twice(shares, tied)
@@ -152,28 +141,20 @@ def connect(
         for members in sorted({each.pipeline_ranks for declarations, _ in declared for each in declarations})
     }
     own = next(ranks for ranks in pipelines if rank in ranks)
-    return [
-        _connected(share, own[share.pipeline_ranks[0]], rank, groups[share.pipeline_ranks])
-        for share in shares
-        if share.weights()
-    ]
-
-
-def _connected(share: SharedModules, source: int, rank: int, group: dist.ProcessGroup) -> ConnectedWeights:
-    connected = ConnectedWeights(tuple(share.weights()), source, group)
-    connected.synchronize()
-    for weight in connected.weights:
-        # By this DeepSpeed counts a weight once in the norm of gradients.
-        weight.ds_pipe_replicated = rank != source
+    connected = []
+    for share in shares:
+        if weights := tuple(share.weights()):
+            source = own[share.pipeline_ranks[0]]
+            connected.append(ConnectedWeights(weights, source, groups[share.pipeline_ranks]))
+            connected[-1].synchronize()
+            for weight in weights:
+                # By this DeepSpeed counts a weight once in the norm of gradients.
+                weight.ds_pipe_replicated = rank != source
     return connected
 
 
 def find_fault(by_rank: Sequence[Sequence[Declaration]]) -> str | None:
-    """Return the first fault in the declarations of one pipeline; None if there is none.
-
-    Args:
-        by_rank: declarations of each pipeline rank, in the order in which they were made.
-    """
+    """Return the first fault in the declarations of each pipeline rank, in the order in which they were made."""
     shares: dict[tuple[int, ...], list[dict[int, Declaration]]] = defaultdict(list)
     for rank, declarations in enumerate(by_rank):
         seen: Counter[tuple[int, ...]] = Counter()
@@ -227,7 +208,7 @@ def _shared_twice(shares: Iterable[SharedModules], tied: Container[nn.Parameter]
     """A weight of this rank that two shares would sum."""
     owner: dict[nn.Parameter, SharedModules] = {}
     for share in shares:
-        for name, weight in _named(share):
+        for name, weight in chain.from_iterable(module.items() for module in share._modules):
             if weight in tied or owner.setdefault(weight, share) is not share:
                 already = "a tied layer" if weight in tied else f"share({owner[weight].pipeline_ranks})"
                 return (
@@ -235,16 +216,3 @@ def _shared_twice(shares: Iterable[SharedModules], tied: Container[nn.Parameter]
                     "gradient would be summed twice: share it once, among all the ranks that hold it"
                 )
     return None
-
-
-def _named(share: SharedModules) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in share._modules:
-        yield from module.items()
-
-
-def _replace(root: nn.Module, replaced: nn.Parameter, kept: nn.Parameter) -> None:
-    """Let every module that holds a weight hold another instead."""
-    for module in root.modules():
-        for name, weight in module._parameters.items():
-            if weight is replaced:
-                module._parameters[name] = kept

@@ -74,9 +74,6 @@ class StageOps:
 
         Args:
             entries: entries that its layers take by name.
-
-        Raises:
-            UserError: if a layer computes something else in token slices.
         """
         if op.stage not in self._unchecked:
             return

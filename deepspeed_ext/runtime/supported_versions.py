@@ -36,11 +36,7 @@ loaded late, for compiled functions, are not among them."""
 
 
 def check_versions() -> None:
-    """Refuse versions of DeepSpeed and torch that this engine was not written against.
-
-    Raises:
-        UserError: if one is installed, or torch lacks a name that the code uses.
-    """
+    """Refuse versions of DeepSpeed and torch that this engine was not written against."""
     deepspeed = version("deepspeed")
     if deepspeed not in SUPPORTED_DEEPSPEED:
         raise _refused("deepspeed", deepspeed, SUPPORTED_DEEPSPEED)

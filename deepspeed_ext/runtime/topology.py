@@ -202,11 +202,7 @@ class SequenceParallelRanks:
         return cls(own, layout.sequence_parallel_size, own_group(layout.groups("sequence"), timeout))
 
     def parts(self, token_slices: TokenSlices) -> TokenSlices:
-        """Return the part of each token slice that this rank has.
-
-        Raises:
-            PlanError: if the ranks cannot share a token slice evenly.
-        """
+        """Return the part of each token slice that this rank has."""
         return parts_of_rank(token_slices, self.rank, self.size)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

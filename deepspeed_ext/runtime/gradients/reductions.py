@@ -21,7 +21,7 @@ last to first. Nothing waits for them but the optimizer step, and on an accelera
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -140,66 +140,17 @@ class Part(NamedTuple):
     """Rank in the data-parallel group that alone needs the sum; None if every one does."""
 
 
-class ReplicaGradients(Protocol):
-    """Gradients of one way to run an optimizer.
-
-    Attributes:
-        communication_type: dtype in which they are sent.
-    """
-
-    group: dist.ProcessGroup
-    """The replicas of this rank."""
-    in_flat_buffers: bool
-    """Whether they lie one behind the other in few buffers, in one order on all replicas. Those of a buffer share its
-    version counter."""
-
-    @property
-    def communication_type(self) -> torch.dtype:
-        """Type of the messages, by the settings."""
-
-    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Bring what the backward that runs now has left of some parameters to where their gradients add up."""
-
-    def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
-        """The gradient of a parameter; zeros if it has none, so that every replica can join in."""
-
-    def scale_before(self, values: Tensor) -> None:
-        """Scale gradients [elements] that are about to be summed, in place."""
-
-    def scale_after(self, values: Tensor) -> None:
-        """Scale a sum [elements], in place."""
-
-    def finish(self) -> None:
-        """Tell the optimizer that all sums are there."""
-
-
-def replica_gradients(engine: Any) -> ReplicaGradients | None:
-    """The gradients of an engine.
-
-    Returns:
-        None if there is one replica, or the settings ask for reductions that only DeepSpeed knows: of experts, of
-        sparse gradients, and ZeRO's of buckets that its own hooks fill.
-    """
-    special = engine.has_moe_layers or any(getattr(layer, "sparse", False) for layer in engine.module.modules())
-    if engine.dp_world_size == 1 or special or not engine.pipeline_enable_backward_allreduce:
-        return None
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        return _Bf16(engine)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm or optimizer.use_grad_accum_attribute
-        return None if hooked or optimizer.cpu_offload or optimizer.partition_gradients else _Partitioned(engine)
-    return _Whole(engine) if isinstance(optimizer, torch.optim.Optimizer) else None
-
-
-class _Whole:
+class ReplicaGradients:
     """Gradients of parameters, needed by every replica."""
 
     in_flat_buffers = False
+    """Whether they lie one after the other in few buffers, in one order on all replicas. Those of a buffer share its
+    version counter."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.group = engine.grid.get_data_parallel_group()
+        """The replicas of this rank."""
         size, self._averages = dist.get_world_size(self.group), engine.gradient_average
         predivided = engine.gradient_predivide_factor() if engine.postscale_gradients() else size
         # The same factors as DeepSpeed's, computed as it computes them, so that the same bits come out.
@@ -211,27 +162,27 @@ class _Whole:
         return self._engine.communication_data_type
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Autograd has left gradients where they add up."""
+        """Bring the results of the backward that runs now to where the gradients of some parameters add up."""
 
     def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
-        """The whole gradient."""
+        """The gradient of a parameter; zeros if it has none, so that every replica can join in."""
         yield Part(_flat(parameter))
 
     def scale_before(self, values: Tensor) -> None:
-        """Divide what was asked to be divided before it is summed."""
+        """Scale gradients [elements] that are about to be summed, in place."""
         if self._averages and self._before != 1:
             values.mul_(self._before)
 
     def scale_after(self, values: Tensor) -> None:
-        """Make a mean of a sum."""
+        """Scale a sum [elements] to a mean, in place."""
         if self._averages and self._after != 1:
             values.mul_(self._after)
 
     def finish(self) -> None:
-        """Do nothing; nothing is left to do."""
+        """All sums are there."""
 
 
-class _Bf16(_Whole):
+class _Bf16(ReplicaGradients):
     """Gradients in the flat buffers of `BF16_Optimizer`, to which each backward's bf16 gradients are added."""
 
     in_flat_buffers = True
@@ -243,7 +194,7 @@ class _Bf16(_Whole):
         self._places = {weight: (group, index) for group, weights in groups for index, weight in enumerate(weights)}
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add what the backward has left so far; it is then not added again at its end."""
+        # Not added again at the end of the backward.
         if self._optimizer.immediate_grad_update:
             return
         with torch.no_grad():
@@ -252,15 +203,12 @@ class _Bf16(_Whole):
                 parameter.grad = None
 
     def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
-        """The whole gradient."""
         group, index = self._places[parameter]
         yield Part(self._optimizer.fp32_groups_gradients[group][index])
 
 
-class _Partitioned:
+class _Partitioned(ReplicaGradients):
     """Gradients of which each replica needs those that its partition of the optimizer's state is for."""
-
-    in_flat_buffers = False
 
     def __init__(self, engine: Any) -> None:
         optimizer = self._optimizer = engine.optimizer
@@ -271,14 +219,9 @@ class _Partitioned:
 
     @property
     def communication_type(self) -> torch.dtype:
-        """Type of the messages, by the settings."""
         return self._optimizer.communication_data_type
 
-    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Autograd has left gradients where they add up."""
-
     def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
-        """The parts of a gradient, each with its owner."""
         optimizer, gradient = self._optimizer, _flat(parameter)
         if not optimizer.reduce_scatter:
             yield Part(gradient)
@@ -291,7 +234,6 @@ class _Partitioned:
             yield Part(gradient[start:end], owner)
 
     def scale_before(self, values: Tensor) -> None:
-        """Make what is summed add up to a mean."""
         if self._optimizer.gradient_average:
             values.div_(self._size)
 
@@ -299,9 +241,26 @@ class _Partitioned:
         """A sum is a mean already."""
 
     def finish(self) -> None:
-        """Let ZeRO take its partition of the gradients."""
+        # ZeRO takes its partition of the gradients.
         self._optimizer.set_gradient_accumulation_boundary(True)
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+def replica_gradients(engine: Any) -> ReplicaGradients | None:
+    """The gradients of an engine; None with one replica, or where the settings ask for reductions of DeepSpeed's own.
+
+    These are of experts, of sparse gradients, and ZeRO's of buckets that its own hooks fill.
+    """
+    special = engine.has_moe_layers or any(getattr(layer, "sparse", False) for layer in engine.module.modules())
+    if engine.dp_world_size == 1 or special or not engine.pipeline_enable_backward_allreduce:
+        return None
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return _Bf16(engine)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        hooked = optimizer.contiguous_gradients or optimizer.overlap_comm or optimizer.use_grad_accum_attribute
+        return None if hooked or optimizer.cpu_offload or optimizer.partition_gradients else _Partitioned(engine)
+    return ReplicaGradients(engine) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:
@@ -318,7 +277,7 @@ ALONE_BYTES = 1 << 20
 """Parts from this size on travel from where they lie; smaller ones are copied together."""
 
 Entering = Callable[[int, Any], None]
-"""Told of each layer that a forward enters: its place among this rank's layers, and what goes into it."""
+"""Called with each layer that a forward enters: its place among this rank's layers, and its inputs."""
 
 
 def gradient_reductions(engine: Any) -> "GradientReductions | None":
@@ -374,11 +333,7 @@ class GradientReductions:
         self._completing: dict[tuple[int, ...], int] = {}
 
     def begin(self, completing: Mapping[int, Op]) -> None:
-        """Expect an iteration.
-
-        Args:
-            completing: the op that completes the gradients of each stage of this rank, in the order in which they run.
-        """
+        """Expect an iteration, given the op that completes each stage of this rank, in the order in which they run."""
         self._completing = {op[1:]: stage for stage, op in completing.items()}
         self._waiting = self._buckets(list(completing))
         self._reduced = set()
@@ -408,15 +363,11 @@ class GradientReductions:
         return entering
 
     def reduce_stage(self, stage: int) -> None:
-        """Start what has not been started of a stage, whose last backward is done."""
+        """Start the other sums of a stage, whose last backward is done."""
         self._reduce(stage, 0, inside=False)
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start what has not been started of any parameter, wait for all sums, and hand them to the optimizer.
-
-        Raises:
-            UserError: if a gradient changed after its reduction had started.
-        """
+        """Start the sums of all other parameters, wait for all sums, and hand them to the optimizer."""
         rest = [weight for weight in parameters if weight.requires_grad and weight.numel()]
         self._start([weight for weight in rest if weight not in self._reduced])
         changed = [gradient for gradient, version in self._versions if gradient._version != version]

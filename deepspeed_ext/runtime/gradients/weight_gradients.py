@@ -38,16 +38,7 @@ Product = Callable[[], None]
 
 
 class WeightGradients:
-    """Where backwards leave the products that are deferred.
-
-    Example:
-        >>> weight_gradients = WeightGradients()
-        >>> weight_gradients.attach(module)                 # doctest: +SKIP
-        >>> loss = module(inputs)                           # doctest: +SKIP
-        >>> with weight_gradients.deferring() as deferred:      # doctest: +SKIP
-        ...     loss.backward()
-        >>> compute(deferred)                               # doctest: +SKIP
-    """
+    """The products that backwards defer."""
 
     def __init__(self) -> None:
         self._deferred: list[Product] | None = None
@@ -94,7 +85,7 @@ def compute(deferred: list[Product]) -> None:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, whose product of the weight can be deferred, and adds up in place where the weight says so.
+    """`F.linear`, whose product of the weight can be deferred, and adds up in place where the weight has a sum.
 
     Any model may call it. Weights that no engine has attached, and such as are computed, are left to torch.
 
@@ -102,9 +93,6 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         inputs: [..., in].
         weight: [out, in].
         bias: [out].
-
-    Returns:
-        [..., out].
     """
     if not _asks(inputs, weight):
         return F.linear(inputs, weight, bias)
@@ -142,18 +130,14 @@ class _Linear(torch.autograd.Function):
         of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         inputs = inputs.flatten(0, -2)
-        if _is_watched(parameter):
+        # Only autograd calls those who asked to be called for each gradient.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return of_inputs, rows.t() @ inputs, of_bias
         store = parameter.weight_gradients
         if store.collecting:
             store.add(lambda: _add(parameter, rows, inputs))
             return of_inputs, None, of_bias
         return of_inputs, _weight_gradient(parameter, rows, inputs), of_bias
-
-
-def _is_watched(parameter: Tensor) -> bool:
-    """Whether somebody asked to be called for each of its gradients, which only autograd does."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _weight_gradient(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
