@@ -90,12 +90,7 @@ class Outgoing:
         """Tensors posted so far, headers included."""
 
     def send(self, name: Hashable, kind: Hashable, tensors: tuple[Tensor, ...]) -> None:
-        """Post a message; its tensors stay alive until `complete(name)`.
-
-        Args:
-            kind: kind of the message; messages of one kind have the same shapes.
-            tensors: tensors [...] of any shape.
-        """
+        """Post a message of tensors [...], of one shape for all of a kind; they stay alive until `complete(name)`."""
         spec = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self._in_flight[name] = []
         if self.shapes.find(kind) is None:
@@ -132,11 +127,7 @@ class Incoming:
         self._posted: dict[Hashable, tuple[MessageSpec, list[Tensor], list[dist.Work]]] = {}
 
     def post(self, name: Hashable, kind: Hashable) -> None:
-        """Post the receive of a message, as soon as its shapes are known.
-
-        Args:
-            kind: kind of the message; messages of one kind have the same shapes.
-        """
+        """Post the receive of a message, as soon as the shapes of its kind are known."""
         self._unposted.append((name, kind))
         while self._unposted and (spec := self.shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
@@ -268,11 +259,7 @@ class RankLinks:
         return sum(channel.num_messages for channel in self._outgoing.values())
 
     def begin(self, phase: Hashable, shape: PipelineShape, parts: Callable[[int], TokenSlices]) -> None:
-        """Start a batch of a phase, such as `train` or `eval`: each phase has its own shapes.
-
-        Args:
-            parts: this rank's part of each token slice of a micro-batch, which is known before messages are posted.
-        """
+        """Start a batch of a phase, with shapes of its own. `parts` gives this rank's part of each token slice."""
         self._phase, self._shape, self._parts = phase, shape, parts
         if self._dynamic_shape:
             self.forget_shapes()
@@ -295,11 +282,7 @@ class RankLinks:
         return tensors
 
     def send(self, reader: Op, tensors: tuple[Tensor, ...]) -> None:
-        """Post a message to the rank of an op.
-
-        Args:
-            tensors: tensors [...] of any shape.
-        """
+        """Post a message of tensors [...] to the rank of an op."""
         channel = self._channel(reader)
         if channel.result is OpKind.FORWARD:
             self._learn_gradients(reader, tensors)

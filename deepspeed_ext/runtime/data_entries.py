@@ -39,11 +39,7 @@ class ForwardArguments:
 
     @classmethod
     def of(cls, owner: str, function: Callable[..., Any], *, bound: int = 0) -> "ForwardArguments":
-        """Read a function's arguments.
-
-        Args:
-            bound: arguments before the first that somebody else gives, such as `self`.
-        """
+        """Read a function's arguments but for the first `bound`, which are given otherwise, such as `self`."""
         try:
             parameters = list(inspect.signature(function).parameters.values())[bound:]
         except ValueError:
@@ -84,16 +80,14 @@ class ForwardArguments:
 
 
 class DataEntries:
-    """Hands entries of the data to the layers whose forwards have arguments of those names.
+    """Gives entries of the data to the layers whose forwards have arguments of those names.
 
     The first layer's first argument is an entry too; other layers' is the output of the layer before. A stage with a
-    layer that cannot do without an entry reads the data. So does one whose layer takes an entry by an argument with a
-    default, but that must be `declared`: such arguments are often no entries, and their ranks read no data then.
+    layer that requires an entry reads the data. So does one whose layer takes an entry by an argument with a default,
+    but only if it is `declared`: such arguments are often no entries, and their ranks read no data then.
 
     Args:
-        layers: layers of the whole model, first to last.
         stages: numbers of the layers of each stage.
-        loss_fn: the loss function, if there is one.
         declared: names of all entries, when known beforehand; None to find them in the first batch.
     """
 

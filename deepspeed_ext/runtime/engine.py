@@ -297,12 +297,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return not (hooked or optimizer.cpu_offload or optimizer.partition_gradients)
 
     def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
-        """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
+        """Compute the ops of the last batch again, given this rank's micro-batches of it. Every rank must call it.
 
-        Dropout draws the same masks, since they depend on the number of the step. Every rank must call it.
-
-        Args:
-            micro_batches: those that this rank read for the batch.
+        Weights, states and counters are as before; gradients are none. Dropout draws the same masks, since they depend
+        on the number of the step.
         """
         self.complete_weights()
         self.batch = replace(self.batch, updates=False, keeps_outputs=False)
@@ -513,12 +511,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def deepspeed_io(
         self, dataset: Dataset, batch_size: int | None = None, route: str = ROUTE_TRAIN, **keywords: Any
     ) -> Any:
-        """Return a loader of a dataset, by which all ranks of a replica read the same samples.
-
-        Args:
-            batch_size: samples of a micro-batch; None for those of training.
-            route: what they are for, by DeepSpeed's names.
-        """
+        """Return a loader of a dataset, by which all ranks of a replica read the same samples."""
         shared = self.module.sequence_ranks.size > 1 and not isinstance(dataset, IterableDataset)
         if shared and keywords.get("data_sampler") is None:
             keywords["data_sampler"] = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
@@ -580,10 +573,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ checkpoints
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Load a checkpoint, as DeepSpeed's engines do.
-
-        Args:
-            tag: name of one of them; None for the latest.
+        """Load a checkpoint, the latest if `tag` is None, as DeepSpeed's engines do.
 
         Returns:
             `(path, client_state)`, both None if there is no latest one.
@@ -603,8 +593,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Weights and buffers of this rank's layers, by name.
 
-        Returns:
-            The state dict; None while a checkpoint is saved, which has a file for each layer instead.
+        None while a checkpoint is saved, which has a file for each layer instead.
         """
         if self._curr_ckpt_path is not None:
             return super().module_state_dict(exclude_frozen_parameters)
@@ -619,11 +608,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights of all pipeline ranks in one file, in the type that they have. Every rank must call it.
-
-        Returns:
-            True.
-        """
+        """Save the weights of all pipeline ranks in one file, in the type that they have. Every rank must call it."""
         if self.grid.get_slice_parallel_world_size() > 1:
             raise UserError(
                 "save_16bit_model writes whole weights, and tensor-parallel ranks have parts of them: save_checkpoint"

@@ -59,12 +59,7 @@ INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
 
 
 class ProgramSchedule(PipeSchedule):
-    """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow.
-
-    Args:
-        training: whether backwards follow the forwards.
-        updates: whether reductions and the optimizer step follow them; None if they do in training.
-    """
+    """The program of a rank, one instruction per step; reductions and optimizer step follow if it `updates`."""
 
     def __init__(self, program: Program, shape: PipelineShape, *, training: bool, updates: bool | None = None) -> None:
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
@@ -91,15 +86,15 @@ class ProgramSchedule(PipeSchedule):
 
 
 class RankPrograms:
-    """A rank's programs by their extent.
+    """A rank's programs by their shape.
 
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         shape: shape of the pipeline, for any number of micro-batches and token slices.
-        settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
-            then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
+        settles: the first program of a shape lets no message travel under an op, since on an accelerator every rank
+            then loads kernels, and may have to wait for its device (ADR 22). None: where the accelerator runs behind
             its host.
-        host_copies: what waits on the host while nothing reads it; None for nothing.
+        host_copies: settings of the copies to the host; None for no copies.
     """
 
     def __init__(
@@ -123,11 +118,7 @@ class RankPrograms:
         self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
 
     def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
-        """Return the shape of the pipeline for a number of micro-batches.
-
-        Args:
-            num_token_slices: token slices of a micro-batch; None for those of training.
-        """
+        """Return the shape for a number of micro-batches, and of token slices; None for those of the module."""
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
 
@@ -136,12 +127,7 @@ class RankPrograms:
         self._settled.add((schedule.training, schedule.shape))
 
     def program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
-        """Return the program of a shape.
-
-        Args:
-            training: whether the ops are in the order of the schedule and the optimizer step follows, or these are the
-                forwards of an evaluation.
-        """
+        """Return the program of a training step, or of an evaluation, which has forwards only."""
         under_ops = not self._settles or (training, shape) in self._settled
         key = training, shape, under_ops
         if key not in self._lowered:
@@ -167,12 +153,12 @@ Around = Callable[[Op], AbstractContextManager[None]]
 
 
 class Executor:
-    """The stages of one pipeline rank, at work on one batch after the other.
+    """Runs the stages of one pipeline rank, one batch after the other.
 
     Args:
         around: surrounds the computing of each op.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
-        host_copies: how what waits on the host is copied; None where nothing does.
+        host_copies: settings of the copies to the host; None for no copies.
     """
 
     def __init__(
@@ -207,7 +193,7 @@ class Executor:
             self.attach_weight_gradients()
 
     def attach_weight_gradients(self) -> None:
-        """Let products ask their weights what to do with gradients: compute them now or later, add them up where."""
+        """Let products ask their weights where gradients add up, and whether to defer them."""
         if not self._attached:
             self._ops.weight_gradients.attach(self._module)
             self._attached = True
@@ -221,7 +207,7 @@ class Executor:
     # ------------------------------------------------------------------ data
 
     def load(self, step: Instruction) -> None:
-        """Take a micro-batch, cut it, and move what the stages read to their device: no op waits for the host then."""
+        """Take a micro-batch, cut it, and move the stages' inputs to the device, so that no op waits for the host."""
         try:
             batch = self._next_batch()
         except StopIteration:
@@ -302,7 +288,7 @@ class Executor:
         self._copies.offload(Content.INPUT, step.op, self.batch.buffers[step.buffer].inputs)
 
     def drop_input(self, step: Instruction) -> None:
-        """Let go of a stage's input that is on the host."""
+        """Free the device copy of an offloaded input."""
         self.batch.buffers[step.buffer].inputs = ()
         self._copies.drop(Content.INPUT, step.op)
 
@@ -316,7 +302,7 @@ class Executor:
         self._copies.offload(Content.KEYS_AND_VALUES, step.op, state.keys_of(step.token_slice))
 
     def drop_keys_and_values(self, step: Instruction) -> None:
-        """Let go of keys and values that are on the host."""
+        """Free the device copy of offloaded keys and values."""
         self.batch.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
         self._copies.drop(Content.KEYS_AND_VALUES, step.op)
 
@@ -352,7 +338,7 @@ class Executor:
         self.batch.passed[self._reader(step.op)] = self.batch.buffers[step.buffer].take_gradients()
 
     def complete(self, step: Instruction) -> None:
-        """Let go of a message once it has left."""
+        """Free a message once it has left."""
         reader = self._reader(step.op)
         with self._ledger.waiting_for(self._links.peer(reader), self._links.over(reader)):
             self._links.complete(reader)
@@ -365,7 +351,7 @@ class Executor:
         return self.copies
 
     def _take_fetched(self, op: Op, held: Buffer) -> None:
-        """Have on the device what was fetched for a backward."""
+        """Put on the device the tensors that were fetched for a backward."""
         if self.copies is None:
             return
         for content, token_slice, tensors in self.copies.arrivals(op):
@@ -394,7 +380,7 @@ class Executor:
         return reader
 
     def _forget(self, op: Op, *, last_stage: int) -> None:
-        """Let go of what a stage remembers of a micro-batch; at this rank's last stage to need it, of its data too."""
+        """Free the state of a micro-batch on a stage; at this rank's last stage to need it, its data too."""
         del self.batch.states[op.stage, op.micro_batch]
         if op.stage == last_stage:
             self.batch.forget_data(op.micro_batch)

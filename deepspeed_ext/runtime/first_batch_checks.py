@@ -63,7 +63,7 @@ class StageLayer(NamedTuple):
 def check_layers(
     layers: Iterable[StageLayer], inputs: Any, entries: Mapping[str, Any], *, modules: nn.Module, seq_length: int
 ) -> bool:
-    """Run layers on some tokens, whole and in two token slices. Nothing of it is seen in the batches that follow.
+    """Run layers on some tokens, whole and in two token slices. It leaves no trace in the batches that follow.
 
     Args:
         layers: layers of a stage, first to last.

@@ -68,13 +68,7 @@ _FREE = ("pipeline", "autotuning")
 
 
 def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, known to have a value for every key.
-
-    Args:
-        config: the configuration, or its file; None if the keywords have it.
-        keywords: others of `deepspeed.initialize`, among them perhaps `config_params`, or `args` with a
-            `deepspeed_config`.
-    """
+    """DeepSpeed's configuration, from `config` or others of `deepspeed.initialize`, with a value for every key."""
     if config is None:
         config = keywords.get("config_params") or getattr(keywords.get("args"), "deepspeed_config", None)
     if config is None:

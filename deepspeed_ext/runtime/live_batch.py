@@ -76,13 +76,10 @@ class RandomState:
 
 
 def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
-    """Whether a stage that is computed again wants the gradient of each of its outputs.
+    """Whether a stage that is computed again needs the gradient of each of its outputs [...].
 
-    Without a graph nobody knows which outputs depend on weights. So all with fractions count, if anything in the stage
-    needs gradients, and the backward leaves out the gradients of those that turn out not to.
-
-    Args:
-        outputs: of any shape [...].
+    Without a graph nothing tells which outputs depend on weights. So all floating-point outputs count, if anything in
+    the stage needs gradients, and the backward leaves out the gradients of those that turn out not to.
     """
     needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
     return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
@@ -166,11 +163,7 @@ class Batch:
         self._cuts: dict[int, tuple[TokenSlices, TokenSlices]] = {}
 
     def cut(self, micro_batch: int, documents: Documents | None) -> None:
-        """Cut a micro-batch, before anything else is done with it.
-
-        Args:
-            documents: its documents; None where they are not told apart.
-        """
+        """Cut a micro-batch by its documents, before anything else is done with it; None if they are not told apart."""
         if documents is None or self.by_documents is None:
             return
         cut, like = self.by_documents(documents), self.token_slices

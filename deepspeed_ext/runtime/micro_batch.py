@@ -116,11 +116,7 @@ def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> Any:
-    """Tokens `start` to `end` (exclusive) of a tensor [B, N, ...], or of a tuple or dict of tensors.
-
-    Args:
-        seq_length: tokens N; what has not as many in dimension 1 stays as it is.
-    """
+    """Tokens `start` to `end` (exclusive) of the tensors [B, N, ...] in a tree; other tensors stay as they are."""
 
     def cut(entry: Any) -> Any:
         return entry[:, start:end] if torch.is_tensor(entry) and _has_sequence(entry, seq_length) else entry
@@ -321,11 +317,10 @@ class BatchLoss:
         return self._told(counted if self._num_tokens is None else self._num_tokens).item()
 
     def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
-        """Return the mean [] over replicas of the mean over micro-batches.
+        """Return the mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
 
         Args:
             loss: mean over the micro-batches of this rank: []; None where the last stage is not.
-            broadcast: give it to every stage; otherwise only the last one has it.
         """
         if loss is None:
             loss = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device)

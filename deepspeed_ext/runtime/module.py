@@ -287,10 +287,8 @@ class TokenSlicePipelineModule(PipelineModule):
     def share(self, pipeline_ranks: Iterable[int]) -> SharedModules:
         """Let pipeline ranks share weights of modules that each of them registers; see `shared_modules`.
 
-        Call it on each of them, before the optimizer is made. `initialize` connects the copies.
-
-        Args:
-            pipeline_ranks: the ranks; copies start equal to those of the first.
+        Call it on each of them, before the optimizer is made. `initialize` connects the copies, which start equal to
+        those of the first rank.
         """
         members = tuple(dict.fromkeys(pipeline_ranks))
         for rank in members:
@@ -303,10 +301,9 @@ class TokenSlicePipelineModule(PipelineModule):
         return self._shares[-1]
 
     def share_layers(self, weights: Mapping[int, str | Sequence[str]]) -> SharedModules:
-        """Let layers share weights, wherever they are: `share_layers({0: "words.weight", 25: "projection.weight"})`.
+        """Let layers share weights, by number: `share_layers({0: "words.weight", 25: "projection.weight"})`.
 
-        Args:
-            weights: by number of a layer, the names of its weights; copies start equal to those of the first named.
+        Copies start equal to those of the first named layer.
         """
         shared = self.share(self.stage_owner(number) for number in weights)
         for number, names in weights.items():
@@ -374,21 +371,16 @@ class TokenSlicePipelineModule(PipelineModule):
         *,
         up_to_past: bool = False,
     ) -> Any:
-        """Run the layers of one of this rank's stages on one token slice.
+        """Run the layers of one of this rank's stages on one token slice, and return the output of the last.
 
         Args:
             inputs: tensor or tuple: the model's inputs on the first stage, else the output of the stage before. Or, on
                 the first stage, a dict of entries, from one of which it starts.
-            state: state left by earlier token slices of the micro-batch on this stage; None for a whole sequence in one
-                piece.
-            token_slice: index of the token slice.
-            stage: the stage; None for the first of this rank.
+            state: state left by earlier token slices of the micro-batch on this stage; None for a whole sequence.
+            stage: None for the first of this rank.
             entries: tensors that layers take by name.
-            entering: told of each layer before it runs: its place among this rank's layers, and what goes into it.
-            up_to_past: stop behind the last layer that takes a `Past`: the rest leaves nothing to later token slices.
-
-        Returns:
-            Output of the stage's last layer, or of that one.
+            entering: called with each layer before it runs: its place among this rank's layers, and its inputs.
+            up_to_past: stop after the last layer that takes a `Past`: later ones leave nothing to later token slices.
         """
         if state is None:
             state = SequenceState(TokenSlices((self.token_slices.seq_length,)))

@@ -64,11 +64,7 @@ class Origin(NamedTuple):
 
 
 def find_origin(engine: TokenSlicePipelineEngine, micro_batches: Iterable[Any]) -> Origin | None:
-    """Compute the last batch again and say where bad numbers began; None if none came. Every rank must ask.
-
-    Args:
-        engine: the engine of this rank.
-    """
+    """Compute the last batch again and return where bad numbers began; None if none came. Every rank must ask."""
     if not engine.can_replay:
         return None
     watch = _Watch(engine)

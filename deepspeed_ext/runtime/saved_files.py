@@ -83,14 +83,9 @@ def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
 
 
 def gathered_by_first_rank(engine: Any, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Tensors of all pipeline ranks, by name, on the CPU; of a name that several have, those of the first.
+    """Tensors [...] of all pipeline ranks, by name, on the CPU of rank 0; None on other ranks. Every rank must call it.
 
-    Args:
-        engine: engine of this rank; every rank must call this.
-        own: tensors of this rank, of any shapes: scalars, [rows, columns] and so on.
-
-    Returns:
-        The tensors on rank 0; None on all others.
+    Of a name that several ranks have, the tensor is that of the first.
     """
     if engine.grid.get_data_parallel_rank() > 0:
         return None

@@ -26,7 +26,7 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 
 
 class StageOps:
-    """The stages of one pipeline rank, as its ops compute them.
+    """Computes the stages of one pipeline rank.
 
     Args:
         loss_scale: scales the loss of a token slice before backward.
@@ -63,18 +63,14 @@ class StageOps:
         self._batch = batch
 
     def given(self, op: Op, held: Buffer) -> tuple[Any, Mapping[str, Any]]:
-        """What goes into a stage, and the entries that its layers take by name, on their device."""
+        """The input of a stage, and the entries that its layers take by name, on their device."""
         if op.stage == 0:
             inputs = self._batch.parts[op.micro_batch][op.token_slice].inputs
             return (self._entries(op), {}) if isinstance(inputs, Mapping) else (inputs, {})
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs, self._entries(op)
 
     def check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Hold a stage in token slices against the whole, once, on a token slice that has tokens enough.
-
-        Args:
-            entries: entries that its layers take by name.
-        """
+        """Compare a stage in token slices with the whole, once, on a token slice that has tokens enough."""
         if op.stage not in self._unchecked:
             return
         length = self._batch.parts_of(op.micro_batch).lengths[op.token_slice]
@@ -85,23 +81,14 @@ class StageOps:
             self._unchecked.discard(op.stage)
 
     def forward(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Compute a stage.
-
-        Args:
-            held: tensors of its token slice: gets the outputs for the stage after, and what its backward starts from.
-            entries: entries that its layers take by name.
-        """
+        """Compute a stage, and leave in the buffer the outputs for the stage after and the roots of its backward."""
         if self._computes_again:
             self._pass_through(op, held, inputs, entries)
         else:
             self._compute(op, held, inputs, entries)
 
     def backward(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> None:
-        """Compute the gradients of a stage's inputs and weights.
-
-        Args:
-            gradients: gradients [...] of the stage's outputs that need one; none on the last stage.
-        """
+        """Compute the gradients of a stage's inputs and weights, given those [...] of its outputs that need one."""
         if self._computes_again:
             gradients = self._compute_again(op, held, gradients)
         roots, held.roots = held.roots, ()
@@ -166,7 +153,7 @@ class StageOps:
         return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
 
     def _entering(self, op: Op) -> Entering | None:
-        """Whom a forward tells of the layers it enters; None if nobody wants to know."""
+        """Return the function that a forward calls with each layer it enters; None if nothing listens."""
         told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
         if self._reductions is not None and self._batch.updates:
             reduced = self._reductions.entering(op, self._defer)
@@ -179,7 +166,7 @@ class StageOps:
         return entering if told else None
 
     def _defer(self, action: Callable[[], None]) -> bool:
-        """Do something behind the products that are being deferred; False if none are."""
+        """Do something after the products that are being deferred; False if none are."""
         if self.weight_gradients.collecting:
             self.weight_gradients.add(action)
             return True
@@ -202,7 +189,7 @@ class StageOps:
         return self._batch.states[key]
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
-        """Add a token slice's share of the loss up, and return what backward starts from."""
+        """Add up a token slice's share of the loss, and return the roots of its backward."""
         if self._batch.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)

@@ -49,11 +49,7 @@ class TokenSliceTopology(ProcessTopology):
 
 
 def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
-    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above.
-
-    Args:
-        tensor_parallel_rank: the rank among those that share the layer.
-    """
+    """File that DeepSpeed saves the weights of a pipeline layer to, given the names of ranks above."""
     return f"layer_{layer:02d}-model_{tensor_parallel_rank:02d}-model_states.pt"
 
 
@@ -102,11 +98,7 @@ class TokenSliceGrid(PipelineParallelGrid):
 
 @contextmanager
 def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module.
-
-    Args:
-        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
-    """
+    """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module."""
     original = deepspeed_module.PipelineParallelGrid
     deepspeed_module.PipelineParallelGrid = partial(TokenSliceGrid, tensor_parallel_group=tensor_parallel_group)
     try:
@@ -120,11 +112,8 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
 
     `torch.distributed.new_group` makes one group and takes every rank of the world, also those outside the group:
     with NCCL each call splits the communicator of all ranks. Here all groups are made at once: NCCL splits the
-    communicator of all ranks into all of them, and with other backends only the ranks of a group meet.
-
-    Args:
-        groups: ranks of each group. A rank that is in none of them gets a group of its own.
-        timeout: longest time that an operation of the group may take; None for torch's default.
+    communicator of all ranks into all of them, and with other backends only the ranks of a group meet. A rank that is
+    in none of the groups gets one of its own.
     """
     rank, members = dist.get_rank(), {rank for ranks in groups for rank in ranks}
     groups = [list(ranks) for ranks in groups] + [
@@ -140,11 +129,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
 
 
 def wait_as_long(timeout: timedelta) -> None:
-    """Let every process group of this rank give up after the same time: DeepSpeed makes its own with torch's default.
-
-    Args:
-        timeout: longest time that a collective or a transfer may take.
-    """
+    """Let every process group of this rank time out after the same time, also those that DeepSpeed makes."""
     # Public since torch 2.15, by another name.
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -165,7 +150,7 @@ def _names_agree() -> bool:
     """Whether all ranks would give a new group the same name.
 
     Torch names a group that is made without all ranks by its ranks and by how many groups this rank is in. `own_group`
-    adds one on every rank. But who makes groups of some ranks otherwise may leave ranks in different numbers of them,
+    adds one on every rank. Groups of some ranks that are made otherwise may leave ranks in different numbers of them,
     and ranks that look for each other under two names wait for ever.
     """
     number = len(dist.distributed_c10d._world.pg_names)
@@ -191,11 +176,7 @@ class SequenceParallelRanks:
 
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "SequenceParallelRanks":
-        """Return those of this rank. Every rank must call it at the same time.
-
-        Args:
-            timeout: longest time that a head exchange may take; None for torch's default.
-        """
+        """Return those of this rank, with a timeout of head exchanges. Every rank must call it at the same time."""
         if layout.sequence_parallel_size == 1:
             return cls()
         own = layout.coordinate(dist.get_rank()).sequence

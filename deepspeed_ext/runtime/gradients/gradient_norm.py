@@ -32,10 +32,10 @@ def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def count_bad_copies(engine: Any) -> None:
-    """Let a gradient that is no number count in the norm on each tensor-parallel rank.
+    """Let a NaN or infinite gradient count in the norm on each tensor-parallel rank.
 
-    The norm leaves out all copies but the first of what tensor parallelism does not cut, and each rank steps its own.
-    Here 0 times those that are left out is added to one that counts: nothing, or NaN.
+    The norm leaves out all copies but the first of weights that tensor parallelism does not cut, and each rank steps
+    its own. Here 0 times those that are left out is added to one that counts: nothing, or NaN.
     """
     if engine.grid.get_slice_parallel_rank() == 0:
         return
@@ -53,16 +53,10 @@ def count_bad_copies(engine: Any) -> None:
 def global_grad_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, tensor_parallel_rank: int
 ) -> Tensor:
-    """2-norm of the gradients of a whole model.
+    """2-norm [] of the gradients of a whole model, in fp64, on the device of the parameters.
 
-    Counted once are weights that pipeline ranks share, and parameters that every tensor-parallel rank holds.
-    DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
-
-    Args:
-        tensor_parallel_rank: this rank's place on the tensor axis.
-
-    Returns:
-        A scalar in fp64, on the device of the parameters.
+    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank holds.
+    DeepSpeed's own norm for fp32 without ZeRO counts the first stage only.
     """
     parameters = list(parameters)
     counted = [
@@ -84,13 +78,9 @@ def global_grad_norm(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients down if the norm of the whole model is above `max_norm`.
+    """Scale gradients down, in place, if the norm [] of the whole model is above `max_norm`.
 
     The host does not read the norm: gradients within the limit are multiplied by 1.
-
-    Args:
-        parameters: parameters whose gradients [...] are scaled in place.
-        norm: norm of all gradients of the model: [].
     """
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
@@ -99,13 +89,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 
 def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Let the next step of an optimizer change nothing, if the norm of its gradient is no number.
+    """Let the next step of an optimizer change nothing, if the norm [] of all gradients is NaN or infinite.
 
     DeepSpeed's other optimizers do so themselves. Fused steps skip on the device, and the host need not wait for the
-    norm; with others it does, and takes away the gradients, without which no optimizer of torch updates a weight.
-
-    Args:
-        norm: norm of all gradients of the model: [].
+    norm; with others it waits, and removes the gradients, without which no optimizer of torch updates a weight.
     """
     is_bad = ~torch.isfinite(norm)
     if all(group.get("fused") for group in optimizer.param_groups):

@@ -46,11 +46,7 @@ class _Piece(NamedTuple):
 
 
 class ParameterGathers:
-    """The gathers of one rank.
-
-    Args:
-        layers: parameters of each layer, by its place among this rank's.
-    """
+    """The gathers of one rank: of `layers`, by their place among this rank's, and of other parameters."""
 
     def __init__(
         self, optimizer: Any, layers: Mapping[int, Sequence[nn.Parameter]], others: Sequence[nn.Parameter]

@@ -39,8 +39,7 @@ SUM_BUCKET_BYTES = 1 << 26
 def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
     """Sum the gradients of weights that several ranks of a pipeline hold together: tied layers, and shared modules.
 
-    Args:
-        weights_and_groups: each weight, with the group of its ranks; in one order on all of them.
+    The weights come in one order on all ranks of their group.
     """
     gradients: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -59,9 +58,6 @@ def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
 
     Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and the biases after a reduction. So do
     norms of queries and keys, which a rank applies to its part of the heads, with sequence parallelism or without.
-
-    Args:
-        grid: process groups of this rank.
     """
     weights = _applied_to_a_part(module, grid)
     if weights:
@@ -84,11 +80,9 @@ def _applied_to_a_part(module: nn.Module, grid: Any) -> list[nn.Parameter]:
 def sum_in_buckets(
     tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = SUM_BUCKET_BYTES
 ) -> None:
-    """Sum tensors [...] in place over the ranks of a group, in few messages.
+    """Sum tensors [...] in place over the ranks of a group, in messages of at most `bucket_bytes`.
 
-    Args:
-        tensors: tensors of the same shapes and dtypes, in the same order, on every rank.
-        bucket_bytes: largest size of a message that copies tensors together; larger tensors are not copied.
+    They have the same shapes and dtypes, in the same order, on every rank. Larger tensors are not copied.
     """
     for bucket in buckets(tensors, bucket_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -101,12 +95,7 @@ def sum_in_buckets(
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype, in their order, so that no group of several tensors is larger than a bucket.
-
-    Args:
-        tensors: tensors of any shape [...].
-        bucket_bytes: largest size of a group, in bytes.
-    """
+    """Group tensors [...] by dtype, in their order, so that no group of several tensors is larger than a bucket."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
@@ -341,9 +330,7 @@ class GradientReductions:
     def entering(self, op: Op, defer: Callable[[Callable[[], None]], bool]) -> Entering | None:
         """Return the function that the forward of an op calls for each layer; None if its backward completes no stage.
 
-        Args:
-            defer: takes a function to call with the weight gradients of this backward, and returns whether they are
-                deferred.
+        `defer` takes a function to call with the weight gradients of this backward; False if they are not deferred.
         """
         stage = self._completing.get(op[1:])
         if stage is None:

@@ -161,12 +161,7 @@ _SMALL = 1 << 16
 
 
 class AccumulatedGradient:
-    """Where the gradient of one weight adds up.
-
-    Args:
-        total: the sum so far, of the weight's shape; added to in place.
-        dtype: type of the factors.
-    """
+    """The sum of one weight's gradients, `total`, from factors of a dtype."""
 
     def __init__(self, total: Tensor, dtype: torch.dtype) -> None:
         self.total = total
@@ -175,12 +170,7 @@ class AccumulatedGradient:
         self._adds_products = dtype is total.dtype or _adds_products(total.device, dtype, total.dtype)
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Add the gradient that a matrix product gives its weight: `total += output_gradient.T @ inputs`.
-
-        Args:
-            output_gradient: [rows, out].
-            inputs: [rows, in].
-        """
+        """Add a matrix product's: `total += output_gradient.T @ inputs`, of [rows, out] and [rows, in]."""
         left, total = output_gradient.t(), self._matrix
         if left.dtype is total.dtype:
             total.addmm_(left, inputs)
@@ -194,21 +184,12 @@ class AccumulatedGradient:
                 sums.add_((part @ inputs).to(sums.dtype))
 
     def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
-        """Add the gradient that a look-up gives its table: `total[indices[i]] += output_gradient[i]`.
-
-        Args:
-            indices: [rows].
-            output_gradient: [rows, width].
-        """
+        """Add a look-up's: `total[indices[i]] += output_gradient[i]`, of indices [rows] and gradients [rows, width]."""
         self.total.index_add_(0, indices, output_gradient.to(self.total.dtype))
 
 
 class AccumulatedGradients:
-    """The sums of many weights. Each weight gets its own as the attribute `accumulated_gradient`.
-
-    Args:
-        weights: each with its sum, a tensor of as many numbers.
-    """
+    """The sums of many weights, as flat tensors. Each weight gets its own as the attribute `accumulated_gradient`."""
 
     def __init__(self, weights: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         self._small: list[tuple[nn.Parameter, Tensor, Tensor]] = []
@@ -243,11 +224,7 @@ class AccumulatedGradients:
 
 
 class OptimizerGradients(AccumulatedGradients):
-    """The sums that a `BF16_Optimizer` reduces, clips and steps with.
-
-    Args:
-        optimizer: one that does not ask to be called for each gradient (`immediate_grad_update`).
-    """
+    """The sums that a `BF16_Optimizer` without `immediate_grad_update` reduces, clips and steps with."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
