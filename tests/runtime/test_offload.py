@@ -1,0 +1,205 @@
+"""What waits on the host comes back as it was: not a bit of any gradient changes, and the device does let go of it."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.timeline import Timeline, critical_path
+from deepspeed_ext.runtime import executor
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.sequence_state import Past
+from deepspeed_ext.runtime.offload import HostBuffers, HostCopies, TokenSliceCopies
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
+
+CUT, WINDOW = (9, 1, 8, 6), 7
+SETUPS = {
+    "one rank, two model chunks": Setup(cut=CUT, model_chunks=2, schedule="gpipe"),
+    "two ranks": Setup(pp=2, cut=CUT, micro_batches=3, schedule="gpipe"),
+    "1f1b": Setup(pp=2, cut=CUT, micro_batches=3),
+    "interleaved": Setup(pp=2, cut=CUT, micro_batches=3, model_chunks=2, schedule="interleaved"),
+    "breadth-first": Setup(pp=2, cut=CUT, micro_batches=3, model_chunks=2, schedule="breadth-first"),
+    "weight gradients apart": Setup(pp=2, cut=CUT, micro_batches=3, schedule="zero-bubble"),
+}
+SETUPS = {name: replace(setup, dtype="fp64", recompute_stages=True, tied=False) for name, setup in SETUPS.items()}
+
+
+class Windowed(models.Block):
+    """Attends within a sliding window."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS))
+        query, key, value = heads.split([models.HEADS, models.GROUPS, models.GROUPS], dim=2)
+        hidden = hidden + self.out(past.attend(query, key, value, window=WINDOW).flatten(2))
+        return hidden + self.mlp(hidden)
+
+
+def settings_of(setup: Setup, **more: Any) -> HostCopySettings:
+    """Bytes of the small transformer in fp64, of two micro-batch rows; its first stage reads tokens."""
+    stages = setup.pp * setup.model_chunks
+    size, layers = ROWS * 8, setup.num_blocks // stages
+    keys = 2 * models.GROUPS * (models.HIDDEN // models.HEADS) * size * layers
+    inputs = (0.0, *(float(models.HIDDEN * size),) * (stages - 1))
+    return HostCopySettings(lengths=setup.cut, input_bytes=inputs, key_value_bytes=(float(keys),) * stages, **more)
+
+
+class WatchedCopies(TokenSliceCopies):
+    """Counts the tensors that somebody holds on the device after they were dropped."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.storages: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
+        self.dropped, self.held = Counter[Content](), 0
+
+    def offload(self, content: Content, op: Op, tensors: Sequence[Tensor]) -> None:
+        self.storages[content, op] = [weakref.ref(each.untyped_storage()) for each in tensors]
+        super().offload(content, op, tensors)
+
+    def drop(self, content: Content, op: Op) -> None:
+        super().drop(content, op)
+        self.dropped[content] += 1
+        self.held += sum(each() is not None for each in self.storages[content, op])
+
+
+def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> dict[str, Any]:
+    with patch.object(executor, "TokenSliceCopies", WatchedCopies):
+        engine = build(
+            setup,
+            engine_keywords={"host_copies": host_copies, "check_token_slices": False},
+            preserve_rng_state=False,
+            partition="0,2,3,4,6" if setup.pp * setup.model_chunks == 4 else "0,3,6",
+            **module,
+        )
+    evaluated = engine.eval_batch(feed(engine, setup)).item()
+    with engine.timeline() as timelines:
+        loss = engine.train_batch(feed(engine, setup)).item()
+    seen, copies = engine.optimizer.seen, engine._executor.copies
+    gradients = {name: as_numpy(seen[each]).tobytes() for name, each in engine.module.named_parameters()}
+    return {
+        "numbers": (loss, evaluated, gradients),
+        "dropped": dict(copies.dropped) if copies else None,
+        "measured": Timeline.from_json(timelines[0].to_json()),
+        "still held": copies and (copies.held, copies._copies.buffers.in_use),
+    }
+
+
+def _documents(batch: Any) -> Documents:
+    return Documents(((0, 5, 11), (0, 13)))
+
+
+def _windowed_layers() -> list[LayerSpec]:
+    head = LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB)
+    return [LayerSpec(models.Embedding), *[LayerSpec(Windowed)] * 4, head]
+
+
+def _both(setup: Setup, windows: tuple[int, ...] = (), **module: Any) -> list[dict[str, Any]]:
+    return [_step(setup, settings, **module) for settings in (None, settings_of(setup, windows=windows))]
+
+
+def _steps(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    found = {name: _both(SETUPS[name]) for name in names}
+    first = SETUPS[names[0]]
+    found["packed documents"] = _both(first, documents=_documents)
+    found["sliding windows"] = _both(first, (WINDOW, WINDOW), layers=_windowed_layers())
+    with pytest.raises(UserError, match="build it with recompute_stages=True"):
+        _step(replace(first, recompute_stages=False), settings_of(first))
+    return found
+
+
+def _check_measured(timeline: Timeline, rank: int, number: int) -> None:
+    """On a CPU a copy is over before the op behind it begins: from its forward to its backward all has its place."""
+    own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
+    assert len(own) == len({copy[:4] for copy in own}) == number
+    ends = {span.op: span for spans in timeline.spans for span in spans}
+    for copy in own:
+        forward = ends[Op(OpKind.FORWARD, *copy[1:4])]
+        backward = next(ends[op] for kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+                        if (op := Op(kind, *copy[1:4])) in ends)  # fmt: skip
+        times = [forward.end, *copy[4:], backward.start]
+        assert times == sorted(times) and copy.offload_start < copy.offload_end and copy.fetch_start < copy.fetch_end
+    path = critical_path(timeline)
+    assert path.steps[-1].event.end == timeline.end and all(slack >= 0 for slack in path.slack.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
+    names = [name for name, setup in SETUPS.items() if setup.pp == world_size]
+    by_rank = run_distributed(_steps, world_size, names)
+    for rank, by_name in enumerate(by_rank):
+        assert by_name.keys() >= {*names}
+        for name, (without, with_copies) in by_name.items():
+            assert with_copies["numbers"] == without["numbers"], f"{name} on rank {rank}"
+            assert with_copies["still held"] == (0, 0)
+            assert without["dropped"] is None
+            assert sum(with_copies["dropped"].values()) > 0, f"{name} on rank {rank}"
+            _check_measured(with_copies["measured"], rank, sum(with_copies["dropped"].values()))
+            assert without["measured"].host_copies == ()
+    # All that a stage leaves waits where a rank runs its other stage in between; the first stage's inputs are tokens.
+    everything = "breadth-first" if world_size == 2 else names[0]
+    dropped = by_rank[-1][everything][1]["dropped"]
+    token_slices = SETUPS[everything].micro_batches * len(CUT)
+    stages_with_inputs = SETUPS[everything].model_chunks - (world_size == 1)
+    assert dropped[Content.INPUT] == token_slices * stages_with_inputs
+    assert dropped[Content.KEYS_AND_VALUES] == token_slices * 2
+
+
+CPU = torch.device("cpu")
+
+
+def test_tensors_come_back_as_they_were_and_are_gone_in_between() -> None:
+    copies = HostCopies(CPU)
+    tensors = [torch.randn(3, 4, requires_grad=True), torch.arange(6).view(2, 3).t(), torch.randn(0, 2)]
+    values = [tensor.detach().clone() for tensor in tensors]
+    held = weakref.ref(tensors[0].untyped_storage())
+    copy = copies.offload(tensors)
+    assert tensors[0].sum() == values[0].sum(), "others may read them until they are dropped"
+    del tensors
+    copies.drop(copy)
+    assert held() is None
+    copies.fetch(copy)
+    back = copies.arrive(copy)
+    assert all(torch.equal(one, other) for one, other in zip(back, values, strict=True))
+    assert [tensor.requires_grad for tensor in back] == [True, False, False] and back[0].is_leaf
+    assert copies.buffers.in_use == 0
+
+
+def test_buffers_are_used_again_and_never_more_than_were_in_use_at_once() -> None:
+    buffers = HostBuffers(CPU)
+    long, short = torch.empty(100, dtype=torch.float64), torch.empty(50, dtype=torch.float64)
+    first = buffers.take(long)
+    place = first.data_ptr()
+    buffers.give_back(first)
+    # Of another shape and type, and as many bytes.
+    again = buffers.take(torch.empty(20, 10, dtype=torch.float32))
+    assert again.data_ptr() == place and (again.shape, again.dtype) == ((20, 10), torch.float32)
+    buffers.give_back(again)
+    two = [buffers.take(short), buffers.take(short)]
+    assert (buffers.held, buffers.in_use, buffers.most_in_use) == (800, 800, 800)
+    third = buffers.take(long)
+    assert (buffers.held, buffers.in_use, buffers.most_in_use) == (1600, 1600, 1600)
+    for buffer in (*two, third):
+        buffers.give_back(buffer)
+    assert (buffers.held, buffers.in_use) == (1600, 0)
+
+
+def test_a_copy_can_be_abandoned_wherever_it_is() -> None:
+    copies = HostCopies(CPU)
+    for steps in ((), (copies.drop,), (copies.drop, copies.fetch)):
+        copy = copies.offload([torch.randn(4)])
+        for step in steps:
+            step(copy)
+        copies.abandon(copy)
+        assert (copies.buffers.in_use, copy.on_device, copy.on_host) == (0, [], [])

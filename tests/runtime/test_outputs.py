@@ -1,0 +1,297 @@
+"""Outputs and labels of a batch, given when asked for and let go of when not; evaluation in other shapes."""
+
+import gc
+import weakref
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.slicing import TokenSlices
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.reference import Reference
+from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, feed, losses, weights
+
+CUT = (9, 1, 8, 6)
+CLOSE = 1e-6
+SHARED = (8, 2, 8, 6)
+"""Lengths that two ranks can share."""
+SHORT, SAME_COUNT, OTHER_ROWS, OTHER_COUNT = (4, 6, 2), (8, 8, 8), 5, 3
+"""Cuts, of sequences of another length and of the same, and sizes of a batch, for evaluation alone."""
+
+
+def _still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def _held_out(seq: int = models.SEQ) -> list[Any]:
+    return models.batches(OTHER_COUNT, OTHER_ROWS, seed=7, seq=seq)
+
+
+@cache
+def _whole(kind: str, data_rank: int = 0) -> tuple[float, np.ndarray, np.ndarray]:
+    """Loss, outputs and labels of all micro-batches, without pipeline or token slices."""
+    model = Reference(4, tied=True)
+    batches = {
+        "training": lambda: batches_of(Setup(micro_batches=3), data_rank),
+        "held out": _held_out,
+        "short": lambda: _held_out(sum(SHORT)),
+    }[kind]()
+    with torch.no_grad():
+        outputs = [model(tokens) for tokens, _ in batches]
+        loss = np.mean(
+            [models.loss_fn(logits, labels).item() for logits, (_, labels) in zip(outputs, batches, strict=True)]
+        )
+    return float(loss), as_numpy(torch.cat(outputs)), as_numpy(torch.cat([labels for _, labels in batches]))
+
+
+SETUPS = {
+    1: [Setup(cut=CUT, micro_batches=3)],
+    2: [
+        Setup(pp=2, cut=CUT, micro_batches=3, recompute=1),
+        Setup(pp=2, cut=CUT, micro_batches=3, schedule="zero-bubble"),
+        Setup(pp=2, cut=CUT, micro_batches=3, schedule="interleaved", model_chunks=2),
+        Setup(pp=2, cut=CUT, micro_batches=3, schedule="gpipe", model_chunks=2, placement=Placement.V),
+    ],
+    4: [Setup(pp=2, dp=2, cut=CUT, micro_batches=3), Setup(pp=2, sp=2, cut=SHARED, micro_batches=3)],
+}
+
+
+def _results(setups: list[Setup]) -> list[dict[str, Any]]:
+    found = []
+    sizes = {"num_micro_batches": OTHER_COUNT, "micro_batch_size": OTHER_ROWS, "return_output_label": True}
+    for setup in setups:
+        engine = build(setup, optimizer=_still)
+        plain = engine.train_batch(feed(engine, setup))
+        again = engine.train_batch(feed(engine, setup), return_output_label=True)
+        results = {
+            "training": again,
+            "evaluation": engine.eval_batch(feed(engine, setup), return_output_label=True),
+            "held out": engine.eval_batch(iter(_held_out()), **sizes),
+            "short": engine.eval_batch(iter(_held_out(sum(SHORT))), token_slices=SHORT, **sizes),
+            "short, as a cut": engine.eval_batch(iter(_held_out(12)), token_slices=TokenSlices((12,)), **sizes),
+        }
+        found.append(
+            {
+                name: (loss.item(), *(each if each is None else as_numpy(each) for each in rest))
+                for name, (loss, *rest) in results.items()
+            }
+            | {"alone": plain.item(), "data rank": engine.replica}
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", SETUPS)
+def test_outputs_and_labels_are_those_of_the_whole_batch(world_size: int) -> None:
+    by_rank = run_distributed(_results, world_size, SETUPS[world_size])
+    for index, setup in enumerate(SETUPS[world_size]):
+        complete = 0
+        for found in (rank[index] for rank in by_rank):
+            assert found["alone"] == found["training"][0], "asking for outputs changes nothing"
+            for name, kind in {
+                "training": "training", "evaluation": "training", "held out": "held out", "short": "short",
+                "short, as a cut": "short",
+            }.items():  # fmt: skip
+                data_ranks = range(setup.dp) if kind == "training" else (0,)
+                expected_loss = np.mean([_whole(kind, data_rank)[0] for data_rank in data_ranks])
+                _, expected, expected_labels = _whole(kind, found["data rank"] if kind == "training" else 0)
+                loss, outputs, labels = found[name]
+                assert loss == pytest.approx(expected_loss, rel=CLOSE), f"{name} of {setup}"
+                assert (outputs is None) is (labels is None)
+                if outputs is None:
+                    continue
+                complete += 1
+                assert outputs.shape == expected.shape
+                assert np.linalg.norm(outputs - expected) <= CLOSE * np.linalg.norm(expected), f"{name} of {setup}"
+                np.testing.assert_array_equal(labels, expected_labels)
+        assert complete == 5 * setup.dp * setup.sp, "on the ranks of the last stage, and on no others"
+
+
+def _undisturbed(evaluate: bool, known_shapes: bool) -> tuple[list[float], dict[str, np.ndarray], list[int]]:
+    setup = Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)
+    keywords = {} if known_shapes else {"activation_spec": None}
+    engine = build(setup, optimizer=lambda each: torch.optim.SGD(each, lr=0.1), **keywords)
+    found, messages = [], []
+    for step in range(3):
+        if evaluate:
+            before = engine.num_messages
+            engine.eval_batch(
+                iter(_held_out(sum(SHORT))),
+                num_micro_batches=OTHER_COUNT,
+                micro_batch_size=OTHER_ROWS,
+                token_slices=SHORT,
+            )
+            messages.append(engine.num_messages - before)
+            # As many token slices, of other lengths: neither may take the other's shapes for its own.
+            engine.eval_batch(iter(_held_out()), token_slices=SAME_COUNT, micro_batch_size=OTHER_ROWS)
+        found += losses(engine, setup, 1, first=step)
+    return found, weights(engine), messages
+
+
+@pytest.mark.parametrize("known_shapes", [True, False], ids=["shapes known", "shapes sent"])
+def test_evaluation_in_another_cut_leaves_no_trace(known_shapes: bool) -> None:
+    undisturbed = run_distributed(_undisturbed, 2, False, known_shapes)
+    disturbed = run_distributed(_undisturbed, 2, True, known_shapes)
+    # Four stages on two ranks: the first rank sends twice, the second once.
+    for (found, found_weights, messages), (same, same_weights, _), sends in zip(
+        disturbed, undisturbed, (2, 1), strict=True
+    ):
+        assert found == same
+        for name, weight in found_weights.items():
+            np.testing.assert_array_equal(weight, same_weights[name])
+        tensors, headers = sends * OTHER_COUNT * len(SHORT), sends * len(SHORT)
+        assert messages == [tensors + headers * (not known_shapes), tensors, tensors], "shapes are learned once"
+
+
+def _refusals() -> list[str]:
+    engine = build(Setup(cut=CUT))
+    found = []
+    for keywords in (
+        {"return_logits": True, "return_output_label": True},
+        {"token_slices": (8, 0)},
+        {"token_slices": (8, 8)},
+    ):
+        with pytest.raises((UserError, PlanError)) as refused:
+            engine.eval_batch(iter(_held_out()), **keywords)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_cannot_be_evaluated_is_said_in_one_line() -> None:
+    ((both, empty, other),) = run_distributed(_refusals, 1)
+    assert both == "return_logits and return_output_label give outputs in two forms: ask for one of them"
+    assert "0" in empty
+    assert other.startswith("inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8")
+
+
+# ---------------------------------------------------------------------- other forms of outputs
+
+
+def _pair(logits: Tensor, labels: Any) -> Tensor:
+    return models.loss_fn(logits[0], labels)
+
+
+class Pair(torch.nn.Linear):
+    """Gives logits and, for each row, their mean."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = super().forward(hidden)
+        return logits, logits.mean(dim=(1, 2))
+
+
+def named_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return models.loss_fn(logits, targets)
+
+
+def _forms() -> dict[str, Any]:
+    from deepspeed.pipe import LayerSpec
+
+    setup = Setup(cut=CUT)
+    ending_in_a_pair = [*models.layers(tied=False)[:-1], LayerSpec(Pair, models.HIDDEN, models.VOCAB)]
+    engine = build(setup, layers=ending_in_a_pair, loss_fn=_pair, optimizer=_still)
+    _, (logits, means), labels = engine.train_batch(feed(engine, setup), return_output_label=True)
+    by_micro_batch = engine.eval_batch(feed(engine, setup), return_logits=True)[1]
+    loss, _ = engine.eval_batch(feed(engine, setup), return_logits=True)
+    engine.module.output_fn = lambda outputs: outputs[0].argmax(-1)
+    same_loss, made = engine.eval_batch(feed(engine, setup), return_logits=True)
+    named = [(tokens, {"targets": labels, "task": "words"}) for tokens, labels in batches_of(setup, 0)]
+    dict_engine = build(setup, loss_fn=named_loss)
+    _, _, labels_of_names = dict_engine.train_batch(iter(named), return_output_label=True)
+    return {
+        "shapes": [tuple(each.shape) for each in (logits, means, labels)],
+        "grad": logits.requires_grad or means.requires_grad,
+        "means": torch.allclose(means[:, 0], logits[:, : CUT[0]].mean(dim=(1, 2)), atol=1e-6),
+        "made": [torch.equal(each, logits.argmax(-1)) for each, (logits, _) in zip(made, by_micro_batch, strict=True)],
+        "loss is of what the layer gave": torch.equal(loss, same_loss),
+        "by micro-batch": [(type(each).__name__, *(tuple(part.shape) for part in each)) for each in by_micro_batch],
+        "names": {name: tuple(each.shape) if torch.is_tensor(each) else each for name, each in labels_of_names.items()},
+    }
+
+
+def test_outputs_may_be_tuples_and_labels_dicts() -> None:
+    (found,) = run_distributed(_forms, 1)
+    rows = 2 * ROWS
+    assert found["shapes"] == [(rows, models.SEQ, models.VOCAB), (rows, len(CUT)), (rows, models.SEQ)]
+    assert not found["grad"]
+    assert found["means"]
+    assert found["made"] == [True, True], "what `output_fn` makes of the outputs is what is given"
+    assert found["loss is of what the layer gave"]
+    assert found["by micro-batch"] == [("tuple", (ROWS, models.SEQ, models.VOCAB), (ROWS, len(CUT)))] * 2
+    assert found["names"] == {"targets": (rows, models.SEQ), "task": "words"}
+
+
+# ---------------------------------------------------------------------- what is let go of
+
+
+class Token:
+    """Lives as long as what holds it."""
+
+
+class Marked(torch.autograd.Function):
+    """Hangs a token on the graph. Saved tensors go after backward; the graph goes when nobody holds its end."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, token: Token) -> Tensor:
+        ctx.token = token
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Witness:
+    """A loss function that counts, whenever it is called, the graphs and the values of outputs that somebody holds."""
+
+    def __init__(self) -> None:
+        self.graphs: list[weakref.ref[Token]] = []
+        self.values: list[weakref.ref[Any]] = []
+        self.most = (0, 0)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.most = max(self.most, self.alive())
+        token = Token()
+        self.graphs.append(weakref.ref(token))
+        self.values.append(weakref.ref(logits.untyped_storage()))
+        # Its backward needs the logits, so that a graph that waits for its backward holds their values.
+        return Marked.apply(models.loss_fn(logits, labels) + (logits * logits).mean(), token)
+
+    def alive(self) -> tuple[int, int]:
+        gc.collect()
+        return tuple(sum(each() is not None for each in references) for references in (self.graphs, self.values))
+
+
+def _alive(setup: Setup) -> dict[str, Any]:
+    witness = Witness()
+    engine, found = build(setup, loss_fn=witness), {}
+    result = engine.train_batch(feed(engine, setup))
+    found["graph of the loss"] = result.requires_grad or result.grad_fn is not None
+    found["in training"], found["after training"] = witness.most, witness.alive()
+    witness.most = (0, 0)
+    engine.eval_batch(feed(engine, setup))
+    found["in evaluation"], found["after evaluation"] = witness.most, witness.alive()
+    asked = engine.train_batch(feed(engine, setup), return_output_label=True)
+    found["asked"] = asked[1].requires_grad if asked[1] is not None else False
+    held = [each for each in (engine._executor.batch.outputs, engine._executor.batch.labels) if each]
+    found["held by the engine"] = len(held)
+    found["after asking"] = witness.alive()
+    return found
+
+
+@pytest.mark.parametrize("setup", [Setup(cut=CUT, micro_batches=4), Setup(pp=2, cut=CUT, micro_batches=4)], ids=str)
+def test_nothing_is_kept_of_outputs_that_nobody_asks_for(setup: Setup) -> None:
+    found = run_distributed(_alive, setup.pp, setup)[-1]
+    # On the last stage the other token slices of the micro-batch are live, and the loss sums up without their graphs.
+    assert found["in training"] == (len(CUT) - 1, len(CUT) - 1)
+    assert found["in evaluation"] == (0, 0)
+    assert not found["graph of the loss"]
+    assert found["after training"] == found["after evaluation"] == (0, 0)
+    assert found["held by the engine"] == 0
+    assert not found["asked"]
+    assert found["after asking"] == (0, 0), "what was returned is a copy in one piece"
