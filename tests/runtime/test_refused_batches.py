@@ -12,8 +12,15 @@ from tests.runtime.training import Setup, build, feed
 CUT = (9, 1, 14)
 
 
-def _train(setup: Setup, first: list[Any]) -> dict[str, Any]:
-    """Try a batch, an evaluation of it, and then a good one."""
+SHORT = [(tokens[:, :20], labels[:, :20]) for tokens, labels in models.batches(2, 2)]
+SETUPS = {
+    1: [Setup(cut=CUT)],
+    2: [Setup(pp=2, cut=CUT), Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)],
+}
+
+
+def _train(setup: Setup, first: list[Any]) -> tuple[list[str], float | None]:
+    """Try a batch, an evaluation of it, and then a good one: what was said, and the loss of the last."""
     engine = build(setup)
     said = []
     for call in (engine.train_batch, engine.eval_batch):
@@ -23,9 +30,9 @@ def _train(setup: Setup, first: list[Any]) -> dict[str, Any]:
         except UserError as error:
             said.append(str(error))
     try:
-        return {"said": said, "loss": engine.train_batch(feed(engine, setup)).item()}
+        return said, engine.train_batch(feed(engine, setup)).item()
     except UserError as error:
-        return {"said": [*said, str(error)], "loss": None}
+        return [*said, str(error)], None
 
 
 def _good(setup: Setup) -> float:
@@ -33,40 +40,36 @@ def _good(setup: Setup) -> float:
     return engine.train_batch(feed(engine, setup)).item()
 
 
-SHORT = [(tokens[:, :20], labels[:, :20]) for tokens, labels in models.batches(2, 2)]
-SETUPS = [Setup(cut=CUT), Setup(pp=2, cut=CUT), Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)]
+def _all(setups: list[Setup]) -> list[tuple[float, Any, Any]]:
+    return [(_good(setup), _train(setup, SHORT), _train(setup, [])) for setup in setups]
 
 
-@pytest.mark.parametrize("first", [SHORT, []], ids=["short", "none"])
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_another_batch_may_follow_one_that_was_refused(setup: Setup, first: list[Any]) -> None:
-    expected = run_distributed(_good, setup.world_size, setup)
-    found = run_distributed(_train, setup.world_size, setup, first)
-    assert [each["loss"] for each in found] == expected
-    reason = "do not have the 24 tokens" if first else "the data iterator ended at micro-batch 0 of a batch of 2"
-    for each in found:
-        assert all(reason in line for line in each["said"])
+@pytest.mark.parametrize("world_size", SETUPS)
+def test_another_batch_may_follow_one_that_was_refused(world_size: int) -> None:
+    for by_setup in run_distributed(_all, world_size, SETUPS[world_size]):
+        for expected, (of_short, after_short), (of_none, after_none) in by_setup:
+            assert after_short == after_none == expected
+            assert all("do not have the 24 tokens" in line for line in of_short)
+            assert all("the data iterator ended at micro-batch 0 of a batch of 2" in line for line in of_none)
+
+
+def _good_and_retried(setup: Setup) -> tuple[float, float]:
+    expected, engine = _good(setup), build(setup)
+    try:
+        return expected, engine.train_batch(iter(SHORT)).item()
+    except UserError:
+        return expected, engine.train_batch(feed(engine, setup)).item()
 
 
 def test_ranks_that_read_no_data_wait_for_the_batch_that_follows() -> None:
-    setup = Setup(pp=3, cut=CUT, num_blocks=5)
-    expected = run_distributed(_good, 3, setup)
-    assert [each for each in run_distributed(_retry, 3, setup)] == expected
-
-
-def _retry(setup: Setup) -> float:
-    engine = build(setup)
-    try:
-        return engine.train_batch(iter(SHORT)).item()
-    except UserError:
-        return engine.train_batch(feed(engine, setup)).item()
+    for expected, found in run_distributed(_good_and_retried, 3, Setup(pp=3, cut=CUT, num_blocks=5)):
+        assert found == expected
 
 
 def test_a_batch_that_ended_in_its_middle_is_the_last_one() -> None:
-    setup = Setup(cut=CUT)
-    (found,) = run_distributed(_train, 1, setup, [*models.batches(1, 2), SHORT[0]])
-    assert "do not have the 24 tokens" in found["said"][0]
-    for line in found["said"][1:]:
+    ((said, loss),) = run_distributed(_train, 1, Setup(cut=CUT), [*models.batches(1, 2), SHORT[0]])
+    assert "do not have the 24 tokens" in said[0]
+    for line in said[1:]:
         assert line.startswith("a batch before ended in its middle (UserError: inputs of shape (2, 20)")
         assert "\n" not in line
-    assert found["loss"] is None
+    assert loss is None
