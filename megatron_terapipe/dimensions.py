@@ -95,11 +95,7 @@ class Dimension:
         return "LENGTHS" if tuple in self.types and str not in self.types else "LIST"
 
     def parse(self, text: str) -> tuple[Any, ...]:
-        """Return the values that its flag lists, each once; a flag of lists gives one list.
-
-        Raises:
-            ConfigError: if one is none of this dimension.
-        """
+        """Return the values that its flag lists, each once; a flag of lists gives one list."""
         for word in self.found:
             if word in text.replace(" ", "").split(","):
                 raise ConfigError(
@@ -143,11 +139,7 @@ class Dimension:
         return tuple(dict.fromkeys(values))
 
     def check(self, value: object) -> None:
-        """Check that a strategy may have a value.
-
-        Raises:
-            ConfigError: if it is not of this type, or too large.
-        """
+        """Check that a strategy may have a value."""
         if isinstance(value, str | NoneType | bool) and type(value) in self.types:
             return
         if tuple in self.types and not isinstance(value, tuple):
@@ -190,11 +182,7 @@ class Dimension:
         return value is not None, isinstance(value, tuple), value
 
     def check_trained(self, value: object) -> None:
-        """Check that the trainer supports a value.
-
-        Raises:
-            ConfigError: if it does not.
-        """
+        """Check that the trainer supports a value."""
         if self.trained and value not in self.trained:
             choices = " or ".join(json.dumps(choice) for choice in self.trained)
             raise ConfigError(f"strategy: {self.name} {json.dumps(value)} cannot be trained yet: use {choices}")

@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 
 def stated_ranks(config: Config) -> int | None:
-    """Return the slots of the hostfile, or the ranks that `--data-parallel-size` makes; None if neither is given.
-
-    Raises:
-        UserError: if the hostfile cannot be read.
-    """
+    """Return the slots of the hostfile, or the ranks that `--data-parallel-size` makes; None if neither is given."""
     path = config.training.hostfile
     if path is None:
         return None if config.parallel.data_parallel_size is None else config.parallel.least_world_size
@@ -49,11 +45,7 @@ def stated_ranks(config: Config) -> int | None:
 
 
 def slots_of_hosts(path: str, flag: str) -> list[int]:
-    """Return the slots of each host of a hostfile.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
+    """Return the slots of each host of a hostfile."""
     # Imported where a hostfile is named: the search is not needed otherwise.
     from megatron_terapipe.search.machine.hostfile import parse_hostfile
 
@@ -70,21 +62,13 @@ DEVICES_OF_A_NODE = 8
 
 
 def cost_model_of(config: Config, world_size: int) -> "CostModel":
-    """Return the cost model that prices the ops of a run.
-
-    Raises:
-        ConfigError: if a file that flags name cannot be read, or the cluster is too small.
-    """
+    """Return the cost model that prices the ops of a run."""
     cluster = named_cluster(config.parallel.cluster, world_size)
     return costs_of_run(config, cluster).pricing_on(cluster).cost_model
 
 
 def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
-    """Return the sources of prices that the flags of a run name.
-
-    Raises:
-        ConfigError: if a file that `--op-profile` or `--op-calibration` names cannot be read.
-    """
+    """Return the sources of prices that the flags of a run name."""
     from megatron_terapipe.search.learn.costs import read_costs
     from megatron_terapipe.search.price.workload import gpt_workload
 
@@ -118,14 +102,7 @@ def sources_in_words(config: Config) -> str:
 
 
 def named_cluster(path: str | None, world_size: int) -> "Cluster":
-    """Return the cluster that `--cluster` names, or the default one with room for all ranks.
-
-    Args:
-        path: value of the flag; None = it is not given.
-
-    Raises:
-        ConfigError: if the file cannot be read, or the cluster is too small.
-    """
+    """Return the cluster that `--cluster` names, or the default one with room for all ranks."""
     from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
     from megatron_terapipe.search.machine.hostfile import is_hostfile
 
@@ -185,9 +162,6 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
     Args:
         config: the configuration, its vocabulary size known; what it says of layout and batch is not read.
         constraints: values that dimensions may have, by name, the global batch size among them.
-
-    Raises:
-        ConfigError: if a file cannot be read, the cluster is not that of the ranks, or no strategy can run.
     """
     from megatron_terapipe.search.price.workload import gpt_workload
     from megatron_terapipe.search.rank.search import search
@@ -225,9 +199,6 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
     """Return the cluster of a run, and what it is in words: that of `--cluster`, or hosts as the launcher fills them.
 
     The devices of these are those of the profile, or `DEVICE`.
-
-    Raises:
-        ConfigError: if a file cannot be read, or the cluster is not that of the ranks.
     """
     parallel, profile = config.parallel, sources_in_words(config)
     if parallel.cluster is not None:
@@ -263,14 +234,7 @@ def _device(op_profile: str | None) -> str:
 
 
 def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
-    """Return the schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-
-    Raises:
-        UserError: if a file that flags name cannot be read, or holds no schedule.
-    """
+    """Return the schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for."""
     name = config.parallel.pipeline_schedule
     if name == OPTIMISED:
         return _found_schedule(config, data_parallel_size)
@@ -278,11 +242,7 @@ def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
 
 
 def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: int) -> SimulatedSchedule:
-    """Return a schedule with its simulated timelines: in seconds where its ops are priced.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-    """
+    """Return a schedule with its simulated timelines: in seconds where its ops are priced."""
     if isinstance(schedule, FoundSchedule):
         return SimulatedSchedule(schedule, costs=schedule.costs)
     if config.training.offload_token_slices:
@@ -293,14 +253,7 @@ def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: i
 
 
 def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:
-    """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-
-    Raises:
-        ConfigError: if the stages are not known.
-    """
+    """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does."""
     if not config.training.offload_token_slices:
         return None
     if config.parallel.stage_partition == "parameters":
@@ -327,9 +280,6 @@ def check_schedule(
     Args:
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
         copies: what waits on the host; None for nothing.
-
-    Raises:
-        ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
     """
     simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
     for number in micro_batches:
@@ -356,12 +306,6 @@ def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:
 
     They are those that the search's command `slices` finds for this strategy on this cluster. With
     `--stage-partition auto` the layers of the stages are found first.
-
-    Args:
-        data_parallel_size: ranks that share the batch.
-
-    Raises:
-        ConfigError: if the sequence is too short for the number asked for, or a file cannot be read.
     """
     parallel = config.parallel
     if parallel.token_slices != AUTO:
@@ -453,9 +397,6 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
 
     Args:
         config: the configuration; where token slices are to be found, its vocabulary size is known.
-
-    Raises:
-        ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
     """
     layout = config.parallel.layout(world_size)
     # An error in it is said before anything is searched.
@@ -479,12 +420,6 @@ def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None
     """Check all that the trainer checks of a strategy without files, devices or other ranks.
 
     The order of the ops is checked, too. An `optimised` schedule is not searched: if all else is right, there is one.
-
-    Args:
-        **more: sections that are not to be the defaults, by their names in `Config`.
-
-    Raises:
-        UserError: if it could not be trained; one line with what is wrong and the remedy.
     """
     planned = plan_run(strategy.config(model, **more), strategy.world_size)
     if strategy.schedule != OPTIMISED:

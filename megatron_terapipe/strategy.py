@@ -45,9 +45,6 @@ class Strategy:
     """Parallelism, batch and memory savings of a run; the keys of its JSON object are its fields, in their order.
 
     Values that the trainer cannot run are valid here: the search prices them, and `settings` refuses them.
-
-    Raises:
-        ConfigError: if a value is not of its type, or two contradict each other.
     """
 
     data_parallel_size: int = dimension(
@@ -344,11 +341,7 @@ class Strategy:
         return self.sequence_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
 
     def cut(self, seq_length: int) -> TokenSlices:
-        """Return the token slices of a sequence of `seq_length` tokens.
-
-        Raises:
-            ConfigError: if the token slices do not cover `seq_length` tokens.
-        """
+        """Return the token slices of a sequence of `seq_length` tokens."""
         try:
             if self.token_slices is None:
                 return TokenSlices.uniform(seq_length, self.num_token_slices, granularity=self.granularity)
@@ -358,11 +351,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, document: object) -> "Strategy":
-        """Read the JSON object of a strategy. Fields left out keep their defaults.
-
-        Raises:
-            ConfigError: if it is not an object, has an unknown field, or a value is wrong.
-        """
+        """Read the JSON object of a strategy. Fields left out keep their defaults."""
         if not isinstance(document, Mapping):
             raise ConfigError(f"strategy: {json.dumps(document)} is not a JSON object: write one")
         known = [each.name for each in DIMENSIONS]
@@ -380,12 +369,6 @@ class Strategy:
 
         Token slices and stages that are still to be found are left at the defaults. Model chunks in a V are not part
         of a strategy.
-
-        Args:
-            data_parallel_size: ranks that share the batch.
-
-        Raises:
-            ConfigError: if the batch cannot be dealt to the replicas.
         """
         sections = (config.parallel, config.batch, config.optimizer, config.training)
         values: dict[str, Any] = {
@@ -413,11 +396,7 @@ class Strategy:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def settings(self) -> dict[str, Any]:
-        """Return what this strategy sets in the configuration, by field of its sections.
-
-        Raises:
-            ConfigError: if the trainer does not support a value.
-        """
+        """Return what this strategy sets in the configuration, by field of its sections."""
         for each in DIMENSIONS:
             each.check_trained(getattr(self, each.name))
         if self.placement not in (None, tuple(range(self.world_size))):
@@ -428,14 +407,7 @@ class Strategy:
         return {each.setting: _as_text(getattr(self, each.name)) for each in DIMENSIONS if each.setting}
 
     def config(self, model: ModelConfig, **more: Any) -> Config:
-        """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said.
-
-        Args:
-            **more: sections that are not to be the defaults, by their names in `Config`.
-
-        Raises:
-            ConfigError: if the trainer does not support the strategy, or it does not fit the model.
-        """
+        """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said."""
         settings = self.settings()
 
         def section(of: type[Any], **others: Any) -> Any:
@@ -459,11 +431,7 @@ DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 
 
 def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
-    """Return the JSON Schema of a strategy: of what `Strategy.from_json` reads, field by field.
-
-    Args:
-        whole: whether all fields have to be there, as `Strategy.to_json` writes them.
-    """
+    """Return the JSON Schema of a strategy: of what `Strategy.from_json` reads, field by field."""
     texts = field_help(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
     required = {"required": list(properties)} if whole else {}

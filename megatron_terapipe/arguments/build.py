@@ -37,14 +37,7 @@ from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 
 def preset_settings(name_or_path: str) -> Mapping[str, Any]:
-    """Return the fields of the model section that `--model-preset` stands for.
-
-    Args:
-        name_or_path: a name of the list, or a `config.json` of Hugging Face, or the folder that holds it.
-
-    Raises:
-        UserError: if it is neither, or our models cannot be such a model.
-    """
+    """Return the fields of the model section that `--model-preset` stands for."""
     if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
         if not Path(name_or_path).exists() and not name_or_path.endswith(".json"):
             raise ConfigError(
@@ -86,11 +79,7 @@ def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def how_to_load_a_model(load: str) -> str:
-    """Return how a run gets its model from `--load`, for a command line that gives no sizes of a model.
-
-    Args:
-        load: the directory, which is no folder of Hugging Face.
-    """
+    """Return how a run gets its model from `--load`, for a command line that gives no sizes of a model."""
     if latest_checkpoint(load) is not None:
         return f"--use-checkpoint-args takes the model from --load {load}"
     return (
@@ -104,9 +93,6 @@ def take_model_folder(given: dict[str, Any]) -> None:
 
     A run that has saved checkpoints already goes on from the newest, so that the same command starts it and starts it
     again; the folder then says what the model is, and the checkpoint is held against that.
-
-    Raises:
-        UserError: if the folder cannot be read, our models cannot be such a model, or other flags do not fit.
     """
     load, save = str(given["load"]), given.get("save")
     for name in ("load_tag", "ckpt_step"):
@@ -181,11 +167,7 @@ class StrategyFinder(Protocol):
 
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
-    """Return what is said of the dimensions of a strategy, by the name of the dimension.
-
-    Raises:
-        ConfigError: if a value is none that the search tries, or the batch is not given.
-    """
+    """Return what is said of the dimensions of a strategy, by the name of the dimension."""
     if given.get(BATCH) is None:
         raise ConfigError(f"--strategy auto searches for one batch, and none is given: add {flag(BATCH)}")
     for name in NOT_SEARCHED:
@@ -238,10 +220,6 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     Args:
         argv: words after the name of the program; None = those of this process.
         find_strategy: finds the strategy that `--strategy auto` asks for; None where nothing is run.
-
-    Raises:
-        ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
-        SystemExit: only for `--help`.
     """
     words = sys.argv[1:] if argv is None else argv
     group = asked_for(words)
@@ -272,11 +250,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
 
 
 def build_config(given: Mapping[str, Any]) -> Config:
-    """Build every section from the values given, by field; the rest keep their defaults.
-
-    Raises:
-        ConfigError: if a required value is missing, or a value is wrong.
-    """
+    """Build every section from the values given, by field; the rest keep their defaults."""
     declared = list(flags())
     missing = [flag(each.name) for each in declared if each.default is MISSING and each.name not in given]
     if missing:
@@ -314,9 +288,6 @@ def _strategy_settings(path: str) -> dict[str, Any]:
 
     The file holds a strategy, or an entry of the search's output, which has one under `strategy`. Fields that it
     leaves out, or holds null for where null means "your choice", are not in the answer.
-
-    Raises:
-        ConfigError: if the file cannot be read, or the strategy cannot be trained.
     """
     document = read_json(path, "--strategy")
     if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):

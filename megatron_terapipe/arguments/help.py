@@ -68,11 +68,7 @@ def other_flags(prog: str) -> str:
 
 
 def asked_for(words: Sequence[str]) -> str | None:
-    """Return the group whose help words ask for, "" for the short help; None if they ask for no help.
-
-    Raises:
-        ConfigError: if there is no such group.
-    """
+    """Return the group whose help words ask for, "" for the short help; None if they ask for no help."""
     for number, word in enumerate(words):
         name, equals, group = word.partition("=")
         if name == "--help-all":

@@ -201,12 +201,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read words.
-
-    Raises:
-        ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
-        SystemExit: only for `--help`.
-    """
+    """Read words."""
     words = [_with_dashes(word) for word in argv]
     line = CommandLine()
     parser, known = _parser(line)
@@ -404,11 +399,7 @@ def _with_dashes(word: str) -> str:
 
 
 def notices(line: CommandLine, config: Config) -> Iterator[str]:
-    """Yield the lines that rank 0 prints at the start.
-
-    Args:
-        line: the command line, with what files add to it.
-    """
+    """Yield the lines that rank 0 prints at the start."""
     if line.idle:
         yield f"These flags concern operation only and have no effect here: {', '.join(line.idle)}"
     if differing := list(differing_defaults(line.given, config)):

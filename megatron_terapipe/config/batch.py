@@ -111,11 +111,7 @@ MOST_INCREMENTS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """Batch: sequences per optimizer step.
-
-    Raises:
-        ConfigError: if a size is not positive, or one not a multiple of the other.
-    """
+    """Batch: sequences per optimizer step."""
 
     micro_batch_size: int = option(least=1, most=1_000_000)
     """Sequences that pass through the pipeline together."""
@@ -142,19 +138,11 @@ class BatchConfig:
         self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro-batches of one data-parallel rank in one optimizer step, the last on a ramp.
-
-        Raises:
-            ConfigError: if the global batch cannot be dealt evenly.
-        """
+        """Micro-batches of one data-parallel rank in one optimizer step, the last on a ramp."""
         return self.sizes(data_parallel_size).final // (self.micro_batch_size * data_parallel_size)
 
     def sizes(self, data_parallel_size: int) -> BatchSizes:
-        """Global batch sizes of the run.
-
-        Raises:
-            ConfigError: if one of them cannot be dealt evenly.
-        """
+        """Global batch sizes of the run."""
         sequences = self.micro_batch_size * data_parallel_size
         self._check_multiples(
             sequences,

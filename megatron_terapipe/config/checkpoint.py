@@ -8,11 +8,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints.
-
-    Raises:
-        ConfigError: if a flag has no effect without another that is not given.
-    """
+    """Checkpoints."""
 
     save: str | None = option(None, metavar="DIR")
     """Directory to save checkpoints in, at the end and every `--save-interval`."""

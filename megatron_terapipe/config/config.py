@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The whole configuration of a run. Each part of the program gets its section, never the whole.
-
-    Raises:
-        ConfigError: if two sections do not fit together.
-    """
+    """The whole configuration of a run. Each part of the program gets its section, never the whole."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -63,11 +59,7 @@ class Config:
         self._check_iterations()
 
     def token_slices(self) -> TokenSlices:
-        """Cut the sequence as `--num-token-slices` and `--token-slices` ask; equally, where documents decide.
-
-        Raises:
-            ConfigError: if the cut does not cover the sequence.
-        """
+        """Cut the sequence as `--num-token-slices` and `--token-slices` ask; equally, where documents decide."""
         assert self.parallel.token_slices != AUTO, "found by `plan_pipeline`"
         seq_length, count = self.model.seq_length, self.parallel.num_token_slices
         if count > seq_length:
@@ -117,19 +109,11 @@ class Config:
         return self.parallel.ds_sequence_parallel_size * sharing
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro-batches of one data-parallel rank in one optimizer step.
-
-        Raises:
-            ConfigError: if the global batch cannot be dealt evenly.
-        """
+        """Micro-batches of one data-parallel rank in one optimizer step."""
         return self.batch.num_micro_batches(data_parallel_size)
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences of one optimizer step, over all data-parallel ranks.
-
-        Raises:
-            ConfigError: if they cannot be dealt evenly.
-        """
+        """Sequences of one optimizer step, over all data-parallel ranks."""
         return self.batch.sizes(data_parallel_size).final
 
     def _check_stages(self) -> None:

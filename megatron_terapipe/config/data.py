@@ -23,15 +23,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixes:
-    """Return each prefix with its weight; all weights None if none is given.
-
-    Args:
-        flag: where the words were given, for messages.
-        words: prefixes, or pairs of a weight and a prefix.
-
-    Raises:
-        ConfigError: if there is no prefix, or not all have a positive weight.
-    """
+    """Return each prefix with its weight; all weights None if none is given."""
     if len(words) == 1:  # A prefix may look like a number, as 2024 does.
         return ((None, words[0]),)
     weights = [_weight(word) for word in words]
@@ -48,11 +40,7 @@ def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixe
 
 
 def read_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of the data for training, validation and test; they sum to 1.
-
-    Raises:
-        ConfigError: if `split` is not up to three numbers of which the first is positive.
-    """
+    """Return the shares of the data for training, validation and test; they sum to 1."""
     # Scripts that collect their flags in arrays pass the quotes on.
     numbers = [_weight(part) for part in split.strip("'\"").split(",")]
     shares = [number for number in numbers if number is not None and 0 <= number < 1e30]
@@ -64,11 +52,7 @@ def read_split(split: str) -> tuple[float, float, float]:
 
 
 def read_data_arguments(path: str) -> tuple[str, ...]:
-    """Return the words of a file that stands for `--data-path`.
-
-    Raises:
-        UserError: if the file cannot be read, or is empty.
-    """
+    """Return the words of a file that stands for `--data-path`."""
     words = tuple(read_text(path, "--data-args-path").split())
     if not words:
         raise ConfigError(f"--data-args-path {path} is empty: write prefixes into it, as after --data-path")
@@ -76,11 +60,7 @@ def read_data_arguments(path: str) -> tuple[str, ...]:
 
 
 def read_data_arguments_by_part(path: str) -> dict[Part, tuple[str, ...] | None]:
-    """Return the words of a JSON file that stands for `--train-data-path` and its two relatives; None for no words.
-
-    Raises:
-        UserError: if the file cannot be read, or is no object of words by part.
-    """
+    """Return the words of a JSON file that stands for `--train-data-path` and its two relatives; None for no words."""
     described = f"--per-split-data-args-path {path}"
     document = read_json(path, "--per-split-data-args-path")
     if not isinstance(document, Mapping) or not document.get("train") or document.keys() - set(PARTS):
@@ -151,12 +131,7 @@ _NUMBERS = {1: "a file", 2: "two files"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Data.
-
-    Raises:
-        ConfigError: if a list cannot be read, flags contradict each other, or a file that the tokenizer needs is not
-            named.
-    """
+    """Data."""
 
     data_path: tuple[str, ...] | None = option(None, metavar="PATH")
     """Prefixes of preprocessed data, or pairs of a weight and a prefix: 0.3 wiki 0.7 books. Without weights, data is
@@ -268,11 +243,7 @@ class DataConfig:
         return self.separates_documents or self.eod_mask_loss
 
     def weighted_prefixes(self, part: Part = "train") -> WeightedPrefixes:
-        """Return each prefix of a part with its weight, all weights None if none is given; empty if it has no data.
-
-        Raises:
-            ConfigError: if not all prefixes have a positive weight.
-        """
+        """Return each prefix of a part with its weight, all weights None if none is given; empty if it has no data."""
         name = "data_path" if self.data_path is not None else f"{part}_data_path"
         words = getattr(self, name)
         return () if words is None else read_weighted_prefixes(flag(name), words)
@@ -283,11 +254,7 @@ class DataConfig:
         return tuple(dict.fromkeys(prefix for part in PARTS for _, prefix in self.weighted_prefixes(part)))
 
     def split_shares(self) -> tuple[float, float, float] | None:
-        """Return the shares of the data for training, validation and test, which sum to 1; None if each has its own.
-
-        Raises:
-            ConfigError: if `split` is not up to three numbers of which the first is positive.
-        """
+        """Return the shares of the data for training, validation and test, which sum to 1; None if each has its own."""
         return None if self.split is None else read_split(self.split)
 
     def has_validation(self) -> bool:

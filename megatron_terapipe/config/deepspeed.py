@@ -22,11 +22,7 @@ BUCKET_ELEMENTS = 50_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:
-    """DeepSpeed.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
+    """DeepSpeed."""
 
     deepspeed: bool = False
     """Accepted for scripts that pass it. Training always runs on DeepSpeed."""
@@ -176,11 +172,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 def read_deepspeed_settings(path: str) -> dict[str, Any]:
-    """Read the file that `--deepspeed-config` names. What it leaves to us, by `auto` or null, is not in the answer.
-
-    Raises:
-        ConfigError: if it cannot be read, or is no JSON object.
-    """
+    """Read the file that `--deepspeed-config` names. What it leaves to us, by `auto` or null, is not in the answer."""
     document = read_json(path, FLAG)
     if not isinstance(document, dict):
         raise ConfigError(f"{FLAG} {path} is not a JSON object: write one")
@@ -190,11 +182,7 @@ def read_deepspeed_settings(path: str) -> dict[str, Any]:
 
 
 def fields_of(settings: Mapping[str, Any], path: str) -> dict[str, tuple[str, Any]]:
-    """Return the fields that a file sets, each with the name of the setting and the value of the field.
-
-    Raises:
-        ConfigError: if a value is of the wrong kind.
-    """
+    """Return the fields that a file sets, each with the name of the setting and the value of the field."""
     found: dict[str, tuple[str, Any]] = {}
     for name, setting in SETTINGS.items():
         value = _value(settings, name)
@@ -259,14 +247,7 @@ class DeepSpeedValues:
 
     @classmethod
     def read(cls, path: str | None, given: Mapping[str, Any]) -> "DeepSpeedValues":
-        """Read a file, if there is one. What contradicts the rest is found when the run is prepared.
-
-        Args:
-            given: values of fields that something else sets.
-
-        Raises:
-            ConfigError: if it cannot be read, or a value is of the wrong kind.
-        """
+        """Read a file, if there is one. What contradicts the rest is found when the run is prepared."""
         if path is None:
             return cls(path=None)
         settings = read_deepspeed_settings(path)

@@ -150,11 +150,7 @@ def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) 
 
 
 def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
-    """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly.
-
-    Args:
-        num_tokens: length of the token slice.
-    """
+    """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly."""
     positions = int(attended_positions(prefix_len, prefix_len + num_tokens, block.window))
     linear = num_tokens * linear_flops_per_token(model, block)
     return linear + attention_flops_per_position(model, block) * positions
@@ -166,11 +162,7 @@ def logits_flops_per_token(model: ModelConfig) -> int:
 
 
 def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) -> float:
-    """Share of its logits that the backward of a micro-batch computes again; of numbers, or of arrays.
-
-    Args:
-        num_logits: logits of the micro-batch, on one rank.
-    """
+    """Share of its logits that the backward of a micro-batch computes again; of numbers, or of arrays."""
     over = num_logits - at_once
     return (over + abs(over)) / 2 / num_logits
 
@@ -184,8 +176,6 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
 
     Args:
         num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
-        causal: count only positions that a token does attend to.
-        recompute: count the second forward of every block that full recomputation runs.
     """
     seq_length = model.seq_length
     if causal:
@@ -198,11 +188,7 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
 
 
 def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_bytes: int) -> int:
-    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
-
-    Args:
-        element_bytes: bytes of an element.
-    """
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
     return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
 
 
@@ -245,7 +231,6 @@ def block_activation_bytes_per_token(
 
     Args:
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
-        recompute: `none`, `selective`, `full` or `stage`.
     """
     key_value = key_value_bytes_per_token(model, block, element_bytes)
     if recompute == "full":
@@ -268,8 +253,5 @@ def stage_input_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
 
     A stage of L layers so keeps 2 G d + h / L elements of a token and layer (G key heads of d channels, hidden size h),
     where trainers that checkpoint every layer, such as ALST (arXiv 2506.13996), keep h: 2 h bytes in bf16.
-
-    Args:
-        element_bytes: bytes of an element.
     """
     return model.hidden_size * element_bytes

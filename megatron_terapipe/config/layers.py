@@ -36,9 +36,6 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
 
     A number N names every Nth layer: layers N, 2N, ... counted from 1. A list has a 1 for each layer that it names and
     a 0 for each other; it may be written as a sum and product of lists, `([0]*3+[1])*8`.
-
-    Raises:
-        ConfigError: if it is neither, or a list of another length.
     """
     try:
         with warnings.catch_warnings():
@@ -64,9 +61,6 @@ def window_of_megatron(text: str) -> int:
     """Return the tokens that a token attends to, from Megatron's `--window-size`: those before it and those behind it.
 
     Megatron does not count the token itself.
-
-    Raises:
-        ValueError: if these are not two numbers of which the second is 0.
     """
     found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text.strip())
     if found is None:
@@ -75,11 +69,7 @@ def window_of_megatron(text: str) -> int:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Return the value of an expression of whole numbers, lists of them, `+` and `*`.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """Return the value of an expression of whole numbers, lists of them, `+` and `*`."""
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return number
@@ -128,9 +118,6 @@ def canonical_layers(text_or_path: str) -> str:
     """Return the JSON text of a per-layer description, from that text or from the file that holds it.
 
     The text is what a configuration keeps, and so what a checkpoint keeps: the file may be gone by then.
-
-    Raises:
-        ConfigError: if it cannot be read, or is no JSON object.
     """
     inline = text_or_path.lstrip().startswith("{")
     document = parse_json(text_or_path, FLAG) if inline else read_json(text_or_path, FLAG)
@@ -146,13 +133,6 @@ def block_shapes(layers: str, *, usual: BlockShape, num_attention_heads: int, hi
     entry. What an entry does not name, or names as null, is as usual; `"no_op": true` leaves a part out. The words of
     Nemotron's files, which Megatron reads too, are read as Megatron does: `ffn` for `mlp`, `n_heads_in_group` (query
     heads of each key and value head) and `ffn_mult` (the width is 2/3 of that many hidden sizes, rounded up to 256).
-
-    Args:
-        usual: shape of a layer that the entry says nothing of.
-        num_attention_heads: query heads, the same in every layer.
-
-    Raises:
-        ConfigError: if an entry or a key is not understood; it names the layer.
     """
     document = json.loads(layers)
     unknown = set(document) - {"block_configs"}

@@ -30,14 +30,7 @@ class IterationNumbers:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> "IterationNumbers":
-        """Read numbers and runs of numbers, with commas between them.
-
-        Args:
-            flag: the flag that it is given to, for the error.
-
-        Raises:
-            ConfigError: if it is something else, or names an iteration below 1.
-        """
+        """Read numbers and runs of numbers, with commas between them."""
         try:
             runs = tuple(sorted(_runs(text)))
         except ValueError:
@@ -58,11 +51,7 @@ def _runs(text: str) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig:
-    """Logging and evaluation.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
+    """Logging and evaluation."""
 
     log_interval: int = option(10, least=1, most=10**9)
     """Iterations between lines of the log."""
@@ -196,22 +185,11 @@ class LoggingConfig:
         return range(self.profile_step_start + 1, self.profile_step_end + 1) if self.profile else range(0)
 
     def ledgers(self, save: str | None) -> Path:
-        """Return the directory of ledgers.
-
-        Args:
-            save: directory of checkpoints, if there is one.
-        """
+        """Return the directory of ledgers."""
         return Path(self.ledger_directory or Path(save or ".") / "stalled_pipeline")
 
     def measured_iterations(self, start: int, last: int) -> IterationNumbers:
-        """Return the iterations whose timelines are written, if there is a directory for them.
-
-        Args:
-            last: the last iteration of the run.
-
-        Raises:
-            ConfigError: if they are given in another form.
-        """
+        """Return the iterations whose timelines are written, if there is a directory for them."""
         if self.timeline_iterations is not None:
             return IterationNumbers.parse(self.timeline_iterations, "--timeline-iterations")
         # A run of one or two iterations has but slow ones to show.

@@ -20,11 +20,7 @@ from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2.
-
-    Raises:
-        ConfigError: if a size is not positive, or two do not fit together.
-    """
+    """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
     """Take the sizes and the parts of a published model: one of those in docs/reference/arguments.md, or a config.json
@@ -385,9 +381,6 @@ class ModelConfig:
 
         Megatron pads to a multiple of the product; the least common multiple is the same for most sizes, and then
         a checkpoint has one shape whatever the tensor-parallel size.
-
-        Raises:
-            ConfigError: if the vocabulary is still the tokenizer's, and not filled in.
         """
         if self.vocab_rows is not None:
             return self.vocab_rows
@@ -398,12 +391,7 @@ class ModelConfig:
 
 
 def why_vocabulary_stays_whole(model: ModelConfig, *, pipeline_ranks: int, tensor_ranks: int) -> str | None:
-    """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can.
-
-    Args:
-        pipeline_ranks: pipeline ranks that get a part each.
-        tensor_ranks: tensor-parallel ranks that share each part.
-    """
+    """Return why a model's output layer cannot be dealt to ranks, with the remedy; None if it can."""
     if not model.untie_embeddings_and_output_weights:
         return (
             "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "

@@ -133,21 +133,13 @@ def flag(name: str) -> str:
 
 
 def resolve(section: Any, name: str, value: object) -> None:
-    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section.
-
-    Args:
-        value: value of the field where none is set.
-    """
+    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section."""
     if getattr(section, name) is None:
         object.__setattr__(section, name, value)
 
 
 def check_choices(section: Any) -> None:
-    """Check each field of a section against the values that it accepts.
-
-    Raises:
-        ConfigError: if a value is not among them.
-    """
+    """Check each field of a section against the values that it accepts."""
     hints = get_type_hints(type(section))
     for declared in fields(section):
         choices = _choices(hints[declared.name], declared)
@@ -160,11 +152,7 @@ def check_choices(section: Any) -> None:
 
 
 def check_bounds(section: Any) -> None:
-    """Check each number of a section, where it is set, against the bounds that its field declares.
-
-    Raises:
-        ConfigError: if one is beyond them.
-    """
+    """Check each number of a section, where it is set, against the bounds that its field declares."""
     for declared in fields(section):
         value = getattr(section, declared.name)
         for number in value if isinstance(value, tuple) else (value,):

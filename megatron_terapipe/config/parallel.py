@@ -34,11 +34,7 @@ MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Parallelism: world size = data x sequence x tensor x pipeline parallel size; token slices need no ranks.
-
-    Raises:
-        ConfigError: if a size is not positive, a value not supported, or two fields contradict each other.
-    """
+    """Parallelism: world size = data x sequence x tensor x pipeline parallel size; token slices need no ranks."""
 
     tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",), least=1, most=10_000)
     """Ranks that share the matrices of each layer."""
@@ -206,11 +202,7 @@ class ParallelConfig:
                 )
 
     def for_layers(self, num_layers: int) -> "ParallelConfig":
-        """Return the section with layers of each stage turned into a number of model chunks, and ends into a list.
-
-        Raises:
-            ConfigError: if the layers cannot be dealt so.
-        """
+        """Return the section with layers of each stage turned into a number of model chunks, and ends into a list."""
         embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         counted = num_layers + embedding + output
         model_chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
@@ -319,11 +311,7 @@ class ParallelConfig:
             )
 
     def listed_token_slices(self) -> TokenSlices | None:
-        """Return the token slices that `--token-slices` lists; None if it lists none.
-
-        Raises:
-            ConfigError: if it is not a list of positive whole numbers.
-        """
+        """Return the token slices that `--token-slices` lists; None if it lists none."""
         if self.token_slices in (None, BALANCED, BY_DOCUMENTS, AUTO):
             return None
         try:
@@ -333,11 +321,7 @@ class ParallelConfig:
             raise ConfigError(f"--token-slices: {error}, or give {words} in their place") from None
 
     def uniform_stages(self, num_layers: int) -> StagePartition:
-        """Return the transformer layers of each stage, as even as can be but for the ends that flags give.
-
-        Raises:
-            ConfigError: if the ends leave too few layers for the stages between.
-        """
+        """Return the transformer layers of each stage, as even as can be but for the ends that flags give."""
         return uniform_stages(
             num_layers,
             self.pipeline_model_parallel_size,
@@ -347,11 +331,7 @@ class ParallelConfig:
         )
 
     def stage_bounds(self) -> StagePartition | None:
-        """Return the transformer layers of each stage; None if a rule deals them.
-
-        Raises:
-            ConfigError: if the bounds do not give every stage a layer.
-        """
+        """Return the transformer layers of each stage; None if a rule deals them."""
         if self.stage_partition == AUTO:
             return None
         return listed_stages(self.stage_partition, self.pipeline_model_parallel_size, self.num_model_chunks)
@@ -367,11 +347,7 @@ class ParallelConfig:
         return self.ds_sequence_parallel_size * self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """Lay the parallel axes over the ranks.
-
-        Raises:
-            ConfigError: if there are too many, or the sizes do not multiply to `world_size`.
-        """
+        """Lay the parallel axes over the ranks."""
         if world_size > MOST_RANKS:
             raise ConfigError(
                 f"{world_size} ranks are more than the {MOST_RANKS:,} that a run can have: lower "

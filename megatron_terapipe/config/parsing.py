@@ -18,27 +18,12 @@ from megatron_terapipe.errors import ConfigError
 
 
 def read_json(path: str, flag: str, *, unbounded: bool = False) -> object:
-    """Read a JSON file.
-
-    Args:
-        unbounded: whether whole numbers may have any size.
-
-    Raises:
-        UserError: if it cannot be read, is not JSON, or has a key twice.
-    """
+    """Read a JSON file."""
     return parse_json(read_text(path, flag), f"{flag} {path}".lstrip(), unbounded=unbounded)
 
 
 def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
-    """Parse JSON text; see `deepspeed_ext.plan.text_files.parse_json`.
-
-    Args:
-        infinite: whether numbers may be infinite.
-        unbounded: whether whole numbers may have any size.
-
-    Raises:
-        ConfigError: if it is not JSON, is nested too deeply, has a key twice, or a number that is not finite.
-    """
+    """Parse JSON text; see `deepspeed_ext.plan.text_files.parse_json`."""
     try:
         return text_files.parse_json(text, described, infinite=infinite, unbounded=unbounded)
     except PlanError as error:
@@ -46,11 +31,7 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
 
 
 def parse_yaml(text: str, described: str) -> object:
-    """Parse YAML text. A date stays the text that it is.
-
-    Raises:
-        ConfigError: if it is not YAML, has a key twice, is nested too deeply, or holds a number that is not finite.
-    """
+    """Parse YAML text. A date stays the text that it is."""
     try:
         import yaml
     except ImportError:
@@ -123,14 +104,7 @@ def is_host_name(text: str) -> bool:
 
 
 def check_host_name(text: str, where: str) -> str:
-    """Return a host name.
-
-    Args:
-        text: what stands where a host is named.
-
-    Raises:
-        ConfigError: if it is none: ssh would take a name that begins with a dash for an option, which can run commands.
-    """
+    """Return a host name."""
     if not is_host_name(text):
         raise ConfigError(
             f"{where}: {json.dumps(text)[:60]} is not a host name: write letters, digits, '-', '_' and '.', of "

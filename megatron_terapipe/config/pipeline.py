@@ -35,12 +35,8 @@ def uniform_stages(
     """Return the transformer layers of each stage, as even as possible except for the ends that flags give.
 
     Args:
-        model_chunks: stages of each pipeline rank.
         first: layers of the first pipeline rank; None = a share like the others.
         last: layers of the last pipeline rank; None = a share like the others.
-
-    Raises:
-        ConfigError: if the ends leave too few layers for the stages between.
     """
     ends = {0: first, num_ranks - 1: last}
     given = {rank: number for rank, number in ends.items() if number is not None}
@@ -63,15 +59,7 @@ def uniform_stages(
 
 
 def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output: bool) -> StagePartition:
-    """Return equally many layers for each stage, where the embedding or the output layer counts as one.
-
-    Args:
-        embedding: whether the embedding counts as a layer of the first stage.
-        output: whether the output layer counts as one of the last.
-
-    Raises:
-        ConfigError: if the stages cannot have equally many, or one would have no transformer layer.
-    """
+    """Return equally many layers for each stage, where the embedding or the output layer counts as one."""
     counted = num_layers + embedding + output
     each, rest = divmod(counted, num_stages)
     if rest or each <= (embedding + output if num_stages == 1 else 1):
@@ -85,14 +73,7 @@ def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output:
 
 
 def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> StagePartition | None:
-    """Return the transformer layers of each stage that `--stage-partition` lists; None if it names a rule.
-
-    Args:
-        model_chunks: stages of each pipeline rank.
-
-    Raises:
-        ConfigError: if the list does not give every stage a layer.
-    """
+    """Return the transformer layers of each stage that `--stage-partition` lists; None if it names a rule."""
     if stage_partition in METHODS:
         return None
     if stage_partition.startswith("type:"):
@@ -116,15 +97,7 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
 
 
 def check_layers_per_stage(each: int | None, num_model_chunks: int | None, stage_partition: str) -> None:
-    """Hold Megatron's number of layers for each stage against the flags that deal layers, too.
-
-    Args:
-        each: layers of a stage; None = not given.
-        num_model_chunks: stages of each pipeline rank; None = not given.
-
-    Raises:
-        ConfigError: if two of them are given.
-    """
+    """Hold Megatron's number of layers for each stage against the flags that deal layers, too."""
     if each is None:
         return
     if num_model_chunks is not None:
@@ -148,17 +121,7 @@ def check_ends(
     layers: Mapping[str, int],
     counted: Sequence[str],
 ) -> None:
-    """Hold what flags say of the first and the last pipeline rank against each other, and against the stages.
-
-    Args:
-        model_chunks: stages of each pipeline rank.
-        placement: which stages a rank owns, `looped` or `v`.
-        layers: transformer layers of an end, by the field that gives them.
-        counted: fields that count the embedding or the output layer as a transformer layer.
-
-    Raises:
-        ConfigError: if two of them deal the same layers, or an end cannot have as many.
-    """
+    """Hold what flags say of the first and the last pipeline rank against each other, and against the stages."""
     words = [f"{flag(name)} {number}" for name, number in layers.items()]
     uniform = stage_partition == "uniform"
     if counted and (words or not uniform):
@@ -202,9 +165,6 @@ def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
 
     Args:
         num_ranks: pipeline ranks. Stage i belongs to rank i mod `num_ranks`, as in Megatron.
-
-    Raises:
-        ConfigError: if it is no such text, or has stages that this trainer cannot make.
     """
     stages = _expanded_layout(text).split("|")
     if unknown := sorted({*"".join(stages)} - {*"EtL"}):
@@ -231,11 +191,7 @@ def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
 
 
 def _expanded_layout(text: str) -> str:
-    """Return the text without commas and repetitions.
-
-    Raises:
-        ConfigError: if it is longer than models are, or a repetition cannot be read.
-    """
+    """Return the text without commas and repetitions."""
     written = "".join(text.replace(",", "").split())
     while match := _REPEATED_LAYERS.search(written):
         grouped, single, number = match.groups()
@@ -249,14 +205,7 @@ def _expanded_layout(text: str) -> str:
 
 
 def check_schedule(name: str, shape: PipelineShape, memory_limit: float | None) -> None:
-    """See that a name is that of a schedule, or of a file, and that the schedule is for a pipeline.
-
-    Args:
-        memory_limit: value of `--schedule-memory-limit`; None = it is not given.
-
-    Raises:
-        ConfigError: if it is not.
-    """
+    """See that a name is that of a schedule, or of a file, and that the schedule is for a pipeline."""
     if memory_limit is not None and memory_limit < 1:
         raise ConfigError(
             f"--schedule-memory-limit {memory_limit} is less than one micro-batch, which has to go forward before it "
@@ -293,9 +242,6 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
 
     Args:
         granularity: every length is a multiple of this, whatever kernels like.
-
-    Raises:
-        PlanError: if the sequence has too few tokens for that.
     """
     granularity = granularity_of(model.seq_length, num_token_slices, granularity)
     linear, attention = _flops_of_layers(model)
@@ -312,9 +258,6 @@ def document_cuts(model: ModelConfig, num_token_slices: int, *, granularity: int
 
     Args:
         granularity: every length is a multiple of this, whatever kernels like.
-
-    Raises:
-        PlanError: if the sequence has too few tokens for that.
     """
     # Its package has solvers that are compiled, which takes a second to load.
     from deepspeed_ext.plan.solve.cuts import DocumentCuts
@@ -341,10 +284,6 @@ def _flops_of_layers(model: ModelConfig) -> tuple[float, dict[int | None, float]
 
 
 def granularity_of(seq_length: int, num_token_slices: int, needed: int) -> int:
-    """Tokens that token-slice lengths are multiples of: whole tiles, where token slices are long enough for that.
-
-    Args:
-        needed: tokens that every length must be a multiple of.
-    """
+    """Tokens that token-slice lengths are multiples of: whole tiles, where token slices are long enough for that."""
     whole_tiles = lcm(TILE, needed)
     return whole_tiles if seq_length >= 4 * whole_tiles * num_token_slices else needed

@@ -63,11 +63,7 @@ UNTIED: Mapping[str, Any] = MappingProxyType({"untie_embeddings_and_output_weigh
 
 
 def preset(source: str, published: float, layers: int, hidden: int, heads: int, **more: Any) -> Preset:
-    """Return a preset.
-
-    Args:
-        **more: other fields of the model section.
-    """
+    """Return a preset."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     return Preset(source=source, published_parameters=published, settings=MappingProxyType(sizes | more))
 
@@ -330,11 +326,7 @@ MODEL_PRESETS: Mapping[str, Preset] = MappingProxyType({**GPTS, **LLAMAS, **GEMM
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset by its name.
-
-    Raises:
-        ConfigError: if there is none of that name.
-    """
+    """Return a preset by its name."""
     if name in MODEL_PRESETS:
         return MODEL_PRESETS[name]
     nearest = get_close_matches(name, MODEL_PRESETS, n=1)

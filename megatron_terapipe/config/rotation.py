@@ -92,11 +92,7 @@ def _base_stretch(model: "ModelConfig") -> float:
 
 
 def listed_factors(model: "ModelConfig", name: str) -> tuple[float, ...]:
-    """Return the factors of a list of `longrope`, one for each pair of channels.
-
-    Raises:
-        ConfigError: if it is no list of as many positive numbers.
-    """
+    """Return the factors of a list of `longrope`, one for each pair of channels."""
     text, pairs = getattr(model, name), model.rotary_channels // 2
     if text is None:
         raise ConfigError(f"--rotary-scaling longrope divides rotations by lists of factors: add {flag(name)}")
@@ -144,11 +140,7 @@ def _within_unit(value: float) -> float:
 
 
 def resolve_rotation(model: "ModelConfig") -> None:
-    """Fill in the settings of rotations that follow from others; only for `__post_init__` of the model section.
-
-    Raises:
-        ConfigError: if one is not positive.
-    """
+    """Fill in the settings of rotations that follow from others; only for `__post_init__` of the model section."""
     factor = model.rotary_scaling_factor
     resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
     usual = 8.0 if model.rotary_scaling == "llama3" else 1.0
@@ -177,20 +169,12 @@ LISTS = ("rotary_short_factors", "rotary_long_factors")
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-    """Return the factor of the channels that turn (Phi-3, arXiv 2404.14219; Ding's scaling leaves it open).
-
-    Args:
-        factor: how many times longer the sequences are that the model is for.
-    """
+    """Return the factor of the channels that turn (Phi-3, arXiv 2404.14219; Ding's scaling leaves it open)."""
     return sqrt(1 + log(factor) / log(original_length)) if factor > 1 and original_length > 1 else 1.0
 
 
 def check_rotation(model: "ModelConfig") -> None:
-    """Check the settings of rotations against each other.
-
-    Raises:
-        ConfigError: if two do not fit together.
-    """
+    """Check the settings of rotations against each other."""
     if model.position_embedding_type == "rope" and (model.rotary_channels < 2 or model.rotary_channels % 2):
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "

@@ -13,11 +13,7 @@ SEEDS = 2**32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Training: how long, from which seed, and what to recompute.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
+    """Training: how long, from which seed, and what to recompute."""
 
     train_iters: int | None = option(None, least=1, most=10**9)
     """Optimizer steps of the whole run."""
@@ -126,11 +122,7 @@ class TrainingConfig:
             )
 
     def for_sequences(self, seq_length: int) -> "TrainingConfig":
-        """Return the section with `--train-tokens` turned into samples, if it is given alone.
-
-        Raises:
-            ConfigError: if they are not whole samples.
-        """
+        """Return the section with `--train-tokens` turned into samples, if it is given alone."""
         tokens = self.train_tokens
         if tokens is None or self.train_iters is not None or self.train_samples is not None:
             return self
@@ -156,11 +148,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Optimizer and learning rate.
-
-    Raises:
-        ConfigError: if a value is out of range, or two contradict each other.
-    """
+    """Optimizer and learning rate."""
 
     optimizer: Literal["adam", "sgd"] = option(
         "adam", elsewhere=dict.fromkeys(("muon", "dist_muon", "lion"), TRAINING_CANNOT_BE_RUN)
@@ -319,11 +307,7 @@ class LearningRateSteps:
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, training: TrainingConfig, *, tokens_per_step: int) -> "LearningRateSteps":
-        """Return the lengths, whether they are given in steps, as a fraction, or in tokens.
-
-        Args:
-            tokens_per_step: tokens of an iteration or of a sample, whichever training is counted in.
-        """
+        """Return the lengths, whether they are given in steps, as a fraction, or in tokens."""
         in_samples = training.unit == "samples"
         decay: float = (optimizer.lr_decay_samples if in_samples else optimizer.lr_decay_iters) or training.length
         if optimizer.lr_decay_tokens is not None:
@@ -338,11 +322,7 @@ class LearningRateSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Precision: fp32 unless one of the flags says otherwise.
-
-    Raises:
-        ConfigError: if two types are asked for, or a value is out of range.
-    """
+    """Precision: fp32 unless one of the flags says otherwise."""
 
     fp16: bool = False
     """Train in fp16, with a scaled loss. Needs ZeRO stage 1."""
@@ -398,11 +378,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumbersConfig:
-    """Numbers: what follows if a loss, a gradient or a weight is NaN or infinite, if a loss jumps, or if copies differ.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
+    """Numbers: what follows if a loss, a gradient or a weight is NaN or infinite, if a loss jumps, or if copies differ."""  # noqa: E501
 
     bad_numbers: Literal["stop", "skip", "ignore"] = option(
         "stop",

@@ -46,15 +46,7 @@ Read on: docs/how-to/migrating.md."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.neox") -> int:
-    """Convert, print, say what was left out; return the exit code: 2 for bad input, and for what cannot be trained.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
+    """Convert, print, say what was left out; return the exit code: 2 for bad input, and for what cannot be trained."""
     return run_command(lambda: _run(argv, prog))
 
 
@@ -107,11 +99,7 @@ def build_parser(prog: str) -> CommandParser:
 
 
 def _files(words: list[str]) -> list[str]:
-    """Return the files without the program that NeoX's launcher would start.
-
-    Raises:
-        ConfigError: if it is another program, or there are no files.
-    """
+    """Return the files without the program that NeoX's launcher would start."""
     if Path(words[0]).name == LAUNCHER:
         words = words[1:] or [SCRIPT]
     script, files = (words[0], words[1:]) if words[0].endswith(".py") else (SCRIPT, words)

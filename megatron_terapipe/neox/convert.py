@@ -28,11 +28,7 @@ def paths_of(names: Iterable[str], directory: str | None = None) -> list[str]:
 
 
 def read_settings(paths: Iterable[str]) -> dict[str, Any]:
-    """Read files and put them together, as NeoX does: dashes are underscores, and no key may stand twice.
-
-    Raises:
-        UserError: if a file cannot be read, is no YAML mapping, or a key stands twice.
-    """
+    """Read files and put them together, as NeoX does: dashes are underscores, and no key may stand twice."""
     settings: dict[str, Any] = {}
     came_from: dict[str, str] = {}
     for path in paths:
@@ -766,11 +762,7 @@ def convert(
     """Convert settings.
 
     Args:
-        settings: settings of NeoX, by key with underscores.
         world_size: processes of the run; None = not known.
-
-    Raises:
-        ConfigError: if a value is not what NeoX takes, or a setting that decides what is trained has no counterpart.
     """
     conversion = Conversion(settings=_with_extra_settings(settings))
     _check_sizes(conversion)
