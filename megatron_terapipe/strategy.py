@@ -407,7 +407,7 @@ class Strategy:
         return {each.setting: _as_text(getattr(self, each.name)) for each in DIMENSIONS if each.setting}
 
     def config(self, model: ModelConfig, **more: Any) -> Config:
-        """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said."""
+        """Return the configuration of a run with this strategy: one iteration on random tokens, else defaults."""
         settings = self.settings()
 
         def section(of: type[Any], **others: Any) -> Any:
