@@ -77,7 +77,7 @@ format: $(VENV)/installed ## bring the code into style
 
 reference: $(VENV)/installed ## write the pages about all flags and commands anew, from the code
 	$(BIN)/python -m megatron_terapipe.arguments > docs/reference/arguments.md
-	$(BIN)/python -m megatron_terapipe.command > docs/reference/commands.md
+	$(BIN)/python -m docs.extensions.commands_page > docs/reference/commands.md
 
 bench: $(VENV)/installed ## measure schedules and memory on two cores, simulator and solvers too
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory

@@ -13,7 +13,7 @@ from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, wil
 from deepspeed_ext.runtime.health.processes import ProcessEnd
 from deepspeed_ext.runtime.health.rank_watch import DIED_TOO
 from deepspeed_ext.runtime.launch import LaunchEnvironment
-from megatron_terapipe.arguments import Arguments, read_arguments
+from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.build import Constraints, FoundStrategy
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
@@ -42,7 +42,11 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         config = arguments.config
         save = config.checkpoint.save
         config = replace(config, checkpoint=going_on(config.checkpoint))
-        launch = _launch_environment(config)
+        if config.training.dry_run:
+            _look_for_no_device()
+            launch = LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
+        else:
+            launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
         speaks = launch.local_rank == 0
         # Sizes that do not fit are said before torch is loaded.
         replicas = config.parallel.layout(launch.world_size).data_parallel_size
@@ -54,7 +58,11 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
         if config.training.dry_run:
-            _dry_run(arguments, launch)
+            from megatron_terapipe.training.run_summary import dry_run
+
+            lines = dry_run(arguments.config, launch)
+            if launch.rank == 0:
+                print(*arguments.notices, *lines, sep="\n", flush=True)
             return 0
         report = OwnReport(config.logging)
         with watch_over(launch, config, report.tell_end) as rank_watch:
@@ -79,12 +87,9 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         if rank_watch.tells_end:
             report.tell_end(str(lost), failed=True)
         return DIED_TOO  # Who is gone has been said.
-    except (AgreedCheckpointError, NumbersError) as error:
-        if launch.rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
     except UserError as error:
-        if speaks:
+        agreed = isinstance(error, AgreedCheckpointError | NumbersError)  # raised by every rank of all hosts
+        if launch.rank == 0 if agreed else speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
@@ -113,30 +118,19 @@ def _speaks_for_its_host() -> bool:
         return True
 
 
-def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
-    from megatron_terapipe.training.run_summary import dry_run
-
-    lines = dry_run(arguments.config, launch)
-    if launch.rank == 0:
-        print(*arguments.notices, *lines, sep="\n", flush=True)
-
-
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
     # Imported where a search is asked for: it takes torch, and seconds.
     from megatron_terapipe.training.auto_plan import find_strategy
 
-    if config.training.dry_run and not will_use_cuda(os.environ):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.training.dry_run:
+        _look_for_no_device()
     return find_strategy(config, constraints)
 
 
-def _launch_environment(config: Config) -> LaunchEnvironment:
-    if not config.training.dry_run:
-        return LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+def _look_for_no_device() -> None:
+    """Without CUDA DeepSpeed would look for another device, and say that it found none."""
     if not will_use_cuda(os.environ):
-        # DeepSpeed would look for another device, and say that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
 
 
 if __name__ == "__main__":

@@ -8,30 +8,18 @@ A command is one line here, and a module with two functions:
 The module is imported when its command is called, so that no command waits for what another needs.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A command of `terapipe`."""
 
     name: str
-    """The word that calls it."""
     summary: str
-    """What it is for, in one line without a full stop."""
+    """Its purpose, in one line without a full stop."""
     module: str
     parts: tuple["Command", ...] = ()
     """Commands of its own, called by a second word."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Commands that belong together."""
-
-    title: str
-    commands: tuple[Command, ...]
-    """In the order in which people need them."""
 
 
 SEARCH = Command(
@@ -52,121 +40,90 @@ SEARCH = Command(
     ),
 )
 
-GROUPS = (
-    Group(
-        "train",
-        (
-            Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),
-            Command("report", "write the report of training runs", "megatron_terapipe.run_report.__main__"),
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "train": (
+        Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),
+        Command("report", "write the report of training runs", "megatron_terapipe.run_report.__main__"),
+    ),
+    "plan": (
+        Command(
+            "plan", "simulate a pipeline schedule, draw it, and say how much is idle", "deepspeed_ext.plan.command"
+        ),
+        SEARCH,
+    ),
+    "data and models": (
+        Command("preprocess", "turn a file of texts into the data files of a run", "megatron_terapipe.data.preprocess"),
+        Command("convert", "convert models to and from the files of Hugging Face", "megatron_terapipe.convert"),
+        Command("generate", "continue a text with a trained model", "megatron_terapipe.generate"),
+        Command(
+            "neox",
+            "turn files of GPT-NeoX into a command that trains the same model",
+            "megatron_terapipe.neox.__main__",
         ),
     ),
-    Group(
-        "plan",
-        (
-            Command(
-                "plan",
-                "simulate a pipeline schedule, draw it, and say how much is idle",
-                "deepspeed_ext.plan.command",
-            ),
-            SEARCH,
+    "machines": (
+        Command(
+            "doctor",
+            "say what is wrong with this machine, or with the hosts of a hostfile, before a run",
+            "megatron_terapipe.doctor.__main__",
         ),
     ),
-    Group(
-        "data and models",
-        (
-            Command(
-                "preprocess",
-                "turn a file of texts into the data files of a run",
-                "megatron_terapipe.data.preprocess",
-            ),
-            Command(
-                "convert",
-                "convert models to and from the files of Hugging Face",
-                "megatron_terapipe.convert",
-            ),
-            Command("generate", "continue a text with a trained model", "megatron_terapipe.generate"),
-            Command(
-                "neox",
-                "turn files of GPT-NeoX into a command that trains the same model",
-                "megatron_terapipe.neox.__main__",
-            ),
+    "shells and scripts": (
+        Command(
+            "schema",
+            "print the JSON Schema of a file that you write or read",
+            "megatron_terapipe.file_formats.table",
+        ),
+        Command(
+            "completion",
+            "print a script with which bash, zsh or tcsh completes all this",
+            "megatron_terapipe.command.completion",
         ),
     ),
-    Group(
-        "machines",
-        (
-            Command(
-                "doctor",
-                "say what is wrong with this machine, or with the hosts of a hostfile, before a run",
-                "megatron_terapipe.doctor.__main__",
-            ),
-        ),
-    ),
-    Group(
-        "shells and scripts",
-        (
-            Command(
-                "schema",
-                "print the JSON Schema of a file that you write or read",
-                "megatron_terapipe.file_formats.table",
-            ),
-            Command(
-                "completion",
-                "print a script with which bash, zsh or tcsh completes all this",
-                "megatron_terapipe.command.completion",
-            ),
-        ),
-    ),
-)
-"""All commands, in the order of `terapipe --help`."""
+}
+"""All commands by group, in the order of `terapipe --help`."""
 
-COMMANDS = {command.name: command for group in GROUPS for command in group.commands}
+COMMANDS = {command.name: command for commands in GROUPS.values() for command in commands}
 """The commands by name."""
 
-
 SUMMARY = "Train GPTs whose sequences are pipelined in token slices; plan such runs; prepare data and models for them."
+
+OVERVIEW = """\
+{summary}
+
+usage: {prog} COMMAND [flags]
+{commands}
+
+flags:
+  {help:<{width}}  show this text; with a command, show its flags
+  {version:<{width}}  print the versions of this project, Python, torch and DeepSpeed
+
+examples:
+  {prog} search rank llama2-7b hostfile --device A100-80GB --global-batch-size 64
+  {prog} train --hostfile hostfile --model-preset llama2-7b --seq-length 4096 ...
+  {prog} generate --help
+
+read on: README.md, docs/index.md; every command and flag: docs/reference/commands.md, arguments.md
+"""
+
+
+def listed() -> dict[str, list[tuple[str, str]]]:
+    """Return the commands of each group: the words that call one, and its summary."""
+    return {
+        title: [
+            line
+            for each in commands
+            for line in ([(f"{each.name} {part.name}", part.summary) for part in each.parts] or [each[:2]])
+        ]
+        for title, commands in GROUPS.items()
+    }
 
 
 def overview(prog: str) -> str:
     """Return the help of the command as a whole; `prog` is what people type."""
-    return "\n".join(_lines(prog)) + "\n"
-
-
-def listed() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the title of each group with its commands: the words that call one, and what it is for."""
-    return [
-        (
-            group.title,
-            [
-                line
-                for command in group.commands
-                for line in (
-                    [(f"{command.name} {part.name}", part.summary) for part in command.parts]
-                    or [(command.name, command.summary)]
-                )
-            ],
-        )
-        for group in GROUPS
-    ]
-
-
-def _lines(prog: str) -> Iterator[str]:
-    groups = listed()
-    width = max(len(name) for _, commands in groups for name, _ in commands)
-    yield SUMMARY
-    yield ""
-    yield f"usage: {prog} COMMAND [flags]"
-    for title, commands in groups:
-        yield from ("", f"{title}:")
-        yield from (f"  {name:<{width}}  {summary}" for name, summary in commands)
-    yield from ("", "flags:")
-    yield f"  {'-h, --help':<{width}}  show this text; with a command, show its flags"
-    yield f"  {'--version':<{width}}  print the versions of this project, Python, torch and DeepSpeed"
-    yield from ("", "examples:")
-    yield f"  {prog} search rank llama2-7b hostfile --device A100-80GB --global-batch-size 64"
-    yield f"  {prog} train --hostfile hostfile --model-preset llama2-7b --seq-length 4096 ..."
-    yield f"  {prog} generate --help"
-    yield from (
-        "",
-        "read on: README.md, docs/index.md; every command and flag: docs/reference/commands.md, arguments.md",
-    )
+    width = max(len(name) for commands in listed().values() for name, _ in commands)
+    lines = []
+    for title, commands in listed().items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {summary}" for name, summary in commands)]
+    flags = {"help": "-h, --help", "version": "--version"}
+    return OVERVIEW.format(summary=SUMMARY, prog=prog, commands="\n".join(lines), width=width, **flags)

@@ -2,14 +2,14 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
-from deepspeed_ext.plan.terminal import CommandParser, run_command
+from deepspeed_ext.plan.terminal import CommandParser, command_main
 from megatron_terapipe.command.main import tree
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.devices import DEVICES
@@ -54,23 +54,12 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe completion") -> int:
-    """Print the script, and return the exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
-    return run_command(lambda: _run(argv, prog))
-
-
-def _run(argv: Sequence[str] | None, prog: str) -> int:
-    options = build_parser(prog).parse_args(argv)
+def _run(options: argparse.Namespace, prog: str) -> int:
     print(script(options.shell))
     return 0
+
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe completion")
 
 
 def script(shell: str) -> str:
@@ -135,9 +124,8 @@ def _prepare(
         words = " ".join(names[known])
         # tcsh knows no functions, and offers the names alone.
         action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
-        return (
-            {function: f"{function}() {{\n{NAMES_OR_FILES[shell].format(words=words)}\n}}"} if shell != "tcsh" else {}
-        )
+        body = NAMES_OR_FILES.get(shell, "").format(words=words)
+        return {function: f"{function}() {{\n{body}\n}}"} if body else {}
     if FOLDERS.search(metavar):
         action.complete = folder  # type: ignore[attr-defined]
     elif FILES.search(metavar) or action.type is Path:

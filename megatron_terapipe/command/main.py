@@ -7,33 +7,28 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import BAD_INPUT, CommandParser, nearest, run_command
-from megatron_terapipe.command.commands import COMMANDS, GROUPS, SUMMARY, Command, Group, overview
+from megatron_terapipe.command.commands import COMMANDS, SUMMARY, overview
 
 Builder = Callable[[str], CommandParser]
 
 
-def parsers(prog: str) -> Iterator[tuple[Group, Command, CommandParser]]:
-    """Yield each command with its group and its parser; `prog` is what people type before its name."""
-    for group in GROUPS:
-        for command in group.commands:
-            yield group, command, import_module(command.module).build_parser(f"{prog} {command.name}")
+def parsers(prog: str) -> Iterator[tuple[str, CommandParser]]:
+    """Yield the parser of each command with its name; `prog` is what people type before the name."""
+    for name, command in COMMANDS.items():
+        yield name, import_module(command.module).build_parser(f"{prog} {name}")
 
 
 def tree(prog: str) -> CommandParser:
     """Return one parser whose sub-commands are all commands, with every flag; `prog` is what people type."""
     parser = CommandParser(prog=prog, description=SUMMARY)
     parser.add_argument("--version", action="version", version="", help="print versions")
-    commands: Any = parser.add_subparsers(metavar="COMMAND", parser_class=_built)  # type: ignore[call-overload]
+    commands: Any = parser.add_subparsers(metavar="COMMAND", parser_class=lambda prog, build: build(prog))  # type: ignore[call-overload]
     for name, command in COMMANDS.items():
         module = import_module(command.module)
         # The help of some shows a part of their flags.
         build: Builder = getattr(module, "whole_parser", module.build_parser)
         commands.add_parser(name, help=command.summary, build=build)
     return parser
-
-
-def _built(prog: str, build: Builder) -> CommandParser:
-    return build(prog)
 
 
 PROGRAM = "terapipe"
@@ -44,10 +39,6 @@ def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
 
     Args:
         argv: the words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help` of a command.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))

@@ -6,7 +6,7 @@ launcher flags -> parsers of the flags -> main: split the words, then launch, or
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from deepspeed_ext.plan.errors import UserError
@@ -16,8 +16,6 @@ from megatron_terapipe.arguments.help import ALL, add_flags_of, asked_for, other
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
-
-__all__ = ["build_parser", "main", "whole_parser"]
 
 RUNNER = "megatron_terapipe.command.launcher_process"
 """Module that runs what the command `deepspeed` does."""
@@ -54,8 +52,7 @@ def add_launcher_flags(parser: CommandParser) -> None:
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split the words of a command line into flags of the launcher, by name, and all others in their order.
 
-    Args:
-        words: of the command line. A flag may be spelled with underscores, as DeepSpeed does.
+    A flag may be spelled with underscores, as DeepSpeed does.
 
     Raises:
         UserError: if a flag of the launcher has no value, or one that it does not take.
@@ -85,9 +82,6 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
     """Return whether a launcher has started this process as one of its ranks.
 
-    Args:
-        flags: of the launcher, by name.
-
     Raises:
         UserError: if it is a rank and flags ask for more, or if it stands for tasks of Slurm that nobody started.
     """
@@ -105,9 +99,6 @@ def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
 def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
     """Return the words that start DeepSpeed's launcher.
 
-    Args:
-        flags: of the launcher, by name.
-
     Raises:
         UserError: if the hostfile cannot be read, or other hosts would read a word otherwise.
     """
@@ -121,15 +112,13 @@ def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
     # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
     # command for each rank, would hide the lines of the trainer.
     quiet = ["--log_level=error", "--no_local_rank"]
-    return [sys.executable, "-m", RUNNER, *_of_deepspeed(flags), *quiet, trainer, *words]
+    # Each in one word: values such as `--ntasks-per-node=8` begin with dashes.
+    of_deepspeed = [f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, "-m", RUNNER, *of_deepspeed, *quiet, trainer, *words]
 
 
 def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the launcher.
-
-    Args:
-        flags: of the launcher, by name.
-    """
+    """Return the environment of the launcher."""
     if "hostfile" not in flags:
         return dict(variables)
     # DeepSpeed sends MLflow's to other hosts and prints them, and the trainer reads none: passwords may be among them.
@@ -138,10 +127,7 @@ def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> 
 
 
 def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a dry run, and the variables that say how many ranks the launcher would start.
-
-    Args:
-        flags: of the launcher, by name.
+    """Return the words of a dry run, and the variables of the first of the ranks that the launcher would start.
 
     Raises:
         UserError: if the hostfile cannot be read, or the ranks cannot be counted without the launcher.
@@ -163,20 +149,11 @@ def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[
 
 
 def trainer_file() -> str:
-    """Return the path of pretrain_gpt.py.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """Return the path of pretrain_gpt.py."""
     found = find_spec("pretrain_gpt")
     if found is None or found.origin is None:
         raise UserError("pretrain_gpt.py is not installed: install this project with pip, or start in its folder")
     return os.path.abspath(found.origin)
-
-
-def _of_deepspeed(flags: Mapping[str, str]) -> Iterator[str]:
-    # In one word each: values such as `--ntasks-per-node=8` begin with dashes.
-    yield from (f"--{name}={value}" for name, value in flags.items())
 
 
 def _place(world_size: int, local_size: int) -> dict[str, str]:
@@ -211,41 +188,26 @@ def build_parser(prog: str) -> CommandParser:
     return help_parser(prog, "")
 
 
-def help_parser(prog: str, group: str) -> CommandParser:
-    """Return the parser of the flags that a help shows.
+def whole_parser(prog: str) -> CommandParser:
+    """Return the parser of all flags, for help and for shells."""
+    return help_parser(prog, ALL)
 
-    Args:
-        prog: what people type before them.
-        group: a group of the trainer's flags, or "" for those that most runs need.
-    """
-    parser = _begun(prog)
+
+def help_parser(prog: str, group: str) -> CommandParser:
+    """Return the parser of a group of the trainer's flags (`""` = those that most runs need), and the launcher's."""
+    parser = CommandParser(
+        prog=prog, usage=f"{prog} [flags of the launcher] flags of the trainer", description=DESCRIPTION, epilog=EPILOG
+    )
+    parser.add_argument("--help-all", action="store_true", help="show all flags of the trainer, as --help all does")
+    add_launcher_flags(parser)
     if not group:
         parser.epilog = f"{EPILOG}\n\n{other_flags(prog)}"
     add_flags_of(parser, group, without=OF_THE_LAUNCHER)
     return parser
 
 
-def whole_parser(prog: str) -> CommandParser:
-    """Return the parser of all flags, for help and for shells; `prog` is what people type before them."""
-    return help_parser(prog, ALL)
-
-
-def _begun(prog: str) -> CommandParser:
-    parser = CommandParser(
-        prog=prog, usage=f"{prog} [flags of the launcher] flags of the trainer", description=DESCRIPTION, epilog=EPILOG
-    )
-    parser.add_argument("--help-all", action="store_true", help="show all flags of the trainer, as --help all does")
-    add_launcher_flags(parser)
-    return parser
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe train") -> int:
-    """Train, and return the exit code of the run; the launcher, once it is started, takes the place of this process.
-
-    Args:
-        argv: flags of the launcher and of the trainer, in any order; None = those of this process.
-        prog: what people type before them.
-    """
+    """Train, and return the exit code of the run; the launcher, once it is started, takes the place of this process."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
 
@@ -263,7 +225,9 @@ def _run(words: list[str], prog: str) -> int:
     if given.get("dry_run") or given.get("dry_run_without_files"):
         training, ranks = dry_run_words(launching, training)
         os.environ.update(ranks)
-        return _trainer()(training)
+        import pretrain_gpt
+
+        return pretrain_gpt.main(training)
     if is_launched(launching, os.environ):
         return _train(training)
     command = launch_command(launching, training)
@@ -272,16 +236,12 @@ def _run(words: list[str], prog: str) -> int:
     os.execve(command[0], command, launch_variables(launching, os.environ))  # noqa: S606 - no shell is wanted
 
 
-def _trainer() -> Callable[[Sequence[str]], int]:
+def _train(words: Sequence[str]) -> int:
     # Imported where this process runs it.
     import pretrain_gpt
 
-    return pretrain_gpt.main
-
-
-def _train(words: Sequence[str]) -> int:
     try:
-        return _trainer()(words)
+        return pretrain_gpt.main(words)
     except OSError:
         # As by itself: what fails in the midst of a run is no bad input, and says where it failed.
         traceback.print_exc()

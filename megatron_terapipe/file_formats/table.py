@@ -1,14 +1,15 @@
 """The files that users write or read, each with its JSON Schema, and the command `schema`, which prints one."""
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_ext.plan.terminal import CommandParser, run_command
+from deepspeed_ext.plan.terminal import CommandParser, command_main
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +136,8 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.file_formats.table") -> int:
-    """Print what is asked for, and return the exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
-    return run_command(lambda: _run(build_parser(prog).parse_args(argv).file))
-
-
-def _run(name: str | None) -> int:
+def _run(options: argparse.Namespace, prog: str) -> int:
+    name = options.file
     if name is None:
         width = max(map(len, FILE_FORMATS))
         print(*(f"{name:<{width}}  {form.summary.replace('`', '')}" for name, form in FILE_FORMATS.items()), sep="\n")
@@ -156,6 +145,8 @@ def _run(name: str | None) -> int:
         print(json.dumps(FILE_FORMATS[name].json_schema(), indent=1))
     return 0
 
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe.file_formats.table")
 
 if __name__ == "__main__":
     sys.exit(main())

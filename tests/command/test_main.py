@@ -59,7 +59,7 @@ def test_help_has_every_command_once_in_one_line(capsys: pytest.CaptureFixture[s
     main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= WIDE for line in lines)
-    for _, commands in listed():
+    for commands in listed().values():
         for name, summary in commands:
             assert [line for line in lines if line.split("  ")[1:2] == [name]] == [f"  {name:<15}  {summary}"]
             assert summary[0].islower() and not summary.endswith(".")
@@ -122,24 +122,24 @@ def with_parts(parser: CommandParser) -> Iterator[CommandParser]:
 
 def test_examples_of_help_texts_have_good_flags() -> None:
     tried = 0
-    for _, command, parser in parsers(main_module.PROGRAM):
+    for name, parser in parsers(main_module.PROGRAM):
         for each in with_parts(parser):
             text = (each.epilog or "").replace("%(prog)s", each.prog).replace("\\\n", " ")
             examples = [line for line in text.splitlines() if line.startswith(f"  {each.prog} ")]
             assert examples or each is not parser, f"{each.prog} has no example"
             for line in examples:
                 words = shlex.split(line.partition(" > ")[0], comments=True)[len(each.prog.split()) :]
-                if command.name == "train":
+                if name == "train":
                     read_command_line([word for word in split(words)[1] if word != "..."])
                 else:
                     # NeoX's words stand in any order.
-                    (each.parse_intermixed_args if command.name == "neox" else each.parse_args)(words)
+                    (each.parse_intermixed_args if name == "neox" else each.parse_args)(words)
                 tried += 1
     assert tried > 25
 
 
 def test_names_are_there_once_and_modules_exist() -> None:
-    commands = [command for group in GROUPS for command in group.commands]
+    commands = [command for group in GROUPS.values() for command in group]
     every = [*commands, *(part for command in commands for part in command.parts)]
     assert len(COMMANDS) == len(commands)
     assert all(command.module in modules() for command in every)

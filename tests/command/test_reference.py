@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_terapipe.command.__main__ import markdown
+from docs.extensions.commands_page import markdown
 from megatron_terapipe.command.commands import listed
 from megatron_terapipe.command.completion import actions_of
 from megatron_terapipe.command.main import parsers
@@ -21,10 +21,10 @@ def test_the_page_is_fresh_whatever_the_width_of_the_terminal(columns: str, monk
 
 def test_it_has_every_command_and_every_flag_of_its_help() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"### `terapipe {name}`\n" in text for _, commands in listed() for name, _ in commands)
+    assert all(f"### `terapipe {name}`\n" in text for commands in listed().values() for name, _ in commands)
     flags = {
         name
-        for _, _, parser in parsers("terapipe")
+        for _, parser in parsers("terapipe")
         for action in actions_of(parser)
         if action.help != "==SUPPRESS=="
         for name in action.option_strings
