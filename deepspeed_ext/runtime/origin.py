@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.health.bad_states import are_finite
+from deepspeed_ext.runtime.health.states import are_finite
 
 _GRADIENTS = ("_hp_grad", "grad_accum", "grad")
 """Attributes in which the gradient of a weight adds up, by optimizer."""

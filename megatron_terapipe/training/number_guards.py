@@ -7,9 +7,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.health.bad_states import bad_states, described
-from deepspeed_ext.runtime.health.consistency import described as described_differences
-from deepspeed_ext.runtime.health.consistency import differences
+from deepspeed_ext.runtime.health.states import bad_states, described, differences
 from deepspeed_ext.runtime.origin import find_origin
 from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
@@ -39,7 +37,7 @@ def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, eq
     """
     if found := differences(engine):
         raise NumbersError(
-            f"after iteration {iteration} copies are not equal: {described_differences(found)}: go on from the "
+            f"after iteration {iteration} copies are not equal: {described(found)}: go on from the "
             f"checkpoint of iteration {equal_after} or before, and look for a defect of those ranks' devices and links"
         )
 

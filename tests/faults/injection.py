@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.gradients.reductions import accumulated_gradient
-from deepspeed_ext.runtime.health.bad_states import states_of
+from deepspeed_ext.runtime.health.states import states_of
 from megatron_terapipe.training import build_engine as engines
 from megatron_terapipe.training import trainer as saves
 

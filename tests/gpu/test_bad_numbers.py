@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from deepspeed_ext.runtime.gradients.gradient_norm import hold_back_bad_update
-from deepspeed_ext.runtime.health.bad_states import are_finite
-from deepspeed_ext.runtime.health.consistency import hashes
+from deepspeed_ext.runtime.health.states import are_finite, hashes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,20 +10,19 @@ until the accelerator has come to the same place in its queue:
 An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
 costs it nothing, such as to post a message, it has done as soon as it has done what was before.
 
-Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same. How
-many collectives a rank has started, torch counts.
-
-Torch counts them, so a step does nothing for it. Of two ranks of a group, the one that has started fewer is the one
-that the other waits for.
+Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same.
+Torch counts the collectives that a rank has started, so a step does nothing for it. Of two ranks of a group, the one
+that has started fewer is the one that the other waits for.
 """
 
+import json
 import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
-from deepspeed_ext.runtime.health.stall import LedgerFile, Position
+from deepspeed_ext.runtime.health.stall import Position
 
 _LIBRARIES = tuple(f"/site-packages/{name}/" for name in ("torch", "deepspeed"))
 _MOST_FRAMES = 40
@@ -72,11 +71,7 @@ class Collectives:
         self._before: dict[str, int] = {}
 
     def name(self, group: dist.ProcessGroup | None, words: str) -> None:
-        """Give a group words for a reader.
-
-        Args:
-            group: the group; the same words on all of its ranks.
-        """
+        """Give a group a name for messages, the same on all of its ranks."""
         if group is not None:
             self._words.setdefault(group.group_name, words)
 
@@ -216,19 +211,42 @@ class OpLedger:
         while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
             self._reached = self._ahead.popleft()[1]
 
-    def file(self, behind: str, seen: Position) -> LedgerFile:
-        """Return the ledger as a file has it.
+    def write(self, directory: Path, behind: str, seen: Position) -> Path:
+        """Write the ledger of this rank into a directory, made where it is missing, and return the file.
 
         Args:
-            behind: text that names the rank behind.
+            behind: text that names the rank for which all others wait.
             seen: position at the last look at the rank, with the time and the place in the code that the look showed.
+
+        Raises:
+            OSError: if it cannot be written.
         """
         position, program = self._now()
         # Where it has moved since the look, it has stood still for no time yet.
-        seconds = seen.seconds if position.same_place(seen) else 0.0
+        seconds = seen.seconds if position.place == seen.place else 0.0
         position = replace(position, seconds=seconds, code=seen.code, in_collective=seen.in_collective)
-        stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()]
-        return LedgerFile.of(behind, position, program, stack)
+        at = program[position.done] if position.done < len(program) else None
+        fields = {
+            "behind": behind,
+            "position": asdict(position),
+            "waiting": at
+            and {
+                "instruction": at.kind.value,
+                "op": str(at.op),
+                "stage": at.stage,
+                "micro_batch": at.micro_batch,
+                "token_slice": at.token_slice,
+                "peer": position.waits_for,
+            },
+            # The innermost call last.
+            "stack": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()],
+            "done": [str(each) for each in program[: position.done]],
+            "to_do": [str(each) for each in program[position.done :]],
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank_{self._rank:05d}.json"
+        path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        return path
 
 
 def accelerator_mark() -> Mark | None:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -150,9 +150,9 @@ def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.en
     return "CROSS_RANK" in environment and not launch
 
 
-def own_launch(above: Callable[[], Sequence[Ancestor]] = ancestors) -> tuple[Ancestor, ...]:
+def own_launch() -> tuple[Ancestor, ...]:
     """Return the processes of the launch of this rank."""
-    return launch_of(above(), outlives_its_terminal=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+    return launch_of(ancestors(), outlives_its_terminal=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -171,10 +171,9 @@ class ProcessEnds(Generic[Name]):
     """
 
     def __init__(self, wake: int) -> None:
-        self._wake, self._poll = wake, select.poll()
+        self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
-        self._by_descriptor: dict[int, Name] = {}
-        self._looked_at: dict[Name, psutil.Process] = {}
+        self._running: dict[Name, tuple[psutil.Process, int | None]] = {}
         self._ended: set[Name] = set()
         self._num_reported = 0
 
@@ -192,35 +191,34 @@ class ProcessEnds(Generic[Name]):
         except (ProcessLookupError, psutil.NoSuchProcess):
             self._ended.add(name)
             return
-        if descriptor is None:
-            self._looked_at[name] = process
-            return
-        self._by_descriptor[descriptor] = name
-        self._poll.register(descriptor, select.POLLIN)
+        self._running[name] = process, descriptor
+        if descriptor is not None:
+            self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> set[Name]:
         """Return the names of all that have ended so far, as soon as there is a new one, or after some seconds."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic()) if len(self._ended) == self._num_reported else 0.0
-            ready = self._poll.poll(1000 * (min(left, _LOOK_S) if self._looked_at else left))
-            for descriptor, _ in ready:
-                if descriptor != self._wake:
-                    self._ended.add(self._by_descriptor.pop(descriptor))
-                    self._poll.unregister(descriptor)
-                    os.close(descriptor)
-            for name in [name for name, process in self._looked_at.items() if _has_ended(process)]:
-                self._ended.add(name)
-                del self._looked_at[name]
+            reported = all(descriptor is not None for _, descriptor in self._running.values())
+            ready = dict(self._poll.poll(1000 * (left if reported else min(left, _LOOK_S))))
+            for name, (process, descriptor) in list(self._running.items()):
+                if _has_ended(process) if descriptor is None else descriptor in ready:
+                    self._ended.add(name)
+                    del self._running[name]
+                    if descriptor is not None:
+                        self._poll.unregister(descriptor)
+                        os.close(descriptor)
             if ready or len(self._ended) > self._num_reported or time.monotonic() >= deadline:
                 self._num_reported = len(self._ended)
                 return set(self._ended)
 
     def close(self) -> None:
         """Wait for nothing any more."""
-        for descriptor in self._by_descriptor:
-            os.close(descriptor)
-        self._by_descriptor.clear()
+        for _, descriptor in self._running.values():
+            if descriptor is not None:
+                os.close(descriptor)
+        self._running.clear()
 
 
 def _descriptor_of(pid: int) -> int | None:

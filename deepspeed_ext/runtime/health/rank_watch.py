@@ -86,17 +86,13 @@ class HostNews:
         self._to_tell: queue.SimpleQueue[Gone | None] = queue.SimpleQueue()
         self._told, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._asked = threading.Event()
+        self.compares = False
+        """Whether to find out whose signs of life have stopped, because a connection is lost."""
         self.connected = False
         """Whether this rank has reached the store."""
 
     def begin(self, address: str, port: int, *, name: str, listens: bool) -> None:
-        """Connect, and listen.
-
-        Args:
-            name: of this rank, as a user reads it.
-            listens: whether to listen, and not only to be ready to tell.
-        """
+        """Connect as the rank `name`; one that does not listen connects only when it has something to tell."""
         arguments = (address, port, name, listens)
         self._thread = threading.Thread(target=self._run, args=arguments, name="news of other hosts", daemon=True)
         self._thread.start()
@@ -108,10 +104,6 @@ class HostNews:
         self._to_tell.put(gone)
         if self._told.wait(_TELL_S) and self._keeps_store:
             time.sleep(2 * _LOOK_AT_STORE_S)  # They have yet to look.
-
-    def ask(self) -> None:
-        """Find out whose signs of life have stopped, because a connection is lost."""
-        self._asked.set()
 
     def end(self) -> None:
         """Hear nothing any more: the store may go."""
@@ -125,11 +117,15 @@ class HostNews:
 
     def _run(self, address: str, port: int, name: str, listens: bool) -> None:
         news = None if listens else self._to_tell.get()
-        store = None
-        while store is None and not self._ended.is_set():
-            store = self._connect(address, port)
-        if store is None:
-            return
+        # Torch takes seconds to import, and the main thread has done it by now.
+        from torch.distributed import TCPStore
+
+        timeout, store = timedelta(seconds=_CONNECT_S), None
+        while store is None:
+            if self._ended.is_set():
+                return
+            with suppress(RuntimeError):
+                store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         try:
             self._talk(store, news, _SignsOfLife(store, self._prefix, name) if listens else None)
         except RuntimeError:
@@ -145,74 +141,41 @@ class HostNews:
             elif store.check([self._key]):
                 self._heard(Gone(**json.loads(store.get(self._key)) | {"said": True}))
                 return
-            elif signs is not None and (silent := signs.give_and_read(compare=self._asked.is_set())):
+            elif signs is not None and (silent := signs.give_and_read(compare=self.compares)):
                 own = json.dumps(asdict(Gone(f"{silent} died")))
                 # Ranks of several hosts may find out; the first one says it.
                 first = store.compare_set(self._key, "", own)
                 self._heard(Gone(**json.loads(first) | {"said": first != own.encode()}))
                 return
-            news = self._wait()
-
-    def _wait(self) -> Gone | None:
-        try:
-            return self._to_tell.get(timeout=_LOOK_AT_STORE_S)
-        except queue.Empty:
-            return None
-
-    def _connect(self, address: str, port: int) -> Any:
-        # Torch takes seconds to import, and the main thread has done it by now.
-        from torch.distributed import TCPStore
-
-        try:
-            return TCPStore(
-                address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
-            )
-        except RuntimeError:
-            return None
+            news = None
+            with suppress(queue.Empty):
+                news = self._to_tell.get(timeout=_LOOK_AT_STORE_S)
 
 
 class _SignsOfLife:
-    """Signs of life of the ranks that listen, one of each host.
-
-    Args:
-        name: of this rank, as a user reads it.
-    """
+    """Signs of life of the ranks that listen, one of each host."""
 
     def __init__(self, store: Any, prefix: str, name: str) -> None:
-        self._store, self._prefix, self._name = store, prefix, name
-        self._own = store.add(f"{prefix}/hosts", 1)
+        self._store, self._hosts, self._sign, self._name = store, f"{prefix}/hosts", f"{prefix}/sign of life/", name
+        self._own = store.add(self._hosts, 1)
         self._given = 0
-        self._before: dict[int, bytes] = {}
+        self._before: dict[str, bytes] = {}
         self._since_s = 0.0
 
     def give_and_read(self, *, compare: bool) -> str:
-        """Give a sign of life, and return the names of those that have given none for long; empty if all have.
-
-        Args:
-            compare: whether to look at others at all.
-        """
+        """Give a sign of life, and return the names of those that have given none for long, if that is asked for."""
         self._given += 1
-        self._store.set(self._key(self._own), f"{self._given} {self._name}")
+        self._store.set(f"{self._sign}{self._own}", f"{self._given} {self._name}")
         if not compare:
             return ""
-        signs = self._read()
+        others = (f"{self._sign}{host}" for host in range(1, self._store.add(self._hosts, 0) + 1) if host != self._own)
+        signs = {key: self._store.get(key) for key in others if self._store.check([key])}
         if not self._before:
             self._before, self._since_s = signs, time.monotonic()
         if time.monotonic() < self._since_s + _SILENT_S:
             return ""
-        silent = [sign.decode().split(" ", 1)[1] for host, sign in signs.items() if self._before.get(host) == sign]
+        silent = [sign.decode().split(" ", 1)[1] for key, sign in signs.items() if self._before.get(key) == sign]
         return " and ".join(silent)
-
-    def _read(self) -> dict[int, bytes]:
-        hosts = range(1, self._store.add(f"{self._prefix}/hosts", 0) + 1)
-        return {
-            host: self._store.get(self._key(host))
-            for host in hosts
-            if host != self._own and self._store.check([self._key(host)])
-        }
-
-    def _key(self, host: int) -> str:
-        return f"{self._prefix}/sign of life/{host}"
 
 
 ENDS_WITHIN_S = 30.0
@@ -266,8 +229,10 @@ class RankWatch:
         self.place, self.remedy, self.request_s = place, remedy, request_s
         self._launch, self._host, self._say, self._leave = launch, host, say, leave
         self.ending, self._orphan = ending, orphan
-        self._speaks = place.rank == 0
-        self._gone: Gone | None = None
+        self.tells_end = place.rank == 0
+        """Whether this rank is the one that notes how the run ends."""
+        self.gone: Gone | None = None
+        """Who is gone, so that this rank ends; None as long as nobody is known to be."""
         self._concluding, self._known = threading.Lock(), threading.Event()
         self._left = threading.Event()
         self._wake, waking = socket.socketpair()
@@ -280,16 +245,6 @@ class RankWatch:
         if place.local_size < place.world_size:
             self._news = HostNews(attempt, heard=self._hear, keeps_store=place.rank == 0)
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
-
-    @property
-    def gone(self) -> Gone | None:
-        """Who is gone, so that this rank ends; None as long as nobody is known to be."""
-        return self._gone
-
-    @property
-    def tells_end(self) -> bool:
-        """Whether this rank is the one that notes how the run ends."""
-        return self._speaks
 
     # ------------------------------------------------------------------ from start to end
 
@@ -315,7 +270,7 @@ class RankWatch:
         with self._concluding:
             pass
         if self._news is not None:
-            if kind is not None and self._gone is None:
+            if kind is not None and self.gone is None:
                 self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) ended", said=True))
             self._news.end()
             self._news.join()
@@ -333,9 +288,9 @@ class RankWatch:
     def reason_of_a_lost_connection(self, seconds: float) -> Gone | None:
         """Return who is gone, as soon as it is known; None if nobody is found to be."""
         if self._news is not None:
-            self._news.ask()
+            self._news.compares = True
         self._known.wait(seconds)
-        return self._gone
+        return self.gone
 
     def part(self) -> None:
         """Take the ends of ranks on other hosts for orderly ones from now on; all ranks call it before a barrier."""
@@ -369,7 +324,7 @@ class RankWatch:
             # A handler of the rank's own takes the signal for a request, and ends the rank in its time.
             if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) == self._terminated:
                 self._terminated(signal.SIGTERM, None)
-        if self._gone is not None:
+        if self.gone is not None:
             return
         for ancestor in self._launch:
             if ancestor in ended:
@@ -426,10 +381,10 @@ class RankWatch:
     ) -> None:
         """End this rank because somebody is gone: give it time to end by itself, and then none."""
         with self._concluding:
-            if self._gone is not None:
+            if self.gone is not None:
                 return
-            self._gone = gone
-            self._speaks = self._speaks or says
+            self.gone = gone
+            self.tells_end = self.tells_end or says
             self._known.set()
             # First of all: nobody may read what is said below, and to write it would take for ever.
             timer = threading.Timer(patience_s, self._leave_told, (gone.what, DIED_TOO))
@@ -445,14 +400,14 @@ class RankWatch:
         self._mark(Mark.ENDING)
         if self._news is not None and self.place.local_rank == 0:
             self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) was told to end"))
-        if self._gone is None:
+        if self.gone is None:
             self._leave_told("told to end by SIGTERM", TERMINATED, failed=False)
         else:
-            self._leave_told(self._gone.what, TERMINATED)
+            self._leave_told(self.gone.what, TERMINATED)
 
     def _leave_told(self, why: str, code: int, *, failed: bool = True) -> None:
         """Leave at once, but for a report of why, which may not take for ever."""
-        if self._speaks:
+        if self.tells_end:
             timer = threading.Timer(_REPORTS_IN_S, self._leave, (code,))
             timer.daemon = True
             timer.start()

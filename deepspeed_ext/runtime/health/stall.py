@@ -1,6 +1,6 @@
 """A run that stands still: the position of each rank, asked for over a store, and the rank for which the others wait.
 
-    Position     what a rank does, since when, and for which ranks it may wait; `LedgerFile` writes it with the program
+    Position     where a rank is, since when, and for which ranks it may wait
     RollCall     questions to all ranks over a store: where are you?
     explain      the rank behind, from all positions
 
@@ -11,19 +11,15 @@
 
     host/3          host of rank 3, set once: a rank that gives no sign of life cannot report it any more
 
-For 1,024 ranks a question costs each of them a few calls of the store. Only the standard library and the plan: files of
-ledgers are described without torch.
+For 1,024 ranks a question costs each of them a few calls of the store.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from deepspeed_ext.plan.programs.program import Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,99 +57,24 @@ class Position:
         where = f"at '{self.doing}'" if self.doing else "between batches"
         return f"rank {self.rank} is {where} since {self.seconds:.0f} s{waits}{code} ({self.batch}{step})"
 
-    def to_fields(self) -> dict[str, Any]:
-        """The position as JSON fields."""
-        return asdict(self)
-
-    def same_place(self, other: "Position") -> bool:
-        """Whether the rank has not moved between two looks at it."""
-        return (self.batch, self.done, self.doing, self.waits_for, self.phase, self.collectives) == (
-            other.batch, other.done, other.doing, other.waits_for, other.phase, other.collectives
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class CurrentInstruction:
-    """The instruction at which a rank is."""
-
-    instruction: str
-    """Its kind, such as `backward` or `receive gradient`."""
-    op: str
-    """The op that it belongs to: `0B0.2`."""
-    stage: int
-    """Stage of that op."""
-    micro_batch: int
-    """Micro-batch of that op."""
-    token_slice: int
-    """Token slice of that op."""
-    peer: int | None
-    """Global rank for which it waits; null while it waits for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerFile:
-    """The ledger of a rank, as its file has it. Its fields are the keys."""
-
-    behind: str
-    """Text that names the rank for which all others wait."""
-    position: Position
-    """Where this rank is."""
-    waiting: CurrentInstruction | None
-    """The instruction at which it is; null outside of programs."""
-    stack: tuple[str, ...]
-    """Where its main thread is in the code, the innermost call last: `FILE:LINE FUNCTION`."""
-    done: tuple[str, ...]
-    """Instructions of its program that are done, in order."""
-    to_do: tuple[str, ...]
-    """The instructions that are left; the first one is that of `waiting`."""
-
-    @classmethod
-    def of(cls, behind: str, position: Position, program: Sequence[Instruction], stack: Sequence[str]) -> "LedgerFile":
-        """Return the ledger of a rank in its program.
-
-        Args:
-            behind: text that names the rank behind.
-            stack: where its main thread is in the code.
-        """
-        at = program[position.done] if position.done < len(program) else None
-        waiting = at and CurrentInstruction(
-            instruction=at.kind.value,
-            op=str(at.op),
-            stage=at.stage,
-            micro_batch=at.micro_batch,
-            token_slice=at.token_slice,
-            peer=position.waits_for,
-        )
-        texts = tuple(map(str, program))
-        return cls(behind, position, waiting, tuple(stack), texts[: position.done], texts[position.done :])
-
-    def write(self, directory: Path) -> Path:
-        """Write the file, and return it.
-
-        Args:
-            directory: made where it is missing.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"rank_{self.position.rank:05d}.json"
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The fields that stay the same as long as the rank does not move."""
+        return self.batch, self.done, self.doing, self.waits_for, self.phase, self.collectives
 
 
 class RollCall:
-    """The questions of a run, as one rank hears them. Every rank answers every question, so all count them alike."""
+    """The questions of a run on one rank. Every rank answers every question, so all count them alike."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._number = store, rank, 0
 
     def set_host(self, host: str) -> None:
-        """Say on which host this rank is."""
+        """Store the host of this rank."""
         self._store.set(_host_key(self._rank), host)
 
     def hosts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the hosts of those of some ranks that have said theirs, by rank."""
+        """Return the hosts of some ranks, of those that are known, by rank."""
         return {
             rank: self._store.get(_host_key(rank)).decode() for rank in ranks if self._store.check([_host_key(rank)])
         }
@@ -168,7 +89,7 @@ class RollCall:
 
     def answer(self, position: Position) -> None:
         """Answer the question."""
-        self._store.append(self._key("answers"), json.dumps(position.to_fields()) + "\n")
+        self._store.append(self._key("answers"), json.dumps(asdict(position)) + "\n")
 
     def answers(self) -> dict[int, Position]:
         """The answers so far, by rank."""
@@ -218,7 +139,7 @@ Hosts = Callable[[Sequence[int]], Mapping[int, str]]
 
 
 def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hosts = lambda ranks: {}) -> str | None:
-    """Say in one line which rank is behind; None if no rank has waited too long for another.
+    """One line that names the rank behind; None if no rank has waited too long for another.
 
     A rank that stands still may just take long: compile, save, evaluate. So there is no stall unless one that stands
     still waits for another, or does so while another gives no sign of life.
@@ -233,8 +154,8 @@ def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hos
         return None
     waits, silent = _Waits(living, limit_s), sorted(positions.keys() - living.keys())
     if silent:
-        named = f"{_on_hosts(silent, hosts)} {_is(silent)} behind"
-        return f"{named}: {_gives(silent)} no sign of life{waits.told_by(standing)}"
+        named = f"{_on_hosts(silent, hosts)} {_verb(silent, 'is', 'are')} behind"
+        return f"{named}: {_verb(silent, 'it gives', 'they give')} no sign of life{waits.told_by(standing)}"
     for rank in standing:
         reached, ends = waits.chain(rank)
         if ends == [rank] or not living.keys() >= set(ends):
@@ -245,7 +166,7 @@ def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hos
                 "carries nothing any more, or this is a fault of ours"
             )
         others = [each for each in standing if each not in ends]
-        return f"{_on_hosts(ends, hosts)} {_is(ends)} behind: {living[ends[0]]}{waits.told_by(others)}"
+        return f"{_on_hosts(ends, hosts)} {_verb(ends, 'is', 'are')} behind: {living[ends[0]]}{waits.told_by(others)}"
     if len(standing) == len(living) > 1 and all(position.in_collective for position in living.values()):
         return (
             f"ranks {_list(standing)} are in the same collective, and it does not end{waits.told_by(standing)}: a "
@@ -255,12 +176,7 @@ def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hos
 
 
 def explain_alone(position: Position, silent_s: float, hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Say in one line what a rank knows that can ask nobody.
-
-    Args:
-        silent_s: seconds since the store was last heard of.
-        hosts: those that are known, by rank.
-    """
+    """The line of a rank that can ask nobody, `silent_s` seconds after the last answer of the store."""
     return (
         f"{_on_hosts([0], lambda _: hosts)} is behind: its host keeps the store at which the ranks met, and that gives "
         f"no sign of life since {silent_s:.0f} s; {position}"
@@ -298,7 +214,7 @@ class _Waits:
         group = next((group for group, count in first.collectives.items() if count > self._least[group]), None)
         collective = "" if group is None or first.waits_for is not None else group.partition("#")[0]
         of = f", for a collective of the {collective}" if collective else ""
-        others = f", and so {_do(ranks[1:])} {_ranks(ranks[1:])}" if ranks[1:] else ""
+        others = f", and so {_verb(ranks[1:], 'does', 'do')} {_ranks(ranks[1:])}" if ranks[1:] else ""
         return f"; {first}{of}{others}"
 
     def _awaited_by(self, rank: int) -> set[int]:
@@ -348,13 +264,5 @@ def _list(ranks: Sequence[int | str]) -> str:
     return ", ".join(map(str, ranks[:MOST_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _is(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _do(ranks: Sequence[int]) -> str:
-    return "does" if len(ranks) == 1 else "do"
-
-
-def _gives(ranks: Sequence[int]) -> str:
-    return "it gives" if len(ranks) == 1 else "they give"
+def _verb(ranks: Sequence[int], of_one: str, of_several: str) -> str:
+    return of_one if len(ranks) == 1 else of_several

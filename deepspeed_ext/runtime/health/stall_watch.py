@@ -23,6 +23,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -46,30 +47,10 @@ from deepspeed_ext.runtime.health.ledger import (
 from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_alone
 
 _CLOCK_MONOTONIC = 1
-_SIGEV_SIGNAL = 0
 
 
-class _Event(ctypes.Structure):
-    """Linux's `struct sigevent`."""
-
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("rest", ctypes.c_byte * 48),
-    )
-
-
-class _Time(ctypes.Structure):
-    """The C library's `struct timespec`."""
-
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Setting(ctypes.Structure):
-    """The C library's `struct itimerspec`."""
-
-    _fields_ = (("interval", _Time), ("value", _Time))
+_EVENT = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
+"""Linux's `struct sigevent`: value, signal, and SIGEV_SIGNAL as the way in which it comes."""
 
 
 class KillTimer:
@@ -82,9 +63,8 @@ class KillTimer:
             return
         self._library = ctypes.CDLL(None)
         timer = ctypes.c_void_p()
-        event = _Event(None, signal.SIGKILL, _SIGEV_SIGNAL)
         try:
-            if self._library.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+            if self._library.timer_create(_CLOCK_MONOTONIC, _EVENT, ctypes.byref(timer)) == 0:
                 self._timer = timer
         except AttributeError:
             pass  # A C library without it: the launcher kills what does not end.
@@ -94,8 +74,9 @@ class KillTimer:
         # A child process that was forked has no timer.
         if self._timer is not None and os.getpid() == self._process:
             whole = int(seconds)
-            setting = _Setting(_Time(0, 0), _Time(whole, int((seconds - whole) * 1e9)))
-            self._library.timer_settime(self._timer, 0, ctypes.byref(setting), None)
+            # The C library's `struct itimerspec`: seconds and nanoseconds of the interval, and of the first time.
+            setting = struct.pack("4l", 0, 0, whole, int((seconds - whole) * 1e9))
+            self._library.timer_settime(self._timer, 0, setting, None)
 
     def end(self) -> None:
         """Remove the timer."""
@@ -219,7 +200,7 @@ class StallWatch:
             before = now
             self._kill_timer.set(self._killed_after_s)
             position = self.ledger.position()
-            if not position.same_place(self._position):
+            if position.place != self._position.place:
                 self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
             silent_s = self._clock_s - self._heard_s
             # Not before those who can ask: a rank that ends first takes their ledgers with it.
@@ -303,8 +284,8 @@ class StallWatch:
     def _write(self, line: str) -> str:
         """Write the ledger, and return where the ledgers are, or why they are not."""
         try:
-            written = self.ledger.file(line, self._where()).write(self._directory)
-            return f"the ledger of each rank is in {written.parent}"
+            self.ledger.write(self._directory, line, self._where())
+            return f"the ledger of each rank is in {self._directory}"
         except OSError as error:
             return f"ledgers cannot be written to {self._directory} ({error.strerror})"
 
@@ -317,22 +298,13 @@ class StallWatch:
                 time.sleep(self._interval_s / 10)
 
 
-def watch_this_rank(
-    timeout: timedelta,
-    directory: Path,
-    *,
-    name: str,
-    remedy: Callable[[], str] = lambda: "start it again",
-    end: Callable[[], object] = end_process,
-    ending: Callable[[str], object] = lambda why: None,
-) -> StallWatch:
+def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending: Callable[..., Any]) -> StallWatch:
     """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
 
     Args:
         timeout: longest time that a rank may wait for another.
         name: of the watch, the same on all ranks, and of no other watch.
-        remedy: returns the end of the line: what the user can do.
-        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
+        **ending: `remedy`, `end` and `ending` of `StallWatch`.
     """
     rank = dist.get_rank()
     return StallWatch(
@@ -342,9 +314,7 @@ def watch_this_rank(
         store=dist.PrefixStore(f"stall watch {name}", _own_connection(dist.distributed_c10d._get_default_store())),
         timeout=timeout,
         directory=directory,
-        remedy=remedy,
-        end=end,
-        ending=ending,
+        **ending,
     )
 
 

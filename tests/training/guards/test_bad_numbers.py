@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.health.bad_states import states_of
+from deepspeed_ext.runtime.health.states import states_of
 from megatron_terapipe.config.training import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.build_engine import build_engine

@@ -1,8 +1,21 @@
-"""Which processes above a rank are its launch, and which belong to the user."""
+"""The launch above a rank, the page of the ranks of a host, and the end of a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.runtime.health.processes import Ancestor, host_launcher, is_orphan, launch_of
+from deepspeed_ext.runtime.health.processes import (
+    Ancestor,
+    HostRank,
+    HostRanks,
+    Mark,
+    host_launcher,
+    is_orphan,
+    launch_of,
+)
 
 PYTHON = "/venv/bin/python3"
 PER_HOST = (PYTHON, "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30", "pretrain_gpt.py", "torchrun")
@@ -58,3 +71,52 @@ def test_an_orphan_of_deepspeed_is_known() -> None:
     assert is_orphan((), {"CROSS_RANK": "0"})
     assert not is_orphan((), {"RANK": "0"})
     assert not is_orphan(above(PER_HOST), {"CROSS_RANK": "0"})
+
+
+def test_ranks_read_what_others_write_and_leave_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    pages = [HostRanks(path, 2), HostRanks(path, 2)]
+    pages[0].write(0, HostRank(4, 100, Mark.HERE))
+    assert pages[1].read() == {0: HostRank(4, 100, Mark.HERE)}
+    assert path.exists(), "the other rank has yet to come"
+    pages[1].write(1, HostRank(5, 101, Mark.HERE))
+    pages[0].write(0, HostRank(4, 100, Mark.ENDING))
+    assert pages[1].read() == {0: HostRank(4, 100, Mark.ENDING), 1: HostRank(5, 101, Mark.HERE)}
+    assert not path.exists()
+    assert pages[0].read()[1].rank == 5
+
+
+def test_a_page_is_its_users_alone_and_follows_no_link(tmp_path: Path) -> None:
+    HostRanks(tmp_path / "page", 2)
+    assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "precious").write_text("precious")
+    os.symlink(tmp_path / "precious", tmp_path / "link")
+    with pytest.raises(OSError, match="link"):
+        HostRanks(tmp_path / "link", 2)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+PROGRAM = """
+import atexit, sys, threading
+from deepspeed_ext.runtime.health.processes import ProcessEnd
+
+atexit.register(print, "the interpreter's own end")
+end = ProcessEnd()
+atexit.register(print, "what is to be done")
+if sys.argv[1] == "left":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+if sys.argv[2] == "raised":
+    raise KeyError
+end.code = 7
+sys.exit(end.code)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("returned", 7), ("raised", 1)])
+@pytest.mark.parametrize("threads", ["none", "left"])
+def test_threads_that_are_left_do_not_see_the_end_of_the_interpreter(threads: str, ending: str, code: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, threads, ending]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = ["what is to be done"] + ["the interpreter's own end"] * (threads == "none")
+    assert (done.returncode, done.stdout.splitlines()) == (code, lines)
+    assert ("KeyError" in done.stderr) == (ending == "raised")

@@ -1,0 +1,395 @@
+"""The watch of a run that stands still: its threads without a pipeline, its timer, and engines that hang."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.schedules import gpipe
+from deepspeed_ext.runtime.health import stall_watch
+from deepspeed_ext.runtime.health.ledger import OpLedger
+from deepspeed_ext.runtime.health.stall_watch import StallWatch, watch_this_rank
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.training import Setup, build, feed
+
+PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
+TIMEOUT = timedelta(seconds=0.4)
+HOST = socket.gethostname()
+
+
+class Rank:
+    """A rank that does nothing, under watch."""
+
+    def __init__(self, number: int, store: object, directory: Path, *, world_size: int = 2) -> None:
+        self.ledger, self.lines, self.ended = OpLedger(number), [], threading.Event()
+        self.told: list[str] = []
+        self.ledger.begin("train step 1", PROGRAMS[number].instructions)
+        self.watch = StallWatch(
+            self.ledger,
+            rank=number,
+            world_size=world_size,
+            store=store,
+            timeout=TIMEOUT,
+            directory=directory,
+            say=self.lines.append,
+            end=self.ended.set,
+            ending=self.told.append,
+        )
+
+
+@contextmanager
+def ranks(directory: Path, store: object | None = None) -> Iterator[tuple[Rank, Rank]]:
+    store = store or dist.HashStore()
+    first, second = Rank(0, store, directory), Rank(1, store, directory)
+    try:
+        yield first, second
+    finally:
+        for rank in (first, second):
+            rank.watch.end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        with both[0].ledger.waiting_for(1):
+            until(lambda: both[0].ended.is_set() and both[1].ended.is_set())
+        (line,) = both[0].lines + both[1].lines
+    behind = f"the run stands still: rank 1 (host {HOST}) is behind: rank 1 is at"
+    assert line.startswith(f"error: {behind}")
+    assert both[0].told and both[0].told[0].startswith(behind)
+    assert not both[1].told or both[1].lines
+    assert line.endswith(f"; the ledger of each rank is in {tmp_path}: start it again")
+    for number in (0, 1):
+        written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
+        assert written["behind"] in line and written["stack"]
+        assert written["position"]["code"]
+    assert json.loads((tmp_path / "rank_00000.json").read_text())["position"]["seconds"] > 0
+
+
+def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        time.sleep(2 * TIMEOUT.total_seconds())
+        assert not any(rank.lines or rank.ended.is_set() for rank in both)
+        # They have been asked in the meantime, and are watched on.
+        with both[1].ledger.waiting_for(0):
+            until(lambda: all(rank.ended.is_set() for rank in both))
+    assert f"rank 0 (host {HOST}) is behind" in (both[0].lines + both[1].lines)[0]
+
+
+def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
+        while time.monotonic() < deadline:
+            with both[0].ledger.phase("saving"), both[0].ledger.waiting_for(1):
+                time.sleep(0.01)
+        assert not any(rank.lines or rank.ended.is_set() for rank in both)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    """Rank 1 has no watch: its process was stopped before it began."""
+    alone = Rank(0, dist.HashStore(), tmp_path)
+    with alone.ledger.phase("building the engine"):
+        until(alone.ended.is_set)
+    assert "rank 1 is behind: it gives no sign of life; rank 0 is at 'building the engine' since" in alone.lines[0]
+    alone.watch.end()
+
+
+def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    alone = Rank(0, dist.HashStore(), tmp_path / "file")
+    until(alone.ended.is_set)
+    assert f"ledgers cannot be written to {tmp_path / 'file'} (File exists)" in alone.lines[0]
+    alone.watch.end()
+
+
+def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    watched = Rank(0, dist.HashStore(), tmp_path)
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == ["stall watch"] * 2
+    watched.watch.end()
+    assert before.issuperset(threading.enumerate())
+
+
+def test_a_rank_that_is_alone_is_not_watched(tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    watched = Rank(0, dist.HashStore(), tmp_path, world_size=1)
+    assert before.issuperset(threading.enumerate())
+    watched.watch.end()
+
+
+def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+
+    def set_device(index: int) -> None:
+        chosen.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(
+        stall_watch, "get_accelerator", lambda: SimpleNamespace(current_device=lambda: 3, set_device=set_device)
+    )
+    watched = Rank(0, dist.HashStore(), tmp_path)
+    watched.watch.end()
+    assert chosen == [("stall watch", 3)] * 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)
+def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exception]) -> None:
+    class Gone:
+        asked = 0
+
+        def set(self, key: str, value: str) -> None:
+            raise error("the store is gone")
+
+        def check(self, keys: list[str]) -> bool:
+            self.asked += 1
+            raise error("the store is gone")
+
+    store = Gone()
+    watched = Rank(1, store, tmp_path)
+    until(watched.ended.is_set)
+    assert store.asked == 1
+    assert "rank 0 is behind" in watched.lines[0]
+    watched.watch.end()
+
+
+class SilentStore:
+    """A store whose keeper has stopped: a question to it is not answered."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        """Goes out, into the void."""
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        raise RuntimeError("connection reset by peer")
+
+
+def test_where_the_store_is_silent_a_rank_says_what_it_knows(tmp_path: Path) -> None:
+    store = SilentStore()
+    stuck = Rank(1, store, tmp_path)
+    until(stuck.ended.is_set)
+    assert stuck.lines[0].startswith("error: the run stands still: rank 0 is behind: its host keeps the store")
+    assert (tmp_path / "rank_00001.json").exists()
+    store.goes_on.set()
+    stuck.watch.end()
+
+
+def test_a_process_that_was_stopped_has_not_waited_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were stopped, as by Ctrl-Z, and go on: nobody has waited for anybody."""
+    skipped = 0.0
+    monkeypatch.setattr(stall_watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped))
+    with ranks(tmp_path) as both:
+        with both[0].ledger.waiting_for(1):
+            time.sleep(0.1)
+            skipped = 1000.0
+            time.sleep(0.1)
+        both[0].ledger.done()
+        assert not any(rank.lines for rank in both)
+
+
+STOPPED = """
+import os, signal, sys, time
+from deepspeed_ext.runtime.health.stall_watch import KillTimer
+
+timer = KillTimer()
+timer.set(1.0)
+timer.set(600.0)  # A busy host may not come back to this process for a while, but hardly between two lines.
+time.sleep(1.1)
+if sys.argv[1] == "end":
+    timer.set(1.0)
+    timer.end()
+    time.sleep(1.1)
+    sys.exit(0)
+child = os.fork()
+if child == 0:
+    timer.set(0.2)  # that of the parent is none of the child's
+    time.sleep(0.4)
+    os._exit(0)
+assert os.waitpid(child, 0) == (child, 0)
+timer.set(0.2)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a timer of Linux")
+@pytest.mark.parametrize(("ending", "code"), [("stop", -signal.SIGKILL), ("end", 0)])
+def test_it_is_killed_only_if_nobody_sets_the_timer_anew(ending: str, code: int) -> None:
+    process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False)
+    assert process.returncode == code
+
+
+TIMEOUT_OF_ENGINES = timedelta(seconds=2)
+LONGEST_S = 30
+
+
+def compute(told: threading.Event) -> None:
+    """Compute until the line is said."""
+    assert told.wait(LONGEST_S)
+
+
+def stop(told: threading.Event) -> None:
+    """Stand as still as a process whose node is gone: no thread of it runs, until others have ended."""
+    until_then = f"for i in $(seq {LONGEST_S}0); do test -e told && break; sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", until_then])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Pausing(nn.Linear):
+    """Does something else before its third token slice, on one rank."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__(models.HIDDEN, models.HIDDEN)
+        self.pause, self.seen = pause, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen += 1
+        if self.seen == 3:
+            self.pause()
+        return super().forward(hidden)
+
+
+def _watched(directory: str) -> tuple[StallWatch, threading.Event, list[str]]:
+    """A watch that does not end the process, an event for that it would have, and what it said."""
+    os.chdir(directory)
+    said: list[str] = []
+    told = threading.Event()
+
+    def end() -> None:
+        Path("told").touch()
+        told.set()
+
+    made = watch_this_rank(TIMEOUT_OF_ENGINES, Path(directory), name="test", end=end)
+    made._say = said.append  # before it has anything to say
+    dist.barrier()
+    return made, told, said
+
+
+def _trained(
+    directory: str, setup: Setup, pausing_rank: int, pause: Callable[[threading.Event], None]
+) -> tuple[list[str], str]:
+    """Train a step in which a rank pauses: what this rank said, and where it ended."""
+    watch, told, said = _watched(directory)
+    pauses = (lambda: pause(told)) if dist.get_rank() == pausing_rank else (lambda: None)
+    layers = [LayerSpec(models.Embedding), LayerSpec(models.Block), LayerSpec(Pausing, pauses)]
+    layers.append(LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB))
+    engine = build(
+        setup,
+        layers=layers,
+        partition="0,2,3,4" if setup.pp == 3 else "parameters",
+        # It would call the layer that counts.
+        engine_keywords={"watch": watch, "check_token_slices": False},
+    )
+    engine.train_batch(feed(engine, setup))
+    assert told.wait(LONGEST_S)
+    watch.end()
+    return said, ""
+
+
+def _lines(results: list[tuple[list[str], str]]) -> list[str]:
+    return [line for said, _ in results for line in said]
+
+
+def _ledgers(directory: Path) -> dict[int, dict]:
+    return {int(path.stem.removeprefix("rank_")): json.loads(path.read_text()) for path in directory.glob("*.json")}
+
+
+def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledgers(tmp_path: Path) -> None:
+    setup = Setup(pp=3, cut=(6, 6, 6, 6), micro_batches=1)
+    (line,) = _lines(run_distributed(_trained, 3, str(tmp_path), setup, 1, compute))
+    assert f"the run stands still: rank 1 (host {socket.gethostname()}) is behind: rank 1 is at 'forward 1F0.2" in line
+    # Those that have waited long enough by then are named: on a busy host only one of them.
+    assert re.search(r"\(train step 1, instruction .*; rank [02] is at '.*; the ledger of each rank is in", line)
+    ledgers = _ledgers(tmp_path)
+    assert ledgers.keys() == {0, 1, 2}
+    assert (
+        ledgers[1]["waiting"] | {"stage": 1, "micro_batch": 0, "token_slice": 2, "peer": None} == ledgers[1]["waiting"]
+    )
+    assert ledgers[2]["waiting"]["op"] == "2F0.2" and ledgers[2]["waiting"]["peer"] == 1
+    assert "forward 2F0.1 @1" in ledgers[2]["done"]
+    # What a rank has done, does, and has to do is its whole program.
+    for ledger in ledgers.values():
+        position = ledger["position"]
+        assert len(ledger["done"]) == position["done"]
+        assert len(ledger["done"]) + len(ledger["to_do"]) == position["total"]
+        assert ledger["to_do"][0] == position["doing"]
+
+
+def test_a_replica_that_shows_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    setup = Setup(dp=2, cut=(6, 6, 6, 6), micro_batches=1)
+    lines = _lines(run_distributed(_trained, 2, str(tmp_path), setup, 1, stop))
+    assert len(lines) == 1
+    assert f"rank 1 (host {socket.gethostname()}) is behind: it gives no sign of life; rank 0 is at 'sums" in lines[0]
+    assert "for a collective of the replicas" not in lines[0]  # nobody knows what rank 1 has started
+    assert 0 in _ledgers(tmp_path)
+
+
+def _built(directory: str) -> tuple[list[str], str]:
+    """Stop the first rank, which keeps the store, before it builds its engine."""
+    watch, told, said = _watched(directory)
+    with watch.ledger.phase("building the engine"):
+        if dist.get_rank() == 0:
+            stop(told)
+        build(Setup(pp=2, cut=(6, 6, 6, 6), micro_batches=1), engine_keywords={"watch": watch})
+    if dist.get_rank() == 1:
+        assert told.is_set()
+    watch.end()
+    return said, ""
+
+
+def test_the_rank_that_keeps_the_store_is_named_while_engines_are_built(tmp_path: Path) -> None:
+    (line,) = _lines(run_distributed(_built, 2, str(tmp_path)))
+    # The host of rank 0 is known where it said so before it was stopped.
+    assert re.search(
+        r"stands still: rank 0( \(host \S+\))? is behind: its host keeps the store at which the ranks", line
+    )
+    assert "rank 1 is at 'building the engine' since" in line
+    assert 1 in _ledgers(tmp_path)
+
+
+def _ordinary(directory: str) -> tuple[list[str], str]:
+    watch, told, said = _watched(directory)
+    setup = Setup(pp=2, dp=2, cut=(6, 6, 6, 6), micro_batches=1)
+    engine = build(setup, engine_keywords={"watch": watch})
+    for step in range(2):
+        engine.train_batch(feed(engine, setup, step=step))
+    counts = json.dumps(engine.ledger.collectives.counts(), sort_keys=True)
+    assert isinstance(engine.ledger, OpLedger) and not told.is_set()
+    watch.end()
+    return said, counts
+
+
+def test_ranks_of_a_run_that_goes_well_count_the_same_collectives(tmp_path: Path) -> None:
+    results = run_distributed(_ordinary, 4, str(tmp_path))
+    assert not _lines(results) and not _ledgers(tmp_path)
+    counts = [json.loads(found) for _, found in results]
+    # Nobody is left with a lead in a group, by which it would seem to wait for the others.
+    for first in counts:
+        for other in counts:
+            shared = first.keys() & other.keys()
+            assert {name: first[name] for name in shared} == {name: other[name] for name in shared}
+    assert any(name.startswith("replicas#") and count > 0 for name, count in counts[0].items())
