@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -171,13 +172,47 @@ def _moves() -> list[tuple[int, list[str]]]:
             moves.append((*lengths, sorted(tensors)))
         return to_device(tensors, device)
 
-    stage_ops.to_device = recorded
-    engine.train_batch(iter(dict_batches(setup, 0, torch.float32)))
+    with patch.object(stage_ops, "to_device", recorded):
+        engine.train_batch(iter(dict_batches(setup, 0, torch.float32)))
     return moves
 
 
-def test_entries_move_a_token_slice_at_a_time_and_only_where_they_are_taken() -> None:
-    first, second, third, last = run_distributed(_moves, 4)
+def _num_read(partition: str) -> int:
+    setup = Setup(pp=4, cut=CUT, micro_batches=3)
+    engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=partition)
+    taken = []
+    engine.train_batch(taken.append(None) or batch for batch in dict_batches(setup, 0, torch.float32))
+    return len(taken)
+
+
+def _without_an_iterator() -> str:
+    setup = Setup(pp=4, cut=CUT)
+    engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=PARTITION[4])
+    try:
+        engine.train_batch(None if engine.module.stage_id == 1 else iter(dict_batches(setup, 0, torch.float32)))
+    except UserError as error:
+        return str(error)
+    except RuntimeError:
+        return "its neighbour went"
+    return ""
+
+
+READING = {"0,2,3,4,6": [3, 0, 3, 3], "0,1,3,4,6": [3, 3, 3, 3]}
+"""Micro-batches that each rank reads, by partition."""
+
+
+def _on_four() -> tuple[Any, ...]:
+    # Last what ends a neighbour.
+    return _moves(), [_num_read(partition) for partition in READING], _without_an_iterator()
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[tuple[Any, ...]]:
+    return run_distributed(_on_four, 4)
+
+
+def test_entries_move_a_token_slice_at_a_time_and_only_where_they_are_taken(on_four) -> None:
+    first, second, third, last = (moves for moves, _, _ in on_four)
     assert first == [(length, ["positions", "tokens"]) for length in CUT]
     assert second == third == [(length, ["mask", "row_scale"]) for length in CUT]
     # The last stage has the function, which takes the mask, and the loss.
@@ -186,18 +221,14 @@ def test_entries_move_a_token_slice_at_a_time_and_only_where_they_are_taken() ->
     )
 
 
-def _which_ranks_read(partition: str) -> int:
-    setup = Setup(pp=4, cut=CUT, micro_batches=3)
-    engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=partition)
-    batches = dict_batches(setup, 0, torch.float32)
-    taken = []
-    engine.train_batch(taken.append(None) or batch for batch in batches)
-    return len(taken)
+def test_only_stages_whose_layers_take_entries_read_the_data(on_four) -> None:
+    assert [list(by_rank) for by_rank in zip(*(read for _, read, _ in on_four), strict=True)] == [*READING.values()]
 
 
-@pytest.mark.parametrize(("partition", "reading"), [("0,2,3,4,6", [3, 0, 3, 3]), ("0,1,3,4,6", [3, 3, 3, 3])])
-def test_only_stages_whose_layers_take_entries_read_the_data(partition: str, reading: list[int]) -> None:
-    assert run_distributed(_which_ranks_read, 4, partition) == reading
+def test_a_stage_without_the_data_it_needs_says_so(on_four) -> None:
+    assert on_four[1][2] == (
+        "pipeline rank 1 reads the data for layer 1 (Gate), and was given no data iterator: pass one on this rank too"
+    )
 
 
 def _plain_call() -> bool:
@@ -239,55 +270,32 @@ def _optional(declared: tuple[str, ...] | None, with_shift: bool, tuple_of: bool
         return "its neighbour went"
 
 
-def test_a_default_stands_where_nothing_is_declared() -> None:
-    from_tuple = run_distributed(_optional, 3, None, False, True)
-    from_dict = run_distributed(_optional, 3, None, False)
-    assert from_tuple == from_dict
-    assert isinstance(from_dict[0], float)
-    assert run_distributed(_optional, 3, ("tokens", "shift"), True) != from_dict
+def _on_three() -> dict[str, str | float]:
+    declared = ("tokens", "shift")
+    return {
+        "a tuple": _optional(None, False, True),
+        "nothing declared": _optional(None, False),
+        "declared": _optional(declared, True),
+        "declared and missing": _optional(declared, False),
+        "declared, and a tuple": _optional(declared, False, True),
+        # Last what ends a neighbour.
+        "not declared": _optional(None, True),
+    }
 
 
-def test_an_entry_is_never_kept_from_a_layer_in_silence() -> None:
-    first, middle, last = run_distributed(_optional, 3, None, True)
-    assert (
-        first
-        == last
-        == (
-            "layer 1 (Optional) takes 'shift', an entry of the data, by an argument with a default, and stage 1 "
-            "reads no data: build the module with data_entries=('tokens', 'shift'), and give its rank the data iterator"
-        )
-    )
-    assert middle == "its neighbour went"
-
-
-def test_declared_entries_must_come() -> None:
-    for message in run_distributed(_optional, 3, ("tokens", "shift"), False):
-        assert message == (
-            "the data has no entry 'shift' of data_entries ('tokens'): yield it, or take it out of data_entries"
-        )
-    for message in run_distributed(_optional, 3, ("tokens", "shift"), False, True):
-        assert message.startswith(
+def test_arguments_with_a_default_get_entries_that_are_declared() -> None:
+    first, middle, last = run_distributed(_on_three, 3)
+    for found in (first, middle, last):
+        assert found["a tuple"] == found["nothing declared"] != found["declared"]
+        assert all(isinstance(found[name], float) for name in ("a tuple", "nothing declared", "declared"))
+        assert found["declared and missing"].startswith("the data has no entry 'shift' of data_entries ('tokens'): ")
+        assert found["declared, and a tuple"].startswith(
             "the data is a Tensor, and data_entries=('shift', 'tokens') names the entries of a dict"
         )
-
-
-# ---------------------------------------------------------------------- what does not fit
-
-
-def _no_iterator() -> str:
-    setup = Setup(pp=4, cut=CUT)
-    engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=PARTITION[4])
-    try:
-        engine.train_batch(None if engine.module.stage_id == 1 else iter(dict_batches(setup, 0, torch.float32)))
-    except UserError as error:
-        return str(error)
-    except RuntimeError:
-        return "its neighbour went"
-    return ""
-
-
-def test_a_stage_without_the_data_it_needs_says_so() -> None:
-    found = run_distributed(_no_iterator, 4)
-    assert found[1] == (
-        "pipeline rank 1 reads the data for layer 1 (Gate), and was given no data iterator: pass one on this rank too"
+    # An entry is never kept from a layer in silence.
+    assert first["not declared"] == last["not declared"]
+    assert first["not declared"] == (
+        "layer 1 (Optional) takes 'shift', an entry of the data, by an argument with a default, and stage 1 "
+        "reads no data: build the module with data_entries=('tokens', 'shift'), and give its rank the data iterator"
     )
+    assert middle["not declared"] == "its neighbour went"

@@ -113,40 +113,49 @@ def test_outputs_and_labels_are_those_of_the_whole_batch(world_size: int) -> Non
         assert complete == 5 * setup.dp * setup.sp, "on the ranks of the last stage, and on no others"
 
 
-def _undisturbed(evaluate: bool, known_shapes: bool) -> tuple[list[float], dict[str, np.ndarray], list[int]]:
-    setup = Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)
+TRAINED = [Setup(pp=2, cut=CUT), Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)]
+
+
+def _trained(setup: Setup, *, evaluate: bool, known_shapes: bool) -> tuple[list[float], dict[str, np.ndarray], Any]:
+    """Losses of three steps, weights, and messages of evaluations in between, if there are any."""
     keywords = {} if known_shapes else {"activation_spec": None}
     engine = build(setup, optimizer=lambda each: torch.optim.SGD(each, lr=0.1), **keywords)
     found, messages = [], []
     for step in range(3):
         if evaluate:
             before = engine.num_messages
-            engine.eval_batch(
-                iter(_held_out(sum(SHORT))),
-                num_micro_batches=OTHER_COUNT,
-                micro_batch_size=OTHER_ROWS,
-                token_slices=SHORT,
-            )
+            sizes = {"num_micro_batches": OTHER_COUNT, "micro_batch_size": OTHER_ROWS}
+            engine.eval_batch(iter(_held_out(sum(SHORT))), token_slices=SHORT, **sizes)
             messages.append(engine.num_messages - before)
             # As many token slices, of other lengths: neither may take the other's shapes for its own.
             engine.eval_batch(iter(_held_out()), token_slices=SAME_COUNT, micro_batch_size=OTHER_ROWS)
+            # The cut of training, and another size each time.
+            engine.eval_batch(iter(_held_out()), **sizes)
+            engine.eval_batch(iter(models.batches(1, 1, seed=step)), num_micro_batches=1, micro_batch_size=1)
         found += losses(engine, setup, 1, first=step)
     return found, weights(engine), messages
 
 
-@pytest.mark.parametrize("known_shapes", [True, False], ids=["shapes known", "shapes sent"])
-def test_evaluation_in_another_cut_leaves_no_trace(known_shapes: bool) -> None:
-    undisturbed = run_distributed(_undisturbed, 2, False, known_shapes)
-    disturbed = run_distributed(_undisturbed, 2, True, known_shapes)
-    # Four stages on two ranks: the first rank sends twice, the second once.
-    for (found, found_weights, messages), (same, same_weights, _), sends in zip(
-        disturbed, undisturbed, (2, 1), strict=True
-    ):
-        assert found == same
-        for name, weight in found_weights.items():
-            np.testing.assert_array_equal(weight, same_weights[name])
-        tensors, headers = sends * OTHER_COUNT * len(SHORT), sends * len(SHORT)
-        assert messages == [tensors + headers * (not known_shapes), tensors, tensors], "shapes are learned once"
+def _with_and_without_evaluation() -> list[Any]:
+    return [
+        [_trained(setup, evaluate=evaluate, known_shapes=known_shapes) for evaluate in (False, True)]
+        for setup in TRAINED
+        for known_shapes in (True, False)
+    ]
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    by_rank = run_distributed(_with_and_without_evaluation, 2)
+    for rank, found_by_rank in enumerate(by_rank):
+        for index, (undisturbed, disturbed) in enumerate(found_by_rank):
+            (same, same_weights, _), (found, found_weights, messages) = undisturbed, disturbed
+            setup, known_shapes = TRAINED[index // 2], index % 2 == 0
+            assert found == same
+            for name, weight in found_weights.items():
+                np.testing.assert_array_equal(weight, same_weights[name])
+            sends = setup.model_chunks - rank  # The last stage sends nothing.
+            tensors, headers = sends * OTHER_COUNT * len(SHORT), sends * len(SHORT)
+            assert messages == [tensors + headers * (not known_shapes), tensors, tensors], "shapes are learned once"
 
 
 def _refusals() -> list[str]:

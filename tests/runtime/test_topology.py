@@ -11,7 +11,7 @@ from tests.runtime.training import Setup, build
 from tests.strategies import layouts
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2, tensor_parallel_size=3, num_token_slices=8)
-SHARING = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2, sequence_parallel_size=2)
+SHARING = ParallelLayout(data_parallel_size=2, sequence_parallel_size=2)
 
 
 def test_token_axis_has_one_rank_and_all_its_steps() -> None:
@@ -56,26 +56,18 @@ def test_other_axes_can_still_be_named() -> None:
 
 def _grid() -> dict[str, object]:
     engine = build(Setup(pp=2, dp=2, cut=(9, 1, 8, 6)))
-    grid = engine.grid
+    grid, ranks = engine.grid, SequenceParallelRanks.of(SHARING)
     return {
         "sizes": (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size()),
         "place": Coordinate(grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), 0, 0),
         "world": engine.dp_world_size,
         "slices": engine.grid._topo.layout.num_token_slices,
+        "sequence": (ranks.rank, ranks.size, dist.get_process_group_ranks(ranks.group)),
     }
 
 
-def test_grid_of_an_engine_agrees_with_the_layout() -> None:
+def test_grid_of_an_engine_and_sequence_parallel_ranks_agree_with_the_layout() -> None:
     layout = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2)
     for rank, found in enumerate(run_distributed(_grid, 4)):
+        assert found.pop("sequence") == (rank % 2, 2, [rank - rank % 2, rank - rank % 2 + 1])
         assert found == {"sizes": (2, 2), "place": layout.coordinate(rank), "world": 2, "slices": 4}
-
-
-def _sequence_ranks() -> tuple[int, int, list[int]]:
-    ranks = SequenceParallelRanks.of(SHARING)
-    return ranks.rank, ranks.size, dist.get_process_group_ranks(ranks.group)
-
-
-def test_sequence_parallel_ranks_are_those_of_one_replica() -> None:
-    found = run_distributed(_sequence_ranks, 8)
-    assert found == [(rank % 2, 2, [rank - rank % 2, rank - rank % 2 + 1]) for rank in range(8)]

@@ -1,5 +1,6 @@
 """The length of the sequences, and the number of token slices, may change from batch to batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,43 @@ def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
     return {"losses": [*losses, loss.item()], "kept": kept, "weights": weights(engine), "cuts": set(seen)}
 
 
-def test_each_micro_batch_may_have_a_cut_of_its_own() -> None:
+ALONE = Setup(cut=(models.SEQ,), dtype="fp64")
+IN_THREE = Setup(pp=2, cut=(8, 8, models.SEQ - 16), dtype="fp64", schedule="zero-bubble", micro_batches=4)
+CHANGING = [
+    (Setup(pp=2, cut=CUT, dtype="fp64"), {}),
+    (Setup(pp=2, cut=CUT, dtype="fp64", schedule="zero-bubble"), {"activation_spec": None}),
+    (
+        Setup(pp=2, cut=CUT, dtype="fp64", schedule="interleaved", model_chunks=2),
+        {"activation_spec": None, "dynamic_shape": True},
+    ),
+]
+FOUND = Setup(pp=2, cut=CUT, dtype="fp64", schedule="optimised", micro_batches=3)
+
+
+def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
+    whole = tuple((sum(cut),) for cut in CUTS)
+    return _train_by_documents(replace(ALONE, micro_batches=4)), _train(ALONE, whole, {})
+
+
+def _on_two() -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    changing = [_train(setup, CUTS, keywords) for setup, keywords in CHANGING]
+    found = [_train(setup, CUTS, {}) for setup in (FOUND, replace(FOUND, schedule="1f1b"))]
+    return _train_by_documents(IN_THREE), changing, found
+
+
+@pytest.fixture(scope="module")
+def on_one() -> tuple[dict[str, Any], dict[str, Any]]:
+    return run_distributed(_on_one, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[tuple[Any, Any, Any]]:
+    return run_distributed(_on_two, 2)
+
+
+def test_each_micro_batch_may_have_a_cut_of_its_own(on_one, on_two) -> None:
     """Lengths of messages are learned from the messages, by both ends alike."""
-    setup = Setup(pp=2, cut=(8, 8, models.SEQ - 16), dtype="fp64", schedule="zero-bubble", micro_batches=4)
-    whole = Setup(cut=(models.SEQ,), dtype="fp64", micro_batches=4)
-    (expected,) = run_distributed(_train_by_documents, 1, whole)
-    first, last = run_distributed(_train_by_documents, 2, setup)
+    expected, (first, last) = on_one[0], [by_documents for by_documents, _, _ in on_two]
     for found in (first, last):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert found["cuts"] == first["cuts"]
@@ -96,25 +128,10 @@ def test_a_cut_of_another_length_is_refused() -> None:
     assert batch.token_slices_of(1) == batch.parts_of(1) == TokenSlices((4, 4))
 
 
-def _whole(cuts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple((sum(cut),) for cut in cuts)
-
-
-@pytest.mark.parametrize(
-    ("setup", "keywords"),
-    [
-        (Setup(pp=2, cut=CUT, dtype="fp64"), {}),
-        (Setup(pp=2, cut=CUT, dtype="fp64", schedule="zero-bubble"), {"activation_spec": None}),
-        (
-            Setup(pp=2, cut=CUT, dtype="fp64", schedule="interleaved", model_chunks=2),
-            {"activation_spec": None, "dynamic_shape": True},
-        ),
-    ],
-    ids=str,
-)
-def test_lengths_change_and_nothing_else_does(setup: Setup, keywords: dict[str, Any]) -> None:
-    (expected,) = run_distributed(_train, 1, Setup(cut=(models.SEQ,), dtype="fp64"), _whole(CUTS), {})
-    for found in run_distributed(_train, 2, setup, CUTS, keywords):
+@pytest.mark.parametrize("index", range(len(CHANGING)), ids=[str(setup) for setup, _ in CHANGING])
+def test_lengths_change_and_nothing_else_does(index: int, on_one, on_two) -> None:
+    expected = on_one[1]
+    for found in (changing[index] for _, changing, _ in on_two):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         for name, weight in found["weights"].items():
             if name == "tied_modules.embedding.position" and "1.norm.weight" not in found["weights"]:
@@ -122,9 +139,7 @@ def test_lengths_change_and_nothing_else_does(setup: Setup, keywords: dict[str, 
             assert np.allclose(weight, expected["weights"][name], rtol=1e-11, atol=1e-12), name
 
 
-def test_an_optimised_schedule_is_found_for_each_number_of_token_slices() -> None:
-    setup = Setup(pp=2, cut=CUT, dtype="fp64", schedule="optimised", micro_batches=3)
-    expected = run_distributed(_train, 2, Setup(pp=2, cut=CUT, dtype="fp64", micro_batches=3), CUTS, {})
-    for found, other in zip(run_distributed(_train, 2, setup, CUTS, {}), expected, strict=True):
+def test_an_optimised_schedule_is_found_for_each_number_of_token_slices(on_two) -> None:
+    for _, _, (found, other) in on_two:
         assert found["schedule"] == FoundSchedule.__name__
         assert found["losses"] == other["losses"]

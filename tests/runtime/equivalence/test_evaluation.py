@@ -12,7 +12,7 @@ from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.equivalence import stock
 from tests.runtime.reference import Reference
-from tests.runtime.training import ROWS, Setup, as_numpy, build, feed, losses, weights
+from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
 
 CUT = (9, 1, 8, 6)
 SETUP = Setup(pp=2, cut=CUT)
@@ -120,27 +120,3 @@ def _stock_outputs() -> int:
 
 def test_deepspeed_returns_the_outputs_of_the_last_micro_batch() -> None:
     assert run_distributed(_stock_outputs, 1) == [stock.ROWS], "DeepSpeed now returns all: compare with it"
-
-
-def _trained(evaluate: bool, known_shapes: bool) -> tuple[list[float], dict[str, np.ndarray]]:
-    keywords = {} if known_shapes else {"activation_spec": None}
-    engine = build(SETUP, optimizer=_gentle, **keywords)
-    found = []
-    for step in range(3):
-        if evaluate:
-            # Another size each time, before, between and after training, without a reset in between.
-            engine.eval_batch(_held_out(), num_micro_batches=EVAL_MICRO_BATCHES, micro_batch_size=EVAL_ROWS)
-            engine.eval_batch(iter(models.batches(1, 1, seed=step)), num_micro_batches=1, micro_batch_size=1)
-        found += losses(engine, SETUP, 1, first=step)
-    return found, weights(engine)
-
-
-@pytest.mark.parametrize("known_shapes", [True, False], ids=["shapes known", "shapes sent"])
-def test_training_goes_on_as_if_nothing_had_been_evaluated(known_shapes: bool) -> None:
-    undisturbed = run_distributed(_trained, 2, False, known_shapes)
-    for (found, found_weights), (same, same_weights) in zip(
-        run_distributed(_trained, 2, True, known_shapes), undisturbed, strict=True
-    ):
-        assert found == same
-        for name, weight in found_weights.items():
-            np.testing.assert_array_equal(weight, same_weights[name])
