@@ -36,15 +36,7 @@ class Module(Protocol):
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
-    """Run a command and return its exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-
-    Raises:
-        SystemExit: only for `--help`.
-    """
+    """Run a command and return its exit code: 2 for bad input, said in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
 

@@ -127,11 +127,7 @@ class StrategyComparison:
 
 
 def rivals(priced: Sequence[Ranked]) -> list[Ranked]:
-    """Return the runner-up; and, if it is much like the winner, the best with other parallel sizes or schedule.
-
-    Args:
-        priced: strategies that can run, best first.
-    """
+    """Return the runner-up; and, if it is much like the winner, the best with other parallel sizes or schedule."""
     if len(priced) < 2:
         return []
     winner, runner_up = priced[:2]
@@ -238,7 +234,6 @@ def question(
     """Return the fields of every document that say what was asked.
 
     Args:
-        precision: `bf16`, `fp16` or `fp32`.
         global_batch_size: sequences of one optimizer step; None = each strategy has its own.
     """
     return {

@@ -20,11 +20,7 @@ def sequences(strategy: Strategy) -> int:
 
 
 def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float) -> float:
-    """Return the tokens trained on in a second.
-
-    Args:
-        iteration_time_s: seconds of one iteration.
-    """
+    """Return the tokens trained on in a second."""
     return sequences(strategy) * workload.seq_length / iteration_time_s
 
 
@@ -34,9 +30,6 @@ def model_flops(workload: Workload, *, causal: bool = False) -> float:
     Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
     utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
     (`config.model.flops.iteration_flops`).
-
-    Args:
-        causal: count only the scores that are computed, those of a token with itself and earlier ones.
     """
     forward = 0.0
     for layer in workload.layers:
@@ -61,11 +54,6 @@ def flops_utilization(
     """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
 
     It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B).
-
-    Args:
-        iteration_time_s: seconds of one iteration.
-        precision: `bf16`, `fp16` or `fp32`.
-        causal: count only the scores that are computed.
     """
     peak = _peak_flops(strategy, cluster, precision)
     flops = model_flops(workload, causal=causal) * sequences(strategy)
@@ -87,12 +75,7 @@ def _peak_flops(strategy: Strategy, cluster: Cluster, precision: str) -> float:
 def speed_of(
     strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
 ) -> Speed:
-    """Return what the time of an iteration means, in the figures that are published.
-
-    Args:
-        iteration_time_s: seconds of one iteration.
-        precision: `bf16`, `fp16` or `fp32`.
-    """
+    """Return what the time of an iteration means, in the figures that are published."""
     tokens = tokens_per_s(strategy, workload, iteration_time_s)
     flops = model_flops(workload) * sequences(strategy) / iteration_time_s
     peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)

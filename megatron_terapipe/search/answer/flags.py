@@ -128,11 +128,7 @@ def add_headroom_flag(parser: FlagSet) -> None:
 
 
 def headroom_of(options: argparse.Namespace) -> float:
-    """Return the share of memory to keep free, in [0, 1).
-
-    Raises:
-        ConfigError: if it is no such share.
-    """
+    """Return the share of memory to keep free, in [0, 1)."""
     text = str(options.memory_headroom).strip()
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -150,9 +146,6 @@ def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
 
     Args:
         value: its value; None = it is not given.
-
-    Raises:
-        ConfigError: if it is below 1 or too large.
     """
     if value is not None and value < 1:
         raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
@@ -161,11 +154,7 @@ def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut.
-
-    Raises:
-        ConfigError: if a value is none of its dimension.
-    """
+    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut."""
     given = {each: getattr(options, each.name) for each, _ in in_places(DIMENSIONS, "flag_help")}
     return {each.name: each.parse(text) for each, text in given.items() if text is not None}
 
@@ -236,11 +225,7 @@ def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | Non
 
 
 def read_one_strategy(path: str) -> Strategy:
-    """Read a strategy file, or an entry of a ranking, which has one under `strategy`.
-
-    Raises:
-        ConfigError: if it cannot be read, or is no strategy.
-    """
+    """Read a strategy file, or an entry of a ranking, which has one under `strategy`."""
     document = read_json(path, "STRATEGY.json")
     if isinstance(document, Mapping) and "entries" in document:
         raise ConfigError(f"{path} is an answer with several strategies: name a file with one of its entries")
@@ -254,9 +239,6 @@ def read_strategies(path: str) -> list[Strategy]:
     """Read a file with a strategy on each line; or one strategy, a list of them, or the answer of a search.
 
     Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
-
-    Raises:
-        UserError: if it cannot be read, or a line is no strategy; it names the line.
     """
     text = read_text(path, "--strategies")
     whole = _whole(text)

@@ -16,11 +16,7 @@ from megatron_terapipe.strategy import strategy_schema
 
 
 def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
-    """Return the JSON Schema of an object with the fields of a dataclass.
-
-    Args:
-        **more: numbers that the object has beside these fields, and their meaning.
-    """
+    """Return the JSON Schema of an object with the fields of a dataclass."""
     hints = get_type_hints(kind)
     properties = {each.name: TypeAdapter(hints[each.name]).json_schema() for each in fields(kind)}
     properties |= {name: {"type": "number"} for name in more}

@@ -159,11 +159,7 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Return the numbers of a list, each once, in rising order.
-
-    Raises:
-        ConfigError: if one is not a whole number from 1.
-    """
+    """Return the numbers of a list, each once, in rising order."""
     try:
         found = {int(word) for word in text.split(",")}
     except ValueError:
@@ -218,11 +214,7 @@ def link_in_words(link: "ProfiledLink") -> str:
 
 
 class _Progress:
-    """What is measured and how far it is: a bar on a terminal, else a line each time something new begins.
-
-    Args:
-        budget_s: seconds that it will take, about.
-    """
+    """What is measured and how far it is: a bar on a terminal, else a line each time something new begins."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s

@@ -69,11 +69,7 @@ export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND--o ServerAliveInterval=60 -o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """The files that launch a strategy, by their contents.
-
-    Attributes:
-        launcher: words before `pretrain_gpt.py`.
-    """
+    """The files that launch a strategy, by their contents."""
 
     strategy: Strategy
     """As `--strategy` reads it."""
@@ -91,11 +87,7 @@ class Launch:
     """Whether the trainer finds its schedule, or plans copies to hosts, and must be told for which cluster."""
 
     def command(self, directory: str) -> str:
-        """Return the command of the script in one line, to be run where `pretrain_gpt.py` is.
-
-        Raises:
-            ConfigError: if other hosts would read a word otherwise.
-        """
+        """Return the command of the script in one line, to be run where `pretrain_gpt.py` is."""
         words = [*self._launcher(f"{directory}/hostfile"), "pretrain_gpt.py", *self._files(directory), *self.flags]
         if self.many_nodes:
             check_remote_words(words)
@@ -103,11 +95,7 @@ class Launch:
         return prefix + shlex.join([*words, "--mock-data"])
 
     def write(self, directory: str) -> list[str]:
-        """Write the files into a directory, which is created if needed, and return their paths.
-
-        Raises:
-            ConfigError: if they cannot be written, or other hosts would read a flag otherwise.
-        """
+        """Write the files into a directory, which is created if needed, and return their paths."""
         beside_package = shlex.quote(str(Path(__file__).parents[3] / "pretrain_gpt.py"))
         script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
         if self.on_cpu:
@@ -149,10 +137,6 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
 
     Args:
         model: the trainer's model section; None = a model that it cannot build.
-        precision: `bf16`, `fp16` or `fp32`.
-
-    Raises:
-        ConfigError: if the trainer cannot build the model, or the launcher cannot place the ranks so.
     """
     if model is None:
         raise ConfigError(
@@ -186,9 +170,6 @@ def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
 
     Args:
         cluster: the nodes, in the order of the hostfile.
-
-    Raises:
-        ConfigError: if the ranks of a node do not follow each other: launchers fill one node after the other.
     """
     places = strategy.placement or tuple(range(strategy.world_size))
     if len(places) != strategy.world_size or max(places) >= cluster.num_devices:
@@ -245,11 +226,7 @@ MOST_OPS = 12_000
 def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:
     """Return the simulated timeline of a strategy, to draw it.
 
-    Args:
-        costs: times of its ops in seconds.
-
     Returns:
-        The timeline, with fewer micro-batches where all of them are too many to draw, and a line that says so (empty
         otherwise); None if the schedule is none of those that have a name.
     """
     if strategy.schedule not in SCHEDULES:
@@ -273,11 +250,7 @@ OpCostsOf = Callable[[Strategy], OpCosts]
 
 
 def write_document(path: str, document: Document) -> None:
-    """Write the answer that `--json` asks for.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write the answer that `--json` asks for."""
     write_json(path, document_text(document))
 
 
@@ -321,10 +294,6 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
 
     Args:
         directory: where to; made where there is none.
-        op_costs: times of the ops of a strategy, for the timelines.
-
-    Raises:
-        ConfigError: if a file cannot be written.
     """
     ranking, page = (str(Path(directory) / name) for name in ("ranking.json", "report.html"))
     launch, why_not = winner_launch(answer)
@@ -342,11 +311,7 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
     """Write the page alone.
 
     Args:
-        op_costs: times of the ops of a strategy, for the timelines.
         command: what launches the winner; empty = nothing does.
-
-    Raises:
-        ConfigError: if it cannot be written.
     """
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.

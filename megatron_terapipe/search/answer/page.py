@@ -26,11 +26,7 @@ class Extras:
 
 
 def render_page(answer: Answer, extras: Extras) -> str:
-    """Return the report.
-
-    Returns:
-        An HTML document.
-    """
+    """Return the report."""
     priced = answer.priced
     body = [
         f"<header><h1>{escape(answer.workload.name)} on {escape(answer.cluster.name or 'the cluster')}</h1></header>"

@@ -77,11 +77,7 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 def fullness(entry: Ranked, pricing: Pricing) -> float:
-    """Return the predicted share of memory that is used on the fullest device, in [0, 1] if it fits.
-
-    Args:
-        pricing: on the cluster, in the order of its hostfile.
-    """
+    """Return the predicted share of memory that is used on the fullest device, in [0, 1] if it fits."""
     assert entry.prediction is not None
     held = zip(entry.prediction.memory, pricing.cost_model.groups(entry.strategy).devices, strict=True)
     return max(memory.total / min(device.memory_bytes for device in devices) for memory, devices in held)
@@ -96,11 +92,7 @@ def advise(
     *,
     rivals: bool = True,
 ) -> Advice:
-    """Return the advice that goes with the result of a search.
-
-    Args:
-        rivals: whether to price what would be run in place of this trainer.
-    """
+    """Return the advice that goes with the result of a search."""
     pricing = costs.pricing_on(problem.cluster)
     compared = _rivals(result, problem, pricing) if rivals else ()
     full = None if result.too_full is None else _too_full(result.too_full, result, pricing)
@@ -164,12 +156,7 @@ def explain_strategy(
     choices: Choices,
     constraints: Mapping[str, tuple[Any, ...]],
 ) -> list[str]:
-    """Return lines that say why a strategy did not win.
-
-    Args:
-        strategy: which; without a global batch size it takes the problem's.
-        choices: values of each dimension that were searched.
-    """
+    """Return lines that say why a strategy did not win."""
     if strategy.global_batch_size is None and not problem.global_batch_size % (
         strategy.micro_batch_size * strategy.data_parallel_size
     ):
@@ -250,11 +237,7 @@ def _peak(prediction: Prediction) -> str:
 
 
 def nothing_fits(result: SearchResult, advice: Advice, problem: SearchProblem) -> str:
-    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy.
-
-    Args:
-        advice: with the distance to fit, where memory is the reason.
-    """
+    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
     doubles = {rule.name for rule in DUPLICATE_RULES}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
@@ -294,14 +277,7 @@ NUM_TRIALS = 8
 def write_proposals(
     path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
 ) -> str:
-    """Choose trials, and write them a line each, as `trial --strategies` reads them.
-
-    Returns:
-        A note for the answer.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Choose trials, and write them a line each, as `trial --strategies` reads them."""
     found = search(problem, choices, costs.pricing_on, top=CANDIDATES, progress=progress)
     candidates = [entry.strategy for entry in found.entries]
     model = costs.pricing_on(problem.cluster).cost_model
@@ -331,15 +307,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf, *, top: int | None = None) -> None:
-    """Print an answer and write what was asked for.
-
-    Args:
-        op_costs: times of the ops of a strategy, for timelines.
-        top: lines of the table at most.
-
-    Raises:
-        ConfigError: if a file cannot be written.
-    """
+    """Print an answer and write what was asked for."""
     launch, why_not = winner_launch(answer)
     command = "" if launch is None else launch.command(options.output or "DIR")
     if options.html is not None:
@@ -448,13 +416,7 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(options.progress) as progress:
         top = max(options.top, LEAST_TOP)
         result = search(
-            problem,
-            choices,
-            costs.pricing_on,
-            top=top,
-            effort=options.effort,
-            other_layouts=True,
-            progress=progress,
+            problem, choices, costs.pricing_on, top=top, effort=options.effort, other_layouts=True, progress=progress
         )
         result = replace(result, entries=result.entries[: options.top])
         advice = advise(result, problem, constraints, costs, progress, rivals=options.rivals)

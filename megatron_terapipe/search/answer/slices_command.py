@@ -51,9 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
     )
     group.add_argument(
-        "--count",
-        metavar="N,N",
-        help="numbers of token slices to price (default: 1 and the most promising up to 128)",
+        "--count", metavar="N,N", help="numbers of token slices to price (default: 1 and the most promising up to 128)"
     )
     group.add_argument(
         "--granularity",
@@ -99,12 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def token_slices_document(
     solved: "SolvedCut", strategy: Strategy, problem: "SearchProblem", *, flags: str, notes: tuple[str, ...]
 ) -> "TokenSlicesDocument":
-    """Return the answer as a document; speed-ups are null if the sequence was not priced whole.
-
-    Args:
-        solved: the best cut, and the best one of each number of token slices.
-        flags: flags of the trainer that ask for the best cut.
-    """
+    """Return the answer as a document; speed-ups are null if the sequence was not priced whole."""
     from megatron_terapipe.search.answer.answer import question
     from megatron_terapipe.search.answer.figures import speed_of
     from megatron_terapipe.search.answer.json_schema import Cut, TokenSlicesDocument
@@ -187,11 +180,7 @@ def print_cuts(document: "TokenSlicesDocument") -> None:
 
 
 def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[SearchProblem, Pricing, tuple[str, ...]]":
-    """Return the question, what prices the strategy, and notes on what had to be assumed.
-
-    Raises:
-        ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
-    """
+    """Return the question, what prices the strategy, and notes on what had to be assumed."""
     from megatron_terapipe.search.learn.costs import costs_of
     from megatron_terapipe.search.rank.rules import broken_rule
     from megatron_terapipe.search.rank.space import SearchProblem

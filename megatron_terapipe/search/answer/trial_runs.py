@@ -62,12 +62,7 @@ class Outcome:
 
 
 def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
-    """Read the outcome of a run. One that has done all its iterations is measured, however it ended.
-
-    Args:
-        exit_code: of the launcher; below 0 the signal that ended it.
-        metrics: the trainer's metrics file, which need not be there.
-    """
+    """Read the outcome of a run. One that has done all its iterations is measured, however it ended."""
     times, peaks = read_metrics(metrics)
     peak = max(peaks, default=None)
     if times and (exit_code == 0 or len(times) >= iterations):
@@ -145,11 +140,7 @@ class TrialSettings:
 
 
 def default_trainer() -> Path:
-    """`pretrain_gpt.py` of this checkout, else in the current directory.
-
-    Raises:
-        ConfigError: if it is in neither.
-    """
+    """`pretrain_gpt.py` of this checkout, else in the current directory."""
     for folder in (Path(__file__).parents[3], Path.cwd()):
         if (folder / "pretrain_gpt.py").is_file():
             return folder / "pretrain_gpt.py"
@@ -161,16 +152,7 @@ def default_trainer() -> Path:
 def run_strategy(
     strategy: Strategy, model: ModelConfig, cluster: Cluster, precision: str, settings: TrialSettings, *, name: str
 ) -> Outcome:
-    """Run a strategy for a few iterations and return the result.
-
-    Args:
-        precision: `fp32`, `fp16` or `bf16`.
-
-    Raises:
-        ConfigError: if the launcher is not installed or cannot place the ranks so, or other hosts would read a word
-            otherwise.
-        KeyboardInterrupt: once the run has been ended.
-    """
+    """Run a strategy for a few iterations and return the result."""
     launch = launch_of(strategy, model, cluster, precision)
     # Other hosts must see the folder, too, as they see the current one.
     with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
@@ -265,21 +247,13 @@ class Journal:
         return f"{self.workload.name} ({model}) on {self.cluster.name}, {self.precision}, batch {self.batch}"
 
     def trials(self) -> list[Trial]:
-        """Trials of this group in the file.
-
-        Raises:
-            ConfigError: if the file holds something else.
-        """
+        """Trials of this group in the file."""
         if not self.path.exists() or not self.path.read_text().strip():
             return []
         return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
 
     def missing(self, strategies: Iterable[Strategy], rounds: int = 1) -> Iterator[Strategy]:
-        """The strategies that have not been run yet, or in too few rounds, each once.
-
-        Args:
-            rounds: number of times that each is to be run, if it was not begun with fewer.
-        """
+        """The strategies that have not been run yet, or in too few rounds, each once."""
         seen = {self._key(trial.strategy): trial for trial in self.trials()}
         done = {key for key, trial in seen.items() if len(trial.round_times_s) >= min(trial.rounds, rounds)}
         done |= {key for key, trial in seen.items() if not trial.round_times_s}
@@ -307,14 +281,7 @@ class Journal:
         return "", []
 
     def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
-        """Add a trial, or what came of it so far.
-
-        Args:
-            rounds: number of runs that it will have; a line after a later one replaces this.
-
-        Raises:
-            ConfigError: if the file cannot be written.
-        """
+        """Add a trial, or what came of it so far."""
         outcome = over_rounds(runs)
         more: dict[str, Any] = {} if outcome.reason is None else {"reason": outcome.reason}
         if rounds > 1:
@@ -352,11 +319,7 @@ class Journal:
 
 
 def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> TrialDocument:
-    """Return the answer of `trial` as a document.
-
-    Raises:
-        ConfigError: if nothing can be learned from the trials.
-    """
+    """Return the answer of `trial` as a document."""
     trials = journal.trials()
     measured = [trial for trial in trials if trial.iteration_time_s is not None]
     # What a search with --calibrate on this file predicts.

@@ -95,7 +95,6 @@ class Intervals:
         """Shortest and longest seconds of one strategy.
 
         Args:
-            time_s: predicted seconds.
             slopes: its sensitivities to the constants, [1, p].
         """
         factor = exp(float(self.half_width(slopes)[0]))
@@ -196,11 +195,7 @@ class FittedMemory:
 
 
 class MemorySample:
-    """Trials that say something of memory, counted once, to be assembled with other overheads again and again.
-
-    Args:
-        trials: any; those that say nothing of memory are left out.
-    """
+    """Trials that say something of memory, counted once, to be assembled with other overheads again and again."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = [one for one in trials if one.peak_memory_bytes is not None or one.out_of_memory]
@@ -316,7 +311,6 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
     """Fit everything that trials of one cluster say.
 
     Args:
-        trials: at least one; they may be of several models, layouts and groups.
         memory_trials: those that memory is fitted to; None = the same.
     """
     sample = Sample.of(trials)
@@ -351,11 +345,7 @@ def calibration_of(
     factors: ProfileFactors | None = None,
     notes: tuple[str, ...] = (),
 ) -> Calibration:
-    """Put what trials said of time together with what they say of memory.
-
-    Args:
-        num_trials: how many of them have a time.
-    """
+    """Put what trials said of time together with what they say of memory."""
     memory = fit_memory(memory_trials)
     spreads = {on_several_nodes(one.cluster) for one in trials}
     return Calibration(

@@ -141,9 +141,6 @@ def calibrate_on_profile(
 
     Args:
         memory_trials: those that memory is fitted to; None = the same.
-
-    Raises:
-        ConfigError: if no trial is of a model that the profile covers.
     """
     measured = MeasuredProfile(profile)
     covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
@@ -205,11 +202,7 @@ def _log_time(model: CostModel, strategy: Strategy, activation_limit: float | No
 def calibrated_slopes(
     calibration: Calibration, model: CostModel, strategies: Sequence[Strategy]
 ) -> NDArray[np.float64]:
-    """[n, p] slopes of the logarithm of each time in that of each constant, as `calibration.intervals` counts them.
-
-    Args:
-        calibration: fitted constants of the hardware, or factors on a profile.
-    """
+    """[n, p] slopes of the logarithm of each time in that of each constant, as `calibration.intervals` counts them."""
     if calibration.factors is None:
         return strategy_sensitivities(model, strategies, model.efficiency, calibration.intervals.parameter_names)
     return factor_slopes(model, strategies)
@@ -249,7 +242,6 @@ class Calibrations:
 
         Args:
             source: who measures; empty where nobody is known.
-            several_nodes: whether there is more than one node.
         """
         key = source, device, several_nodes
         if key not in self._found:
@@ -291,11 +283,7 @@ FORMAT, VERSION = "terapipe calibration", 2
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
-    """Write a calibration file.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write a calibration file."""
     document = {"format": FORMAT, "version": VERSION, "calibrations": [_to_json(one) for one in calibrations]}
     write_text(path, json.dumps(document, indent=1) + "\n")
 
@@ -353,11 +341,7 @@ class CalibrationsEntry(Entry):
 
 
 def read_calibrations(path: str) -> list[Calibration]:
-    """Read a calibration file.
-
-    Raises:
-        UserError: if it is none, or a field is wrong.
-    """
+    """Read a calibration file."""
     return [
         Calibration(
             source=one.source,
@@ -389,12 +373,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
     """Return the calibration of a cluster, from a calibration file, or from trials.
 
     Args:
-        cluster: cluster whose devices must be those of the trials.
-        path: the file; it ends in `.jsonl` if it holds trials.
         profile: measured profile that trials are fitted on; None = there is none.
-
-    Raises:
-        ConfigError: if the file cannot be read, or has nothing about these devices.
     """
     device = "+".join(sorted({node.device.name for node in cluster.nodes}))
     alike: list[Trial] = []
@@ -456,11 +435,6 @@ def propose(
         slopes: [n, p] of the candidates.
         covariance: [p, p] of the constants' logarithms before.
         residual_sd: standard deviation of log(measured / predicted) that right constants leave.
-        num_trials: how many are wanted; a candidate is chosen once.
-        misfit_share: part of each candidate's variance before, that no trial takes away.
-
-    Returns:
-        Indices of the candidates.
     """
     covariance = covariance.copy()
     noise = residual_sd**2 + misfit_share * np.einsum("np,pq,nq->n", slopes, covariance, slopes)
@@ -480,11 +454,7 @@ def propose(
 def propose_strategies(
     model: CostModel, candidates: Sequence[Strategy], calibration: Calibration, num_trials: int
 ) -> list[Strategy]:
-    """The candidates whose measurement would make predictions of all of them surest, most telling first.
-
-    Args:
-        calibration: what is known of its constants, and how surely.
-    """
+    """The candidates whose measurement would make predictions of all of them surest, most telling first."""
     intervals = calibration.intervals
     slopes = calibrated_slopes(calibration, model, candidates)
     indices = propose(slopes, intervals.covariance, intervals.residual_sd, num_trials)

@@ -65,11 +65,7 @@ class Costs:
         )
 
     def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
-        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it.
-
-        Raises:
-            ConfigError: if there is a profile that covers none of them.
-        """
+        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it."""
         found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
         return replace(self, calibration=found)
 
@@ -107,9 +103,6 @@ def read_costs(
     Args:
         profile_path: file that `measure` wrote; None = data sheets and formulas.
         calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
-
-    Raises:
-        ConfigError: if a file cannot be read, or says nothing of this cluster.
     """
     notes = []
     profile = None
@@ -160,17 +153,9 @@ def _in_words(factors: ProfileFactors | None) -> str:
 
 
 def costs_of(
-    options: argparse.Namespace,
-    workload: Workload,
-    cluster: Cluster,
-    precision: str,
-    software: Software = TERAPIPE,
+    options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str, software: Software = TERAPIPE
 ) -> Costs:
-    """Return the sources that the flags name; their files are read.
-
-    Raises:
-        ConfigError: if a file cannot be read, or says nothing of this cluster.
-    """
+    """Return the sources that the flags name; their files are read."""
     return read_costs(
         workload,
         cluster,

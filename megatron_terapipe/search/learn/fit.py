@@ -71,11 +71,7 @@ class Unseen(NamedTuple):
 
 
 class GroupEffects:
-    """Groups that trials fall into, and how far their constants are from each other's.
-
-    Args:
-        groups: of each of n trials.
-    """
+    """Groups that trials fall into, and how far their constants are from each other's."""
 
     def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:
         places: dict[object, list[int]] = {}
@@ -389,7 +385,6 @@ def soft_l1(scaled: Floats, large: float) -> Floats:
 
     Args:
         scaled: residuals [n], in standard deviations.
-        large: residual from which on the loss no longer grows with their square.
     """
     return np.asarray(np.sign(scaled) * large * np.sqrt(2 * (np.sqrt(1 + (scaled / large) ** 2) - 1)), dtype=np.float64)
 
@@ -399,7 +394,6 @@ def weights_of(scaled: Floats, large: float) -> Floats:
 
     Args:
         scaled: residuals [n], in standard deviations.
-        large: residual from which on the loss no longer grows with their square.
     """
     return np.asarray(1 / np.sqrt(1 + (scaled / large) ** 2), dtype=np.float64)
 
@@ -411,7 +405,6 @@ def residual_sd_of(
 
     Args:
         errors: [n] log(predicted / measured).
-        precision: [p, p] inverse of the covariance of the logarithms, the prior's part in it.
         large: error, in standard deviations, from which the loss grows no longer with its square.
     """
     # Of every constant the trials determine a part, and the prior the rest.

@@ -130,9 +130,6 @@ def trial_line(
     """One line, without its end.
 
     Args:
-        model: fields of the trainer's model section.
-        precision: `fp16`, `bf16` or `fp32`.
-        iteration_time_s: seconds of one iteration; None = it failed.
         peak_memory_bytes: of the fullest device; None = not measured.
         out_of_memory: whether memory ran out; None = not known.
     """
@@ -239,11 +236,7 @@ def counting_ends(workload: Workload) -> Workload:
 
 
 def partition_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tuple[int, ...]:
-    """Bounds, in the layers of `counting_ends`, of stages that count the embedding and the head as a layer each.
-
-    Raises:
-        ConfigError: if they are not all the layers, or a stage has none.
-    """
+    """Bounds, in the layers of `counting_ends`, of stages that count the embedding and the head as a layer each."""
     counted = workload.num_dealt_layers + 2
     if sum(layers_per_stage) != counted or min(layers_per_stage) < 1:
         raise ConfigError(
@@ -316,9 +309,6 @@ def read_trials(path: str | Path) -> list[Trial]:
     """Read the measured runs of a file; empty lines are skipped.
 
     A trial of several rounds has a line after each, and the last one counts.
-
-    Raises:
-        ConfigError: if the file cannot be read, holds no trial, or a line is wrong; it names the line and the field.
     """
     reader = _Reader(str(path))
     lines = enumerate(read_text(path).splitlines(), start=1)

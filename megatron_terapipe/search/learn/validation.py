@@ -45,17 +45,12 @@ class Predicted:
 
 
 def predict_trials(
-    trials: Sequence[Trial],
-    calibrations: Calibrations,
-    *,
-    profile: Profile | None = None,
-    step: Step = lambda _: None,
+    trials: Sequence[Trial], calibrations: Calibrations, *, profile: Profile | None = None, step: Step = lambda _: None
 ) -> list[Predicted]:
     """Predict each trial as if nobody had measured it.
 
     Args:
         profile: measured op times and links of the machine; None = the roofline.
-        step: told how many trials are done.
     """
     places: dict[tuple[object, ...], list[int]] = {}
     for index, one in enumerate(trials):
@@ -165,11 +160,6 @@ def predict_in_folds(
     """Predict each trial from those of the other folds.
 
     A cluster whose trials are all in one fold has no others to be calibrated on: nothing is fitted for it.
-
-    Args:
-        folds: of each trial, from `deal_groups` or `leave_out`.
-        more: trials that every calibration sees.
-        step: told how many trials are done.
     """
     places: dict[tuple[str, str, int], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
@@ -292,7 +282,6 @@ def validation_document(
     """All figures and all predictions.
 
     Args:
-        in_sample: how many of the trials are among those.
         num_folds: folds of the cross-validation; None without one.
         left_out: what was left out at a time instead; None = nothing.
     """
@@ -364,11 +353,7 @@ LEGEND = (
 
 
 def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
-    """Print a line for each source with that of the naive model under it, and one for all together.
-
-    Args:
-        show_groups: also print a line for each group.
-    """
+    """Print a line for each source with that of the naive model under it, and one for all together."""
     table = Table(
         title="Predicted beside measured", caption=_caption(document), caption_justify="left", padding=(0, 0, 0, 1)
     )
@@ -407,11 +392,7 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
-LEFT_OUT_IN_WORDS = {
-    "hidden_size": "hidden sizes",
-    "layers": "numbers of layers",
-    "devices": "numbers of devices",
-}
+LEFT_OUT_IN_WORDS = {"hidden_size": "hidden sizes", "layers": "numbers of layers", "devices": "numbers of devices"}
 
 
 def _caption(document: dict[str, Any]) -> str:

@@ -40,13 +40,7 @@ WORTH_FINDING = 0.01
 def with_found_order(
     winner: Ranked, problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing: Pricing
 ) -> Ranked | None:
-    """Return the winner with the fastest order that is found for it; None if none saves a hundredth of its time.
-
-    Args:
-        winner: the best strategy with a schedule that needs no search.
-        constraints: values that flags allow for dimensions, which stay so.
-        pricing: on the cluster, in the order of its hostfile.
-    """
+    """Return the winner with the fastest order that is found for it; None if none saves a hundredth of its time."""
     found = []
     for strategy in _candidates(winner.strategy, problem, constraints):
         try:
@@ -112,11 +106,7 @@ def on_fewer_devices(
     pricing_on: Callable[[Cluster], Pricing],
     progress: ProgressCallback | None = None,
 ) -> tuple[FewerDevices, ...]:
-    """Return what the parts of the cluster take that may be faster or cheaper than all of it, largest first.
-
-    Args:
-        constraints: values that flags allow for dimensions, which stay so.
-    """
+    """Return what the parts of the cluster take that may be faster or cheaper than all of it, largest first."""
     assert winner.prediction is not None
     time_s, found = winner.prediction.iteration_time_s, []
     all_devices = problem.cluster.num_devices

@@ -40,11 +40,7 @@ def kind_key(node: Node) -> tuple[object, ...]:
 
 
 def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
-    """The orders of nodes to try. The same nodes in any order give the same list, but for names of equal nodes.
-
-    Args:
-        most: orders of single nodes at most; else kinds stay together.
-    """
+    """The orders of nodes to try. The same nodes in any order give the same list, but for names of equal nodes."""
     kinds = _by_kind(cluster)
     counts = [len(nodes) for nodes in kinds]
     distinct = factorial(sum(counts)) // prod(map(factorial, counts)) if sum(counts) <= 64 else most + 1
@@ -60,12 +56,7 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
 
 
 def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluations: int = 40) -> Cluster:
-    """Improve an order by exchanging runs of nodes, as long as that helps and evaluations are left.
-
-    Args:
-        cluster: the order to start with.
-        score: what is to be small; infinite for orders that cannot be.
-    """
+    """Improve an order by exchanging runs of nodes, as long as that helps and evaluations are left."""
     best, lowest, left = cluster, score(cluster), evaluations - 1
     improved = True
     while improved and left > 0:
@@ -85,7 +76,6 @@ def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[i
     """Device of the cluster for each rank, if ranks fill the nodes of another order; None if both are the same.
 
     Args:
-        ordered: the order that ranks fill.
         cluster: the same nodes in the order of the hostfile.
     """
     if ordered.nodes == cluster.nodes:

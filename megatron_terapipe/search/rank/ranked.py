@@ -73,11 +73,7 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
 
 
 def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, index: int = 0) -> Ranked:
-    """Return a strategy with its price, and the reason if it cannot run.
-
-    Args:
-        problem: model and cluster; the batch is the strategy's own.
-    """
+    """Return a strategy with its price, and the reason if it cannot run."""
     entry = Ranked(strategy=strategy, prediction=None, index=index)
     try:
         reason = broken_rule(strategy, problem)

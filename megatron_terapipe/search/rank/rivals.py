@@ -215,7 +215,6 @@ def working_bytes(layer: Layer, tokens: float, sequence_parallel_size: int) -> f
     """Return the bytes that the backward of one layer holds on a rank, at its fullest.
 
     Args:
-        tokens: tokens of the rank.
         sequence_parallel_size: ranks that share them.
     """
     hidden = tokens * NUMBER * layer.hidden_size
@@ -233,7 +232,6 @@ def attention_bytes(attention: Attention, tokens: float, sequence_parallel_size:
     """Return the bytes that the backward of one attention holds on a rank, as the text above counts them.
 
     Args:
-        tokens: tokens of the rank.
         sequence_parallel_size: ranks that share them.
     """
     copies = max(sequence_parallel_size / attention.key_value_heads, 1.0)
@@ -293,11 +291,7 @@ class RivalTimes:
     """Prices ways to run one model on one cluster."""
 
     def __init__(self, cost_model: CostModel) -> None:
-        """Prepare.
-
-        Args:
-            cost_model: of our own strategies; its model, cluster and constants are taken.
-        """
+        """Prepare."""
         self._model = cost_model
         self._workload = cost_model.workload
         self._efficiency = cost_model.efficiency
@@ -467,7 +461,6 @@ def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.
     None if there is no way: its ranks cannot share the heads, or the batch.
 
     Args:
-        pricing: of our own strategies; its model, cluster and constants are taken.
         headroom: share of each device that stays free.
     """
     workload, cluster = pricing.workload, pricing.cluster
@@ -491,7 +484,6 @@ def memory_limits(pricing: Pricing, overheads: MemoryOverheads, headroom: float)
     """Return the bytes that may be used.
 
     Args:
-        overheads: say what part of a device predictions may fill.
         headroom: share of each device that stays free.
     """
     nodes = pricing.cluster.nodes

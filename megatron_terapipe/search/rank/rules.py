@@ -426,14 +426,7 @@ class LegalGrid:
 
 
 def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
-    """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations.
-
-    Args:
-        num_devices: devices that the ranks must use, all of them.
-
-    Returns:
-        One dictionary for each combination; its data-parallel size is 0 where no size uses all devices.
-    """
+    """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations."""
     searched = [each for each in DIMENSIONS if each.tried is not None and not each.axis]
     (rest,) = [each.name for each in searched if each.tried is Tried.REST_OF_DEVICES]
     others = [each for each in searched if each.name != rest]
@@ -486,11 +479,7 @@ def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> 
 
 
 def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
-    """Return why a strategy cannot be run; None if it can.
-
-    Args:
-        problem: model and cluster; the batch is the strategy's own.
-    """
+    """Return why a strategy cannot be run; None if it can."""
     if strategy.schedule == OPTIMISED:
         if not problem.software.can_run("schedule", OPTIMISED):
             return f"{problem.software.name} cannot run schedule {OPTIMISED}"

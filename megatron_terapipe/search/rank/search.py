@@ -55,13 +55,7 @@ def refined(
     effort: float = 1.0,
     progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
-    """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change.
-
-    Args:
-        choices: values of each dimension; one with a single value stays.
-        pricing_on: prices strategies on the cluster's nodes in another order.
-        top: how many of the best matter.
-    """
+    """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change."""
     found: list[Ranked] = []
     best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
@@ -207,15 +201,7 @@ def search(
     other_layouts: bool = False,
     progress: ProgressCallback | None = None,
 ) -> SearchResult:
-    """Return the best strategies.
-
-    Args:
-        pricing_on: prices strategies on the cluster's nodes in another order.
-        top: how many strategies to return.
-        effort: how much is simulated, in some seconds of one core.
-        refine: whether token slices, stages and nodes of the best are solved for.
-        other_layouts: whether strategies of layouts that cannot win are simulated, as contenders for a sensitivity.
-    """
+    """Return the best strategies."""
     counts = SearchCounts()
     pricings = [pricing_on(cluster) for cluster in node_orders(problem.cluster)]
     grids = list(price_space(problem, choices, pricings, counts, progress))
@@ -307,11 +293,7 @@ class _Contest:
         return [index for index in left if self._bound[index] < self._to_beat_s * (1 - ROUNDING)]
 
     def fastest_too_full(self, to_beat_s: float) -> Ranked | None:
-        """Return the fastest of a few promising strategies that fit without headroom; None if none is faster.
-
-        Args:
-            to_beat_s: seconds that it must be faster than.
-        """
+        """Return the fastest of a few promising strategies that fit without headroom; None if none is faster."""
         fastest, simulated = None, 0
         for index in self._by_estimate(np.array(sorted(self._too_full), dtype=np.int64)):
             if simulated >= MOST_TOO_FULL:
@@ -330,11 +312,7 @@ class _Contest:
         return fastest
 
     def best_of_other_layouts(self, best_s: float) -> list[Ranked]:
-        """Return the fastest of the most promising strategies of a few layouts of which none was simulated.
-
-        Args:
-            best_s: seconds of the winner.
-        """
+        """Return the fastest of the most promising strategies of a few layouts of which none was simulated."""
         known = {entry.strategy.layout for entry in self.ranked}
         lowest = []
         for grid, first in zip(self._grids, self._first, strict=False):
@@ -396,13 +374,7 @@ class _Contest:
             self._ops += min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._counts.simulated += 1
         prediction = pricing.predict(strategy, memory)
-        self.ranked.append(
-            Ranked(
-                strategy=strategy,
-                prediction=prediction,
-                cluster_in_order=pricing.cluster,
-            )
-        )
+        self.ranked.append(Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster))
         insort(self._times_s, prediction.iteration_time_s)
         if len(self._times_s) >= self._top:
             self._to_beat_s = self._times_s[self._top - 1]

@@ -72,11 +72,7 @@ class Sensitivity:
 
 
 def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation.
-
-    Args:
-        ranked: strategies with their prices, best first.
-    """
+    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation."""
     found: dict[object, Ranked] = {}
     for entry in ranked:
         one = entry.strategy
@@ -85,11 +81,7 @@ def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
-    """Return which constants, 10 % off, make another contender better than the first.
-
-    Args:
-        pricing: on the cluster, in the order of its hostfile.
-    """
+    """Return which constants, 10 % off, make another contender better than the first."""
     model = pricing.cost_model
     near = [entry for entry in contenders if entry.iteration_time_s <= NEAR * contenders[0].iteration_time_s]
     simulated = np.array([entry.iteration_time_s for entry in near])
@@ -126,9 +118,6 @@ def moves_of(constants: Any) -> Iterator[Move]:
     """Yield the constants with one of them moved; shares stay shares, and what is nothing stays nothing.
 
     A row of factors moves as one.
-
-    Args:
-        constants: of the roofline, of the memory, or factors on a profile.
     """
     for each in fields(constants):
         value = getattr(constants, each.name)

@@ -45,11 +45,7 @@ class SearchProblem:
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
-        """Return the layers of each stage; those of a rule are computed once.
-
-        Raises:
-            ConfigError: if they do not fit the model or the stages.
-        """
+        """Return the layers of each stage; those of a rule are computed once."""
         if not isinstance(stage_partition, str):
             return self.workload.partition(stage_partition, num_stages)
         key = (stage_partition, num_stages)
@@ -97,14 +93,7 @@ class Choices:
         return prod(len(self[each.name]) for each in DIMENSIONS if each.axis)
 
     def constrained(self, constraints: Mapping[str, tuple[Any, ...]]) -> "Choices":
-        """Return these choices with other values for some dimensions.
-
-        Args:
-            constraints: values by the name of the dimension; `token_slices` holds the lengths of one cut.
-
-        Raises:
-            ConfigError: if `token_slices` and `num_token_slices` contradict each other.
-        """
+        """Return these choices with other values for some dimensions."""
         assert constraints.keys() <= {each.name for each in DIMENSIONS}, constraints
         lengths = constraints.get("token_slices")
         if lengths is None:
@@ -124,14 +113,7 @@ def all_choices(problem: SearchProblem) -> Choices:
 
 
 def check_runnable(constraints: Mapping[str, tuple[Any, ...]], software: Software) -> None:
-    """Check that the trainer can run the values that flags ask for.
-
-    Args:
-        constraints: values by the name of the dimension.
-
-    Raises:
-        ConfigError: naming the first value that it cannot run.
-    """
+    """Check that the trainer can run the values that flags ask for."""
     for each in DIMENSIONS:
         for value in constraints.get(each.name, ()) if each.name != "token_slices" else ():
             if not software.can_run(each.name, value):

@@ -84,14 +84,7 @@ class TabulatedCosts:
 
     @classmethod
     def of(cls, cost_model: CostModel, strategy: Strategy, grid: CutGrid) -> "TabulatedCosts":
-        """Return all times of a cost model at once, [points, points] for the token slices between two places.
-
-        Args:
-            grid: places at which token slices may begin and end.
-
-        Raises:
-            ConfigError: if the strategy does not fit the cluster or the model.
-        """
+        """Return all times of a cost model at once, [points, points] for the token slices between two places."""
         points = grid.points
         first, last = np.triu_indices(len(points), 1)
         placed = cost_model.placed(strategy)
@@ -153,19 +146,12 @@ class ExtrapolatedSchedule:
 
     Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
     of many is on the straight line through those of two smaller numbers.
-
-    Attributes:
-        num_ops: ops that were simulated so far.
     """
 
     def __init__(
         self, schedule: Schedule, shape: PipelineShape, costs: TokenSliceCosts, transfer: float | TransferCosts
     ) -> None:
-        """Prepare.
-
-        Raises:
-            PlanError: if the schedule does not take the shape.
-        """
+        """Prepare."""
         ranks, wanted = shape.num_ranks, shape.num_micro_batches
         ops_each = 2 * shape.num_stages * shape.num_token_slices
         fewest = max(2 * ranks, MOST_OPS // ops_each // ranks * ranks) + wanted % ranks
@@ -263,10 +249,6 @@ def solve_cut(
             are long, and of the tensor-parallel size if ranks share tokens.
         memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = what
             1f1b keeps.
-        model_chunk_placement: which stages a rank owns.
-
-    Raises:
-        ConfigError: if no number of token slices is possible, or the strategy does not fit the model or the cluster.
     """
     seq_length = cost_model.workload.seq_length
     if seq_length > MOST_TOKENS or (counts and max(counts) > MOST_COUNT):
@@ -300,22 +282,12 @@ def solve_cut(
 
 
 def solve_batch(
-    cost_model: CostModel,
-    strategy: Strategy,
-    *,
-    sizes: Sequence[int],
-    equal_sizes: bool = False,
-    granularity: int = 8,
+    cost_model: CostModel, strategy: Strategy, *, sizes: Sequence[int], equal_sizes: bool = False, granularity: int = 8
 ) -> TerapipeCut:
     """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
 
     Args:
-        equal_sizes: whether all micro-batches have one size, as the trainer runs them.
         granularity: lengths are multiples of this.
-
-    Raises:
-        ConfigError: if the strategy does not fit the model or the cluster.
-        PlanError: if the sizes cannot fill the batch, or there are too many places to cut at.
     """
     grid = CutGrid(cost_model.workload.seq_length, granularity, granularity)
     ranks = strategy.pipeline_parallel_size
