@@ -66,8 +66,9 @@ from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.loader import Batch
-from megatron_terapipe.search.answer.advice import RivalAdvice, compare_rival, why_it_does_not_fit
+from megatron_terapipe.search.answer.advice import rival_part
 from megatron_terapipe.search.answer.figures import GIGABYTE, bytes_text, flops_utilization, strategy_text, time_text
+from megatron_terapipe.search.answer.json_schema import RivalPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.batch import StrategyBatch
@@ -425,7 +426,7 @@ def row_of(model: str, seq_length: int, num_devices: int, least_sequences: int) 
             global_batch_size = sequences
             break
     rival = best_rival(pricing, global_batch_size, headroom=MEMORY_HEADROOM)
-    theirs = None if rival is None else _theirs(compare_rival(rival, winner, workload, cluster))
+    theirs = None if rival is None else _theirs(rival_part(rival, winner, workload, cluster))
     return Row(
         model=model,
         seq_length=seq_length,
@@ -471,18 +472,17 @@ def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
     return max(of_host.values())
 
 
-def _theirs(advice: RivalAdvice) -> Theirs:
-    rival, settings = advice.rival, advice.rival.settings
-    assert advice.mfu_causal is not None
+def _theirs(rival: RivalPart) -> Theirs:
+    assert rival.mfu_causal is not None
     return Theirs(
-        num_ranks=settings.num_ranks,
-        ranks_of_sequence=settings.sequence_parallel_size,
-        on_host=settings.on_host,
-        time_s=rival.time.total_s,
-        device_bytes=rival.memory.device,
-        host_bytes=rival.memory.host,
-        mfu_causal=advice.mfu_causal,
-        why_not=why_it_does_not_fit(rival),
+        num_ranks=rival.sequence_parallel_size * rival.data_parallel_size,
+        ranks_of_sequence=rival.sequence_parallel_size,
+        on_host=tuple(rival.on_host),
+        time_s=rival.iteration_time_s,
+        device_bytes=rival.device_bytes,
+        host_bytes=rival.host_bytes,
+        mfu_causal=rival.mfu_causal,
+        why_not=rival.why_not,
     )
 
 

@@ -28,7 +28,7 @@ from benchmarks.measuring.report import Section, progress, written_between
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
-from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency, sample_sensitivities
+from megatron_terapipe.search.learn.fit import NOISE, Sample, fit_efficiency
 from megatron_terapipe.search.learn.trials import read_trials
 from megatron_terapipe.search.learn.validation import Predicted, deal_groups, predict_in_folds, predict_trials, summary
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
@@ -179,13 +179,13 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=6, help="thirds that are held out (default: 6)")
     options = parser.parse_args(argv)
     trials = [one for one in read_trials(options.path) if one.iteration_time_s is not None]
-    sample, prior = Sample.of(trials), uncalibrated()
+    sample, prior = Sample(trials), uncalibrated()
     ratio = sample.simulated_ratio(HardwareEfficiency())
-    slopes = sample_sensitivities(sample, HardwareEfficiency(), prior.parameter_names)
+    slopes = sample.batches.slopes(HardwareEfficiency(), prior.parameter_names)
 
     def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-        efficiency = fit_efficiency(Sample.of([trials[row] for row in rows])).efficiency
-        return float(np.abs(np.expm1(sample.errors(efficiency, ratio)[held_out])).mean())
+        efficiency = fit_efficiency(Sample([trials[row] for row in rows])).efficiency
+        return float(np.abs(np.expm1(sample.errors(sample.batches.times(efficiency) * ratio)[held_out])).mean())
 
     found: dict[str, list[float]] = {"designed": [], "random": []}
     for round_number in range(options.rounds):

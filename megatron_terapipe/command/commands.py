@@ -35,7 +35,6 @@ SEARCH = Command(
             ("measure", "measure ops and links of this machine, for --profile"),
             ("trial", "run the best strategies, record them, and calibrate"),
             ("validate", "compare predictions with measured trials"),
-            ("schema", "print the JSON Schema of the answer, or of another file"),
         )
     ),
 )

@@ -13,11 +13,11 @@ from megatron_terapipe.arguments.parser import flags
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
 from megatron_terapipe.search.price.profile import write_profile
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import STRATEGY_FILE, find_strategy
+from tests.search.learn.test_profile_calibration import CLUSTER, STRATEGIES, WORKLOAD, truth_s
 from tests.search.op_times.profiles import profile
-from tests.search.trials.calibration.test_profile_calibration import CLUSTER as MACHINE
-from tests.search.trials.calibration.test_profile_calibration import STRATEGIES, WORKLOAD, truth_s
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size"
 TRAINER = "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --strategy auto --global-batch-size 16"
@@ -32,7 +32,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cluster.json").write_text('{"nodes": [{"device": "cpu-core", "devices": 2}]}')
     write_profile(profile(), str(tmp_path / "profile.json"))
     trials = tmp_path / "trials.jsonl"
-    journal = Journal(path=trials, workload=WORKLOAD, cluster=MACHINE, precision="fp32", batch=8)
+    problem = SearchProblem(workload=WORKLOAD, cluster=CLUSTER, precision="fp32", global_batch_size=8)
+    journal = Journal(path=trials, problem=problem)
     for each in STRATEGIES:
         journal.write(each, [Outcome(iteration_time_s=truth_s(each))], trial_id=str(each))
     launched_on(2, monkeypatch)

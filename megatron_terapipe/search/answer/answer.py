@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_terapipe.dimensions import Dimension, in_places
-from megatron_terapipe.search.answer.advice import Advice, advice_part
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
 from megatron_terapipe.search.answer.json_schema import (
+    AdvicePart,
     ClusterPart,
     Document,
     Entry,
@@ -21,46 +21,48 @@ from megatron_terapipe.search.answer.json_schema import (
     Speed,
 )
 from megatron_terapipe.search.machine.cluster import Cluster, cluster_document, model_document
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.prediction import Prediction, TimeBreakdown
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rules import SearchCounts
-from megatron_terapipe.strategy import DIMENSIONS
+from megatron_terapipe.search.rank.space import SearchProblem
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A ranking, and what it is about."""
 
-    workload: Workload
-    """The model."""
-    cluster: Cluster
-    """Where."""
-    precision: str
-    """`bf16`, `fp16` or `fp32`."""
+    problem: SearchProblem
     entries: Sequence[Ranked]
     """Best first, then those that cannot run."""
-    software: str = TERAPIPE.name
-    """Name of the trainer."""
     global_batch_size: int | None = None
     """Sequences of one optimizer step; None = each strategy has its own."""
     constraints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that flags allow for dimensions."""
     counts: SearchCounts | None = None
-    """Strategies that were looked at; None = nobody searched."""
+    """Strategies that were looked at; None = nothing was searched."""
     proven: bool = False
     """Whether no other strategy can be faster than the winner, under this model."""
     could_save: float = 0.0
     """Share of the winner's time that a strategy that was not simulated could save at most."""
     search_s: float | None = None
-    """Seconds that the search took; None = nobody timed it."""
-    advice: Advice = field(default_factory=Advice)
-    """What to change and what to doubt; the notes have it in words."""
+    """Seconds that the search took; None = they were not measured."""
+    advice: AdvicePart = field(default_factory=AdvicePart.of)
     notes: tuple[str, ...] = ()
-    """Assumptions and warnings, a line each."""
+    """Assumptions, advice and warnings, a line each."""
     why_none: str = ""
     """Why no strategy can run; empty where one can."""
+
+    @property
+    def workload(self) -> Workload:
+        """The model."""
+        return self.problem.workload
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster, in the order of its hostfile."""
+        return self.problem.cluster
 
     @property
     def priced(self) -> list[Ranked]:
@@ -68,17 +70,14 @@ class Answer:
         return [entry for entry in self.entries if entry.feasible and entry.prediction is not None]
 
     def speed(self, entry: Ranked) -> Speed:
-        """Return what the predicted time of an entry means."""
-        assert entry.prediction is not None
-        time_s = entry.prediction.iteration_time_s
-        return speed_of(entry.strategy, self.workload, self.cluster, time_s, self.precision)
+        """Return the published figures that follow from the predicted time of an entry."""
+        return speed_of(entry.strategy, self.workload, self.cluster, entry.iteration_time_s, self.problem.precision)
 
 
 def all_notes(answer: Answer) -> list[str]:
     """Return assumptions, and warnings about the winner, each once."""
-    winner = next(iter(answer.priced), None)
-    of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
-    return list(dict.fromkeys([*_impossible(answer), *answer.notes, *(f"rank 1: {note}" for note in of_winner)]))
+    of_winner = [f"rank 1: {note}" for entry in answer.priced[:1] for note in entry.price.notes]
+    return list(dict.fromkeys([*_impossible(answer), *answer.notes, *of_winner]))
 
 
 def _impossible(answer: Answer) -> list[str]:
@@ -114,20 +113,17 @@ _LEAST_SHARE = 0.001
 """Shares below this would be written as none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyComparison:
+class StrategyComparison(NamedTuple):
     """The differences between the winner and another strategy."""
 
-    changes: tuple[tuple[str, str, str], ...]
-    """What the other does differently: name, the winner's value, the other's."""
-    saved_s: tuple[tuple[str, float], ...]
-    """Seconds that the winner is shorter by, for each part of the iteration that matters, largest first."""
-    sentences: tuple[str, ...]
-    """The same in words."""
+    changes: list[tuple[str, str, str]]
+    """The dimensions in which the other differs: name, the winner's value, the other's."""
+    sentences: list[str]
+    """Seconds and bytes that differ, in words."""
 
 
-def rivals(priced: Sequence[Ranked]) -> list[Ranked]:
-    """Return the runner-up; and, if it is much like the winner, the best with other parallel sizes or schedule."""
+def runners_up(priced: Sequence[Ranked]) -> list[Ranked]:
+    """Return the second best; and, if it is much like the best, the first with other parallel sizes or schedule."""
     if len(priced) < 2:
         return []
     winner, runner_up = priced[:2]
@@ -143,26 +139,19 @@ def _layout(entry: Ranked) -> list[object]:
 
 def compare(winner: Ranked, other: Ranked) -> StrategyComparison:
     """Compare the winner with another strategy."""
-    assert winner.prediction is not None and other.prediction is not None
-    first, second = winner.prediction, other.prediction
-    changes = tuple(
-        (words, _value(winner, each), _value(other, each))
+    changes = [
+        (words, dimension_text(winner.strategy, each), dimension_text(other.strategy, each))
         for each, words in in_places(DIMENSIONS, "label")
         if getattr(winner.strategy, each.name) != getattr(other.strategy, each.name)
-    )
-    saved = sorted(
-        (
-            (name, getattr(second.breakdown, name) - getattr(first.breakdown, name))
-            for name in (each.name for each in fields(TimeBreakdown))
-        ),
-        key=lambda part: -abs(part[1]),
-    )
-    worth = _WORTH_SAYING * first.iteration_time_s
-    said = tuple((name, seconds) for name, seconds in saved if abs(seconds) >= worth)
-    return StrategyComparison(changes, said, tuple(_sentences(first, second, said)))
+    ]
+    first, second = winner.price.breakdown, other.price.breakdown
+    saved = [(each.name, getattr(second, each.name) - getattr(first, each.name)) for each in fields(TimeBreakdown)]
+    worth = _WORTH_SAYING * winner.iteration_time_s
+    saved = sorted((part for part in saved if abs(part[1]) >= worth), key=lambda part: -abs(part[1]))
+    return StrategyComparison(changes, _sentences(winner.price, other.price, saved))
 
 
-def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, float], ...]) -> list[str]:
+def _sentences(first: Prediction, second: Prediction, saved: Sequence[tuple[str, float]]) -> list[str]:
     gain = second.iteration_time_s - first.iteration_time_s
     share = gain / second.iteration_time_s if second.iteration_time_s else 0.0
     if gain <= 0:
@@ -170,12 +159,11 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     else:
         part = f"{share:.1%}" if share >= _LEAST_SHARE else f"below {_LEAST_SHARE:.1%}"
         lines = [f"An iteration takes {time_text(gain)} less ({part})."]
-    shorter = [f"{TIME_NAMES[name]} ({time_text(seconds)})" for name, seconds in saved if seconds > 0]
-    longer = [f"{TIME_NAMES[name]} ({time_text(-seconds)})" for name, seconds in saved if seconds < 0]
-    if shorter:
-        lines.append(f"It saves in {_listed(shorter)}.")
-    if longer:
-        lines.append(f"It pays with more in {_listed(longer)}.")
+    for sign, words in ((1, "It saves in"), (-1, "It pays with more in")):
+        parts = [f"{TIME_NAMES[name]} ({time_text(sign * seconds)})" for name, seconds in saved if sign * seconds > 0]
+        if parts:
+            *others, last = parts
+            lines.append(f"{words} {', '.join(others)} and {last}." if others else f"{words} {last}.")
     if first.memory and second.memory:
         difference = second.peak_memory_bytes - first.peak_memory_bytes
         word = "less" if difference >= 0 else "more"
@@ -185,82 +173,65 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     return lines
 
 
-def _value(entry: Ranked, dimension: Dimension) -> str:
-    value = getattr(entry.strategy, dimension.name)
+def dimension_text(strategy: Strategy, dimension: Dimension) -> str:
+    """Return the value of a dimension in words."""
+    value = getattr(strategy, dimension.name)
     if value is None:
         return dimension.none
     if isinstance(value, tuple):
         return numbers_text(value)
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def model_part(workload: Workload) -> ModelPart:
-    """Return what a document says of the model."""
-    return ModelPart(
-        name=workload.name,
-        parameters=workload.parameters,
-        num_layers=workload.num_dealt_layers,
-        seq_length=workload.seq_length,
-        settings=None if workload.config is None else model_document(workload.config),
-    )
-
-
-def cluster_part(cluster: Cluster) -> ClusterPart:
-    """Return what a document says of the cluster."""
-    return ClusterPart(
-        name=cluster.name,
-        num_nodes=len(cluster.nodes),
-        num_devices=cluster.num_devices,
-        devices=devices_of(cluster),
-        nodes=cluster_document(cluster.nodes)["nodes"],
-    )
+    return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
 
 def question(
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    precision: str,
-    software: str,
-    global_batch_size: int | None,
-    constraints: Mapping[str, Sequence[Any]] | None = None,
+    problem: SearchProblem, global_batch_size: int | None, constraints: Mapping[str, Sequence[Any]] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of every document that say what was asked.
-
-    Args:
-        global_batch_size: sequences of one optimizer step; None = each strategy has its own.
-    """
+    """Return the fields of every document that say what was asked."""
+    workload, cluster = problem.workload, problem.cluster
     return {
-        "model": model_part(workload),
-        "cluster": cluster_part(cluster),
-        "precision": precision,
-        "software": software,
+        "model": ModelPart(
+            name=workload.name,
+            parameters=workload.parameters,
+            num_layers=workload.num_dealt_layers,
+            seq_length=workload.seq_length,
+            settings=None if workload.config is None else model_document(workload.config),
+        ),
+        "cluster": ClusterPart(
+            name=cluster.name,
+            num_nodes=len(cluster.nodes),
+            num_devices=cluster.num_devices,
+            devices=devices_of(cluster),
+            nodes=cluster_document(cluster.nodes)["nodes"],
+        ),
+        "precision": problem.precision,
+        "software": problem.software.name,
         "global_batch_size": global_batch_size,
         "constraints": {name: list(values) for name, values in (constraints or {}).items()},
     }
 
 
 def predicted_part(prediction: Prediction, speed: Speed) -> Predicted:
-    """Return what a document says of a prediction."""
+    """Return a prediction as a document has it."""
     return Predicted(**{**prediction.to_json(), **speed.model_dump()})
 
 
-def entry_part(answer: Answer, entry: Ranked) -> Entry:
-    """Return what a document says of an entry."""
-    return Entry(
-        rank=entry.rank,
-        index=entry.index,
-        strategy=entry.strategy.to_json(),
-        predicted=None if entry.prediction is None else predicted_part(entry.prediction, answer.speed(entry)),
-        feasible=entry.feasible,
-        reason=entry.reason,
-    )
+def _of_answer(answer: Answer, entries: Sequence[Ranked]) -> dict[str, Any]:
+    """Return the fields that the documents of `rank` and `predict` share."""
+    return {
+        **question(answer.problem, answer.global_batch_size, answer.constraints),
+        "notes": all_notes(answer),
+        "entries": [
+            Entry(
+                rank=entry.rank,
+                index=entry.index,
+                strategy=entry.strategy,
+                predicted=None if entry.prediction is None else predicted_part(entry.prediction, answer.speed(entry)),
+                feasible=entry.feasible,
+                reason=entry.reason,
+            )
+            for entry in entries
+        ],
+    }
 
 
 def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
@@ -268,9 +239,8 @@ def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
     counts = answer.counts
     assert counts is not None
     return RankDocument(
-        **_of_answer(answer),
-        entries=[entry_part(answer, entry) for entry in answer.entries],
-        advice=advice_part(answer.advice),
+        **_of_answer(answer, answer.entries),
+        advice=answer.advice,
         search=SearchPart(
             considered=counts.total,
             rejected={name: number for name, number in counts.rejected.items() if number},
@@ -285,21 +255,8 @@ def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
 
 
 def predict_document(answer: Answer) -> PredictDocument:
-    """Return the document of `predict`, entries in the order in which they were asked for."""
-    in_file = sorted(answer.entries, key=lambda entry: entry.index)
-    return PredictDocument(**_of_answer(answer), entries=[entry_part(answer, entry) for entry in in_file])
-
-
-def _of_answer(answer: Answer) -> dict[str, Any]:
-    asked = question(
-        answer.workload,
-        answer.cluster,
-        precision=answer.precision,
-        software=answer.software,
-        global_batch_size=answer.global_batch_size,
-        constraints=answer.constraints,
-    )
-    return {**asked, "notes": all_notes(answer)}
+    """Return the document of `predict`, entries in the order of their file."""
+    return PredictDocument(**_of_answer(answer, sorted(answer.entries, key=lambda entry: entry.index)))
 
 
 def document_text(document: Document) -> str:
@@ -307,13 +264,13 @@ def document_text(document: Document) -> str:
 
     Lists of stages and devices are long, and nobody reads them downwards.
     """
+
+    def text(value: object) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict | str):
+            return "[\n  " + ",\n  ".join(json.dumps(each) for each in value) + "\n]"
+        return json.dumps(value)
+
     values = document.model_dump(mode="json")
     first = {"schema_version": values["schema_version"], "command": values["command"]}
-    lines = [f"{json.dumps(name)}: {_value_text(value)}" for name, value in {**first, **values}.items()]
+    lines = [f"{json.dumps(name)}: {text(value)}" for name, value in {**first, **values}.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict | str):
-        return "[\n  " + ",\n  ".join(json.dumps(each) for each in value) + "\n]"
-    return json.dumps(value)

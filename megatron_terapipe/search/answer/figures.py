@@ -19,11 +19,6 @@ def sequences(strategy: Strategy) -> int:
     return strategy.micro_batch_size * strategy.data_parallel_size * strategy.num_micro_batches
 
 
-def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float) -> float:
-    """Return the tokens trained on in a second."""
-    return sequences(strategy) * workload.seq_length / iteration_time_s
-
-
 def model_flops(workload: Workload, *, causal: bool = False) -> float:
     """Return the FLOPs of the model for one sequence, forward and backward, nothing recomputed.
 
@@ -53,52 +48,39 @@ def flops_utilization(
 ) -> float:
     """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
 
-    It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B).
+    It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B); `causal` counts only the scores that are computed.
     """
-    peak = _peak_flops(strategy, cluster, precision)
+    places = strategy.placement or range(strategy.world_size)
+    used = Counter(cluster.node_of_device[place] for place in places if place < cluster.num_devices)
+    peak = sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
     flops = model_flops(workload, causal=causal) * sequences(strategy)
     return flops / (iteration_time_s * peak) if peak else 0.0
-
-
-def _peak_flops(strategy: Strategy, cluster: Cluster, precision: str) -> float:
-    """Return the FLOP/s of the devices in use."""
-    if strategy.placement is not None:
-        used = Counter(cluster.node_of_device[place] for place in strategy.placement if place < cluster.num_devices)
-        return sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
-    left, peak = strategy.world_size, 0.0
-    for node in cluster.nodes:
-        peak += min(left, node.num_devices) * node.device.peak_flops(precision)
-        left -= min(left, node.num_devices)
-    return peak
 
 
 def speed_of(
     strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
 ) -> Speed:
-    """Return what the time of an iteration means, in the figures that are published."""
-    tokens = tokens_per_s(strategy, workload, iteration_time_s)
+    """Return the published figures that follow from the seconds of an iteration."""
+    tokens_per_s = sequences(strategy) * workload.seq_length / iteration_time_s
     flops = model_flops(workload) * sequences(strategy) / iteration_time_s
+    asked = strategy, workload, cluster, iteration_time_s, precision
     peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
-
-    def used(*, causal: bool) -> float:
-        return flops_utilization(strategy, workload, cluster, iteration_time_s, precision, causal=causal)
-
     return Speed(
         iteration_time_s=iteration_time_s,
-        tokens_per_s=tokens,
-        tokens_per_s_per_device=tokens / strategy.world_size,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / strategy.world_size,
         tflops_per_device=flops / strategy.world_size / 1e12,
-        mfu=used(causal=False) if peak_is_known else None,
-        mfu_causal=used(causal=True) if peak_is_known else None,
+        mfu=flops_utilization(*asked) if peak_is_known else None,
+        mfu_causal=flops_utilization(*asked, causal=True) if peak_is_known else None,
     )
 
 
 def devices_of(cluster: Cluster) -> dict[str, int]:
     """Return the number of devices of each kind."""
-    devices: dict[str, int] = {}
+    devices: Counter[str] = Counter()
     for node in cluster.nodes:
-        devices[node.device.name] = devices.get(node.device.name, 0) + node.num_devices
-    return devices
+        devices[node.device.name] += node.num_devices
+    return dict(devices)
 
 
 def time_text(seconds: float) -> str:
@@ -142,27 +124,24 @@ def count_text(number: float) -> str:
 
 def numbers_text(numbers: Sequence[int]) -> str:
     """Return a list of whole numbers as text: `2 x 704, 640` where numbers repeat, `0 to 7` where they count on."""
+
+    def run_from(start: int, step: int) -> int:
+        """Return how many numbers from `start` differ by `step` each from the one before."""
+        end = start + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+            end += 1
+        return end - start
+
     texts: list[str] = []
     start = 0
     while start < len(numbers):
-        same = _length_of_run(numbers, start, step=0)
-        rising = _length_of_run(numbers, start, step=1)
+        number, same, rising = numbers[start], run_from(start, 0), run_from(start, 1)
         if rising > 3:
-            texts.append(f"{numbers[start]} to {numbers[start + rising - 1]}")
-        elif same > 1:
-            texts.append(f"{same} x {numbers[start]}")
+            texts.append(f"{number} to {number + rising - 1}")
         else:
-            texts.append(str(numbers[start]))
+            texts.append(f"{same} x {number}" if same > 1 else str(number))
         start += rising if rising > 3 else same
     return ", ".join(texts)
-
-
-def _length_of_run(numbers: Sequence[int], start: int, *, step: int) -> int:
-    """Return how many numbers from `start` differ by `step` each from the one before."""
-    end = start + 1
-    while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
-        end += 1
-    return end - start
 
 
 def strategy_text(strategy: Strategy) -> str:

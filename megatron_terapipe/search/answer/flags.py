@@ -17,7 +17,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import needs_fp16
 from megatron_terapipe.search.price.workload import Workload
-from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -117,6 +117,13 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(each.flag, metavar=each.metavar, help=words)
 
 
+def add_progress_flag(parser: FlagSet) -> None:
+    """Add the flag that shows progress."""
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
+    )
+
+
 def add_headroom_flag(parser: FlagSet) -> None:
     """Add the flag for the memory that the winner leaves free."""
     parser.add_argument(
@@ -151,6 +158,17 @@ def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
         raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
     if value is not None and value > most:
         raise ConfigError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
+
+
+def whole_numbers(text: str, wrong: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 1,2,4; `wrong` is the error if one is not a whole number from 1."""
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if min(numbers) < 1:
+        raise ConfigError(wrong)
+    return numbers
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
@@ -196,6 +214,23 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
     return "fp16" if any(needs_fp16(device.name) for device in devices) else "bf16"
 
 
+def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[SearchProblem, tuple[str, ...]]:
+    """Return the model, cluster, trainer and batch that the flags name, and notes on what had to be assumed."""
+    from megatron_terapipe.search.machine.trainers import find_software
+
+    workload = model_of(options)
+    cluster, notes = cluster_of(options)
+    problem = SearchProblem(
+        workload=workload,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        precision=precision_of(options, cluster),
+        software=find_software(getattr(options, "software", TERAPIPE)),
+        memory_headroom=headroom_of(options) if hasattr(options, "memory_headroom") else MEMORY_HEADROOM,
+    )
+    return problem, notes
+
+
 @contextmanager
 def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
     """Yield a callback that shows the progress of a search; None if nobody would see it.
@@ -229,10 +264,7 @@ def read_one_strategy(path: str) -> Strategy:
     document = read_json(path, "STRATEGY.json")
     if isinstance(document, Mapping) and "entries" in document:
         raise ConfigError(f"{path} is an answer with several strategies: name a file with one of its entries")
-    try:
-        return _strategy(document)
-    except UserError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return _strategy(path, document)
 
 
 def read_strategies(path: str) -> list[Strategy]:
@@ -242,16 +274,14 @@ def read_strategies(path: str) -> list[Strategy]:
     """
     text = read_text(path, "--strategies")
     whole = _whole(text)
-    if whole is not None:
-        return _strategies_of(whole, path)
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_strategy(parse_json(line, "this line")))
-        except ConfigError as error:
-            raise ConfigError(f"{path} line {number}: {error}") from None
+    if isinstance(whole, Mapping) and isinstance(whole.get("entries"), list):
+        whole = whole["entries"]
+    if whole is None:
+        lines = enumerate(text.splitlines(), start=1)
+        found = [_strategy(f"{path} line {number}", line, is_text=True) for number, line in lines if line.strip()]
+    else:
+        documents = enumerate(whole if isinstance(whole, list) else [whole], start=1)
+        found = [_strategy(f"{path} entry {number}", each) for number, each in documents]
     if not found:
         raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
     return found
@@ -267,23 +297,13 @@ def _whole(text: str) -> object:
         return None
 
 
-def _strategies_of(document: object, path: str) -> list[Strategy]:
-    if isinstance(document, Mapping) and isinstance(document.get("entries"), list):
-        document = document["entries"]
-    if not isinstance(document, list):
-        document = [document]
-    found = []
-    for number, each in enumerate(document, start=1):
-        try:
-            found.append(_strategy(each))
-        except ConfigError as error:
-            raise ConfigError(f"{path} entry {number}: {error}") from None
-    if not found:
-        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
-    return found
-
-
-def _strategy(document: object) -> Strategy:
-    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
-        document = document["strategy"]
-    return Strategy.from_json(document)
+def _strategy(place: str, document: object, *, is_text: bool = False) -> Strategy:
+    """Return the strategy of a document, or of a line of JSON; errors name the place."""
+    try:
+        if is_text:
+            document = parse_json(str(document), "this line")
+        if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+            document = document["strategy"]
+        return Strategy.from_json(document)
+    except UserError as error:
+        raise ConfigError(f"{place}: {error}") from None

@@ -7,12 +7,13 @@ does not.
 from dataclasses import fields
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.rank.distance_to_fit import RemedyKind
-from megatron_terapipe.strategy import strategy_schema
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
+from megatron_terapipe.strategy import Strategy, strategy_schema
 
 
 def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
@@ -26,7 +27,11 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
+StrategyObject = Annotated[
+    dict[str, Any],
+    BeforeValidator(lambda value: value.to_json() if isinstance(value, Strategy) else value),
+    WithJsonSchema(strategy_schema(whole=True)),
+]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
@@ -39,10 +44,15 @@ MemoryObject = Annotated[
 
 
 class Part(BaseModel):
-    """An object of a document: all of its keys are always there, and no others."""
+    """An object of a document: all of its keys are always there, and no others. Objects with its fields become one."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        from_attributes=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -218,6 +228,12 @@ class AdvicePart(Part):
     """What would be run in place of this trainer; empty where sequences are short, or `--no-rivals` was given."""
     found_order: FoundOrderPart | None
     """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
+
+    @classmethod
+    def of(cls, **known: Any) -> "AdvicePart":
+        """Return advice of which only some is known."""
+        nothing: dict[str, Any] = dict.fromkeys(cls.model_fields)
+        return cls(**nothing | {"memory_headroom": MEMORY_HEADROOM, "fewer_devices": [], "rivals": []} | known)
 
 
 SCHEMA_VERSION: Final = 1

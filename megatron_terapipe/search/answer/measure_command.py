@@ -2,12 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of
+from megatron_terapipe.search.answer.flags import PRECISIONS, add_model_flags, model_of, whole_numbers
 
 if TYPE_CHECKING:
     from megatron_terapipe.config.model import ModelConfig
@@ -79,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
-        raise ConfigError(f"--num-processes {options.num_processes}: {_WHY_NOT_THAT_MANY[options.hostfile is None]}")
+        why_not = "the hostfile says how many ranks each host has: drop one of the two flags"
+        if options.hostfile is None:
+            why_not = "it is not a whole number from 1: give one"
+        raise ConfigError(f"--num-processes {options.num_processes}: {why_not}")
     from megatron_terapipe.planning import slots_of_hosts
     from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
     from megatron_terapipe.search.measure.on_hosts import measure_hosts
@@ -88,15 +92,14 @@ def run(options: argparse.Namespace) -> int:
 
     slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
     ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
-    listed = options.tensor_parallel_size
-    model = workload.config
+    tensor, token_slices, model = options.tensor_parallel_size, options.num_token_slices, workload.config
     sizes = MeasuredSizes(
         model=model,
         precision=options.precision or ("fp32" if on_cpu() else "bf16"),
-        tensor_parallel_sizes=numbers(listed, "--tensor-parallel-size") if listed else _sizes(ranks_of_a_node, model),
+        tensor_parallel_sizes=numbers(tensor, "--tensor-parallel-size") if tensor else _sizes(ranks_of_a_node, model),
         micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
-        nums_token_slices=numbers(options.num_token_slices, "--num-token-slices")
-        if options.num_token_slices
+        nums_token_slices=numbers(token_slices, "--num-token-slices")
+        if token_slices
         else default_numbers_of_token_slices(model.seq_length),
         budget_s=options.budget_s,
     )
@@ -108,24 +111,18 @@ def run(options: argparse.Namespace) -> int:
         else measure_hosts(sizes, options.hostfile, on_cpu=on_cpu())
     )
     profile = None
-    with _Progress(options.budget_s) as progress:
+    with _progress(options.budget_s) as show:
         for news in measuring:
             if isinstance(news, Profile):
                 profile = news
             else:
-                progress.show(news.share, news.doing)
+                show(news.share, news.doing)
     if profile is None:
         raise ConfigError(f"the first rank of {options.hostfile} told no profile: see the lines above")
     write_profile(profile, options.json)
     if not alone:
         print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
     return 0
-
-
-_WHY_NOT_THAT_MANY = {
-    False: "the hostfile says how many ranks each host has: drop one of the two flags",
-    True: "it is not a whole number from 1: give one",
-}
 
 
 def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> Iterator[str]:
@@ -160,16 +157,11 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
     """Return the numbers of a list, each once, in rising order."""
-    try:
-        found = {int(word) for word in text.split(",")}
-    except ValueError:
-        found = {0}
-    if min(found) < 1:
-        raise ConfigError(f"{flag} {text} is not a list of whole numbers from 1: write it as 1,2,4")
-    return tuple(sorted(found))
+    wrong = f"{flag} {text} is not a list of whole numbers from 1: write it as 1,2,4"
+    return tuple(sorted(set(whole_numbers(text, wrong))))
 
 
-def summary(profile: "Profile") -> Iterable[str]:
+def summary(profile: "Profile") -> Iterator[str]:
     """Yield what was measured, in a few lines."""
     from megatron_terapipe.search.price.profile_times import message_line
 
@@ -213,28 +205,20 @@ def link_in_words(link: "ProfiledLink") -> str:
     return f"all-reduce of {link.num_ranks} ranks{nodes}{sharing}"
 
 
-class _Progress:
-    """What is measured and how far it is: a bar on a terminal, else a line each time something new begins."""
+@contextmanager
+def _progress(budget_s: float) -> Iterator[Callable[[float, str], None]]:
+    """Yield a function that shows the share that is done: a bar on a terminal, else a line for each new measurement."""
+    from tqdm import tqdm
 
-    def __init__(self, budget_s: float) -> None:
-        self._budget_s = budget_s
+    bar_format = "{percentage:3.0f}% |{bar}| {desc}"
+    with tqdm(total=100, unit="%", file=sys.stderr, disable=None, bar_format=bar_format) as bar:
 
-    def __enter__(self) -> "_Progress":
-        from tqdm import tqdm
+        def show(share: float, doing: str) -> None:
+            left = f"{doing}, about {max(1 - share, 0) * budget_s:.0f} s left"
+            if bar.disable:
+                print(f"  {100 * min(share, 1.0):3.0f} %  {left}", file=sys.stderr, flush=True)
+                return
+            bar.set_description_str(left)
+            bar.update(100 * min(share, 1.0) - bar.n)
 
-        self._bar = tqdm(
-            total=100, unit="%", file=sys.stderr, disable=None, bar_format="{percentage:3.0f}% |{bar}| {desc}"
-        )
-        return self
-
-    def show(self, share: float, doing: str) -> None:
-        """Say how far it is."""
-        left = f"{doing}, about {max(1 - share, 0) * self._budget_s:.0f} s left"
-        if self._bar.disable:
-            print(f"  {100 * min(share, 1.0):3.0f} %  {left}", file=sys.stderr, flush=True)
-            return
-        self._bar.set_description_str(left)
-        self._bar.update(100 * min(share, 1.0) - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield show

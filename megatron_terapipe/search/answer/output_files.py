@@ -23,10 +23,10 @@ from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER
-from megatron_terapipe.search.answer.answer import Answer, document_text, rank_document, rivals
+from megatron_terapipe.search.answer.answer import Answer, document_text, rank_document, runners_up
 from megatron_terapipe.search.answer.figures import sequences, strategy_text
 from megatron_terapipe.search.answer.json_schema import Document, LaunchPart
-from megatron_terapipe.search.answer.page import Extras, render_page
+from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.hostfile import hostfile_text
 from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words
@@ -88,7 +88,7 @@ class Launch:
 
     def command(self, directory: str) -> str:
         """Return the command of the script in one line, to be run where `pretrain_gpt.py` is."""
-        words = [*self._launcher(f"{directory}/hostfile"), "pretrain_gpt.py", *self._files(directory), *self.flags]
+        words = ["deepspeed", *self.where(directory), "pretrain_gpt.py", *self._files(directory), *self.flags]
         if self.many_nodes:
             check_remote_words(words)
         prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
@@ -100,7 +100,7 @@ class Launch:
         script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
         if self.on_cpu:
             script.append("export DS_ACCELERATOR=cpu\n")
-        script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
+        script.append(f"launch=({_quoted(['deepspeed', *self.where('$here')])})\n{DRY_RUN}")
         if self.many_nodes:
             check_remote_words(self.flags)
             script += [SHELL_CHECK, LOST_HOSTS]
@@ -122,10 +122,11 @@ class Launch:
         permit_to_run(Path(directory) / "launch.sh")
         return paths
 
-    def _launcher(self, hostfile: str) -> list[str]:
+    def where(self, directory: str) -> list[str]:
+        """Return the launcher's flags that say where ranks run; the hostfile is in the directory."""
         if self.many_nodes:
-            return ["deepspeed", "--hostfile", hostfile]
-        return ["deepspeed", "--num_accelerators", str(self.strategy.world_size)]
+            return ["--hostfile", f"{directory}/hostfile"]
+        return ["--num_accelerators", str(self.strategy.world_size)]
 
     def _files(self, directory: str) -> list[str]:
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
@@ -256,26 +257,20 @@ def write_document(path: str, document: Document) -> None:
 
 def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
     """Return what launches the winner, or None and why nothing does."""
+    problem = answer.problem
     if not answer.priced:
         return None, "no strategy can run"
-    if answer.software != TERAPIPE.name:
-        return None, f"these are strategies of {answer.software}, which nothing here launches"
+    if problem.software.name != TERAPIPE.name:
+        return None, f"these are strategies of {problem.software.name}, which nothing here launches"
     try:
-        return launch_of(answer.priced[0].strategy, answer.workload.config, answer.cluster, answer.precision), ""
+        launch = launch_of(answer.priced[0].strategy, problem.workload.config, problem.cluster, problem.precision)
     except ConfigError as error:
         return None, str(error)
-
-
-def found_order_launch(answer: Answer) -> Launch | None:
-    """Return what launches the winner with the order that was found for it; None where there is none, or no launch."""
-    found = answer.advice.found_order
-    if found is None or winner_launch(answer)[0] is None:
-        return None
-    return launch_of(found.strategy, answer.workload.config, answer.cluster, answer.precision)
+    return launch, ""
 
 
 def script_command(directory: str) -> str:
-    """Return the command of the script in a directory, which can be given from everywhere."""
+    """Return the command of the script in a directory, from any directory."""
     return shlex.join(["bash", str(Path(directory) / "launch.sh")])
 
 
@@ -300,7 +295,9 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
     command = None if launch is None else launch.command(directory)
     write_page(page, answer, op_costs, command="" if command is None else how_to_run(directory, command))
     files = [ranking, page, *([] if launch is None else launch.write(directory))]
-    if (other := found_order_launch(answer)) is not None:
+    if launch is not None and (found := answer.advice.found_order) is not None:
+        problem, strategy = answer.problem, Strategy.from_json(found.strategy)
+        other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
         files += other.write(str(Path(directory) / FOUND_ORDER))
     written = LaunchPart(command=command, files=files, why_not=why_not or None)
     write_document(ranking, rank_document(answer, written))
@@ -315,16 +312,11 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
     """
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.
-    for entry in [*answer.priced[:1], *rivals(answer.priced)[-1:]]:
+    for entry in [*answer.priced[:1], *runners_up(answer.priced)[-1:]]:
         drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
-        if drawn is None:
-            continue
-        title = f"rank {entry.rank}: {strategy_text(entry.strategy)}"
-        panels.append(Panel(title, drawn[0]))
-        if drawn[1]:
-            notes.append(f"rank {entry.rank}: {drawn[1]}")
+        if drawn is not None:
+            panels.append(Panel(f"rank {entry.rank}: {strategy_text(entry.strategy)}", drawn[0]))
+            notes += [f"rank {entry.rank}: {drawn[1]}"] if drawn[1] else []
     write_text(
-        path,
-        render_page(answer, Extras(command=command, panels=panels, panels_note="; ".join(notes))),
-        make_folder=True,
+        path, render_page(answer, command=command, panels=panels, panels_note="; ".join(notes)), make_folder=True
     )

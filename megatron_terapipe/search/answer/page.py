@@ -1,66 +1,203 @@
 """The report as one HTML page that needs nothing else: what wins, why, what it costs, what was rejected."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from html import escape
+from itertools import pairwise
 
 from deepspeed_ext.plan.draw.html import Panel
-from megatron_terapipe.page.document import html_document, section, timelines
-from megatron_terapipe.search.answer import sections
-from megatron_terapipe.search.answer.answer import Answer, all_notes, rivals
-from megatron_terapipe.search.answer.table import heading
+from megatron_terapipe.devices import Device
+from megatron_terapipe.page.document import (
+    MEMORY_NAMES,
+    Bar,
+    colours,
+    facts,
+    html_document,
+    legend,
+    section,
+    stacked_bars,
+    timelines,
+)
+from megatron_terapipe.search.answer.answer import TIME_NAMES, Answer, all_notes, compare, runners_up
+from megatron_terapipe.search.answer.figures import (
+    bytes_text,
+    count_text,
+    interval_text,
+    numbers_text,
+    share_text,
+    strategy_text,
+    time_text,
+)
+from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.strategy import Strategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extras:
-    """The contents of a page beside the answer itself."""
+def render_page(
+    answer: Answer, *, command: str = "", panels: Sequence[Panel] = (), panels_note: str = "", rows: int = 30
+) -> str:
+    """Return the report.
 
-    command: str = ""
-    """What launches the winner; empty = it cannot be launched so."""
-    panels: Sequence[Panel] = ()
-    """Timelines, on one axis."""
-    panels_note: str = ""
-    """What of them is left out."""
-    rows: int = 30
-    """Strategies that the page lists."""
-
-
-def render_page(answer: Answer, extras: Extras) -> str:
-    """Return the report."""
-    priced = answer.priced
-    body = [
-        f"<header><h1>{escape(answer.workload.name)} on {escape(answer.cluster.name or 'the cluster')}</h1></header>"
-    ]
-    body.append(f'<p class="sub">{escape(heading(answer))}</p>')
-    if priced:
-        body.append(section("", sections.winner(answer, priced[0])))
-        body += _notes(answer)
-        if extras.command:
-            body.append(section("How to run it", f"<pre>{escape(extras.command)}</pre>"))
-        for index, rival in enumerate(rivals(priced)):
-            over = "the best of another kind" if index else "the runner-up"
-            body.append(section(f"Why it wins over {over}", sections.why(priced[0], rival)))
-    else:
-        why = escape(answer.why_none or "no strategy can run; below is why")
-        body.append(section("", f'<p class="winner">{why[:1].upper()}{why[1:]}</p>'))
-        body += _notes(answer)
-    body.append(section("Ranking", sections.ranking(answer, extras.rows)))
-    if priced:
-        body.append(section("Where an iteration goes", sections.times(priced[:10])))
-        body.append(section("Memory of each pipeline rank", sections.memory(answer, priced[0])))
-    if extras.panels:
-        body.append(section("Timeline", _predicted(extras), kind="timeline"))
-    if answer.counts is not None:
-        body.append(section("What was rejected", sections.rejections(answer)))
-    return html_document(f"{answer.workload.name} on {answer.cluster.name or 'the cluster'}", "\n".join(body))
-
-
-def _notes(answer: Answer) -> list[str]:
-    """Return the section of the notes, which stand where they are read; empty if there are none."""
+    Args:
+        command: launches the winner; empty = nothing can.
+        panels: timelines, on one axis.
+        panels_note: what of them is left out; empty = nothing.
+        rows: strategies that the page lists.
+    """
+    priced, title = answer.priced, f"{answer.workload.name} on {answer.cluster.name or 'the cluster'}"
     listed = "".join(f"<li>{escape(note)}</li>" for note in all_notes(answer))
-    return [section("Notes", f"<ul>{listed}</ul>")] if listed else []
+    notes = [section("Notes", f"<ul>{listed}</ul>")] if listed else []
+    body = [f"<header><h1>{escape(title)}</h1></header>", f'<p class="sub">{escape(heading(answer))}</p>']
+    if priced:
+        body += [section("", _winner(answer, priced[0])), *notes]
+        if command:
+            body.append(section("How to run it", f"<pre>{escape(command)}</pre>"))
+        for other, over in zip(runners_up(priced), ("the runner-up", "the best of another kind"), strict=False):
+            body.append(section(f"Why it wins over {over}", _why(priced[0], other)))
+    else:
+        reason = escape(answer.why_none or "no strategy can run; below is why")
+        body += [section("", f'<p class="winner">{reason[:1].upper()}{reason[1:]}</p>'), *notes]
+    body.append(section("Ranking", _ranking(answer, rows)))
+    if priced:
+        body.append(section("Where an iteration goes", _times(priced[:10])))
+        body.append(section("Memory of each pipeline rank", _memory(answer, priced[0])))
+    if panels:
+        note = f'<p class="sub">{escape(panels_note)}</p>' if panels_note else ""
+        body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
+    if answer.counts is not None:
+        body.append(section("What was rejected", _rejections(answer)))
+    return html_document(title, "\n".join(body))
 
 
-def _predicted(extras: Extras) -> str:
-    note = f'<p class="sub">{escape(extras.panels_note)}</p>' if extras.panels_note else ""
-    return note + timelines(extras.panels, "predicted timeline")
+def _winner(answer: Answer, entry: Ranked) -> str:
+    """Return the best strategy and its figures."""
+    prediction, strategy = entry.price, entry.strategy
+    speed = answer.speed(entry)
+    interval = ""
+    if prediction.interval_s is not None:
+        low, high = prediction.interval_s
+        interval = f", {prediction.interval_coverage:.0%} within {time_text(low)} to {time_text(high)}"
+    figures = [
+        (time_text(prediction.iteration_time_s), f"an iteration{interval}"),
+        (f"{speed.tokens_per_s:,.0f}", f"tokens a second, {speed.tokens_per_s_per_device:,.0f} a device"),
+    ]
+    if speed.mfu is not None:
+        figures.append((share_text(speed.mfu), "MFU: share of the devices' peak, counted as published figures are"))
+        figures.append((share_text(speed.mfu_causal), "causal MFU: only scores that are computed"))
+    figures.append((f"{prediction.bubble_ratio:.1%}", "bubble ratio"))
+    if prediction.memory:
+        figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
+    lengths = ""
+    if strategy.token_slices is not None:
+        lengths = f'<p class="sub">token slices: {escape(numbers_text(strategy.token_slices))}</p>'
+    return f'<p class="winner">{escape(strategy_text(strategy))}</p>{facts(figures)}{lengths}'
+
+
+def _why(first: Ranked, second: Ranked) -> str:
+    """Return the winner beside another strategy: what differs, and what that changes."""
+    found = compare(first, second)
+    changes = "".join(
+        f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
+        for name, here, there in found.changes
+    )
+    sentences = "".join(f"<li>{escape(each)}</li>" for each in found.sentences)
+    return (
+        f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table class="changes">'
+        f'<tr><th class="left"></th><th>rank 1</th><th>rank {second.rank}</th></tr>{changes}</table></div></div>'
+    )
+
+
+def _ranking(answer: Answer, most: int) -> str:
+    """Return the table of the ranking."""
+    entries = list(answer.entries[:most])
+    names, rows = rows_of(answer, entries)
+    head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
+    lines = []
+    for entry, row in zip(entries, rows, strict=True):
+        kind = "out" if not entry.feasible else "first" if entry.rank == 1 else ""
+        cells = "".join(_cell(name, text) for name, text in zip(names, row, strict=True))
+        lines.append(f'<tr class="{kind}">{cells}</tr>')
+    more = len(answer.entries) - len(entries)
+    rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
+
+
+def _cell(name: str, text: str) -> str:
+    kind = "left why" if name == "why not" else "left" if name in LEFT else ""
+    return f'<td class="{kind}">{escape(text)}</td>'
+
+
+def _times(entries: list[Ranked]) -> str:
+    """Return a bar for each strategy, of the parts of its iteration in seconds."""
+    palette = colours(list(TIME_NAMES.values()))
+    bars, written = [], {}
+    for index, entry in enumerate(entries):
+        prediction = entry.price
+        parts = {TIME_NAMES[each.name]: getattr(prediction.breakdown, each.name) for each in fields(TimeBreakdown)}
+        total = prediction.breakdown.total_s or 1.0
+        written[index] = {name: f"{time_text(amount)} ({amount / total:.1%})" for name, amount in parts.items()}
+        figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
+        bars.append(Bar(f"{entry.rank}: {strategy_text(entry.strategy)}", parts, figure))
+    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
+    return legend(shown, palette) + stacked_bars(bars, palette, written)
+
+
+def _memory(answer: Answer, entry: Ranked) -> str:
+    """Return a bar for each pipeline rank, of the parts of its memory in bytes."""
+    if not entry.price.memory:
+        return "<p>Not predicted.</p>"
+    palette = colours(list(MEMORY_NAMES.values()))
+    bars, written = [], {}
+    layers = _layers_of_ranks(answer, entry.strategy)
+    for index, rank in enumerate(entry.price.memory):
+        parts = {MEMORY_NAMES[each.name]: getattr(rank, each.name) for each in fields(RankMemory)}
+        written[index] = {name: bytes_text(amount) for name, amount in parts.items()}
+        device = _smallest_device(answer.cluster, entry.strategy, index)
+        label = f"rank {index}, {layers[index]}"
+        if len({node.device for node in answer.cluster.nodes}) > 1:
+            label += f", {device.name}"
+        figure = f"{bytes_text(rank.total)} of {bytes_text(device.memory_bytes)}"
+        bars.append(Bar(label, parts, figure, limit=device.memory_bytes))
+    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
+    return legend(shown, palette) + stacked_bars(bars, palette, written)
+
+
+def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
+    """Return the layers of each pipeline rank, counted as a stage partition counts them."""
+    ranks = strategy.pipeline_parallel_size
+    partition = answer.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
+    bounds = partition.bounds
+    words: list[list[str]] = [[] for _ in range(ranks)]
+    for stage, (first, end) in enumerate(pairwise(bounds)):
+        words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
+    return [f"layers {', '.join(each)}" for each in words]
+
+
+def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -> Device:
+    """Return the device with the least memory among those of a pipeline rank."""
+    devices = [node.device for node in cluster.nodes for _ in range(node.num_devices)]
+    places = strategy.placement or tuple(range(strategy.world_size))
+    peers = strategy.world_size // strategy.pipeline_parallel_size
+    return min(
+        (devices[place] for place in places[pipeline_rank * peers :][:peers]), key=lambda each: each.memory_bytes
+    )
+
+
+def _rejections(answer: Answer) -> str:
+    """Return how many strategies were considered, and how many each rule rejected."""
+    counts = answer.counts
+    assert counts is not None
+    palette = colours(["rejected"])
+    bars = [
+        Bar(reason, {"rejected": float(count)}, f"{count:,}")
+        for reason, count in counts.rejected.most_common()
+        if count
+    ]
+    written = {index: {"rejected": bar.figure} for index, bar in enumerate(bars)}
+    took = "" if answer.search_s is None else f" in {time_text(answer.search_s)}"
+    text = f"{counts.total:,} strategies were considered{took}, and {counts.num_rejected:,} rejected."
+    if answer.search_s and counts.total:
+        text += f" That is {count_text(counts.total / answer.search_s)} a second."
+    return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, written)}'

@@ -10,21 +10,17 @@ from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
     add_model_flags,
+    add_progress_flag,
     add_software_flag,
     check_count,
-    cluster_of,
-    model_of,
-    precision_of,
+    problem_of,
     progress_bar,
     read_strategies,
 )
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.costs import costs_of
-from megatron_terapipe.search.machine.trainers import find_software
-from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order
-from megatron_terapipe.search.rank.space import SearchProblem
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order, with_batch
 
 HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
 
@@ -56,45 +52,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sequences of one optimizer step, for strategies without a batch size",
     )
-    group.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
-    )
+    add_progress_flag(group)
     add_json_flag(parser.add_argument_group("output"), "the answer")
 
 
 def run(options: argparse.Namespace) -> int:
     """Price every strategy, print them in the order of their rank, and return 0; the JSON has the order of the file."""
-    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
-    strategies = [_with_batch(strategy, options.global_batch_size) for strategy in read_strategies(options.strategies)]
-    workload = model_of(options)
-    cluster, notes = cluster_of(options)
-    precision = precision_of(options, cluster)
-    software = find_software(options.software)
-    costs = costs_of(options, workload, cluster, precision, software)
-    pricing = costs.pricing_on(cluster)
-    problem = SearchProblem(
-        workload=workload,
-        cluster=cluster,
-        global_batch_size=options.global_batch_size or 1,
-        precision=precision,
-        software=software,
-    )
+    batch = options.global_batch_size
+    check_count("--global-batch-size", batch, MOST_SEQUENCES)
+    strategies = [with_batch(strategy, batch) for strategy in read_strategies(options.strategies)]
+    problem, notes = problem_of(options, batch or 1)
+    costs = costs_of(options, problem)
+    pricing = costs.pricing_on(problem.cluster)
     entries = []
     with progress_bar(options.progress) as progress:
         for index, strategy in enumerate(strategies):
             if progress is not None:
                 progress(index, len(strategies), "priced")
             entry = predict_one(strategy, problem, pricing, index)
-            if entry.feasible and entry.prediction is not None:
-                priced = costs.with_interval(strategy, entry.prediction, pricing)
-                entry = replace(entry, prediction=priced)
+            if entry.feasible:
+                entry = replace(entry, prediction=costs.with_interval(strategy, entry.price, pricing))
             entries.append(entry)
     answer = Answer(
-        workload=workload,
-        cluster=cluster,
-        precision=precision,
-        software=problem.software.name,
-        global_batch_size=options.global_batch_size,
+        problem=problem,
+        global_batch_size=batch,
         entries=ranked_in_order(entries),
         notes=(*notes, *costs.notes),
     )
@@ -103,12 +84,3 @@ def run(options: argparse.Namespace) -> int:
     if options.json != STANDARD_OUTPUT:
         print_table(answer)
     return 0
-
-
-def _with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:
-    """Return the strategy with the batch of a flag, if it has none itself and that one can be dealt evenly."""
-    if strategy.global_batch_size is not None or global_batch_size is None:
-        return strategy
-    if global_batch_size % (strategy.micro_batch_size * strategy.data_parallel_size):
-        return strategy
-    return replace(strategy, global_batch_size=global_batch_size)

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,18 @@ from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
     add_model_flags,
-    cluster_of,
-    model_of,
-    precision_of,
+    problem_of,
     read_one_strategy,
+    whole_numbers,
 )
+from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.answer.json_schema import TokenSlicesDocument
     from megatron_terapipe.search.price.cost_model import Pricing
     from megatron_terapipe.search.rank.space import SearchProblem
-    from megatron_terapipe.search.rank.token_slices import SolvedCut
+    from megatron_terapipe.search.rank.token_slices import PricedCut, SolvedCut
 
 HELP = (
     "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
@@ -70,11 +71,22 @@ def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
     from deepspeed_ext.plan.errors import PlanError
     from megatron_terapipe.search.answer.output_files import write_document
+    from megatron_terapipe.search.learn.costs import costs_of
+    from megatron_terapipe.search.rank.rules import broken_rule
     from megatron_terapipe.search.rank.token_slices import solve_cut
 
     strategy = read_one_strategy(options.strategy)
-    problem, pricing, notes = _pricing(options, strategy)
-    counts = None if options.count is None else (1, *_counts(options.count))
+    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
+    problem, notes = problem_of(options, sequences)
+    reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
+    if reason is not None:
+        raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
+    costs = costs_of(options, problem)
+    pricing = costs.pricing_on(problem.cluster)
+    counts = None
+    if options.count is not None:
+        wrong = f"--count {options.count} is no list of numbers of token slices: write 1,2,4,8"
+        counts = (1, *whole_numbers(options.count, wrong))
     if options.granularity is not None and options.granularity < 1:
         raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
     try:
@@ -82,9 +94,12 @@ def run(options: argparse.Namespace) -> int:
     except PlanError as error:
         raise ConfigError(f"{options.strategy}: {error}") from None
     flags = flags_of(solved.token_slices)
+    if costs.profile is not None or costs.calibration.num_trials:
+        # Other notes of `costs` are about intervals, and there are none here.
+        notes = (*notes, *costs.notes)
     if strategy.schedule == OPTIMISED:
         flags += f" {machine_flags(options)}"
-        notes = (*notes, *_unlike_the_trainer(options, pricing))
+        notes = (*notes, *_unlike_the_trainer(options, problem))
     notes = (*notes, *_memory_notes(pricing, strategy, solved))
     document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
     if options.json != STANDARD_OUTPUT:
@@ -104,28 +119,22 @@ def token_slices_document(
 
     without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
 
-    def cut(token_slices: tuple[int, ...], time_s: float) -> Cut:
+    def cut(found: "SolvedCut | PricedCut") -> Cut:
+        time_s = found.iteration_time_s
         speed = speed_of(strategy, problem.workload, problem.cluster, time_s, problem.precision)
         return Cut(
             **speed.model_dump(),
-            num_token_slices=len(token_slices),
-            token_slices=list(token_slices),
+            num_token_slices=len(found.token_slices),
+            token_slices=list(found.token_slices),
             speedup=None if without_s is None else without_s / time_s,
         )
 
-    asked = question(
-        problem.workload,
-        problem.cluster,
-        precision=problem.precision,
-        software=problem.software.name,
-        global_batch_size=problem.global_batch_size,
-    )
     return TokenSlicesDocument(
-        **asked,
+        **question(problem, problem.global_batch_size),
         notes=list(notes),
-        strategy=strategy.to_json(),
-        best=cut(solved.token_slices, solved.iteration_time_s),
-        curve=[cut(each.token_slices, each.iteration_time_s) for each in solved.alternatives],
+        strategy=strategy,
+        best=cut(solved),
+        curve=[cut(each) for each in solved.alternatives],
         flags=flags,
     )
 
@@ -139,20 +148,25 @@ def flags_of(token_slices: tuple[int, ...]) -> str:
 
 def machine_flags(options: argparse.Namespace) -> str:
     """Return the flags of the trainer that make it find an optimised order for the same cluster and profile."""
-    words = ["--cluster", options.cluster]
-    if options.profile is not None:
-        words += ["--op-profile", options.profile]
-    return shlex.join(words)
+    profile = [] if options.profile is None else ["--op-profile", options.profile]
+    return shlex.join(["--cluster", options.cluster, *profile])
 
 
-def _unlike_the_trainer(options: argparse.Namespace, pricing: "Pricing") -> tuple[str, ...]:
-    """Return what the trainer does not know when it looks for an optimised order, a line each."""
-    notes = []
-    if options.device is not None and {node.device.name for node in pricing.cluster.nodes} != {DEVICE}:
-        notes.append(f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes")
+def _unlike_the_trainer(options: argparse.Namespace, problem: "SearchProblem") -> Iterator[str]:
+    """Yield how the trainer's own search for an optimised order would differ, a line each."""
+    if options.device is not None and {node.device.name for node in problem.cluster.nodes} != {DEVICE}:
+        yield f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes"
     if options.calibrate or options.calibration:
-        notes.append("the trainer finds the order of the ops without trials: lengths are as given here")
-    return tuple(notes)
+        yield "the trainer finds the order of the ops without trials: lengths are as given here"
+
+
+def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
+    """Return a note if the best cut leaves no headroom in memory; the cut changes what a schedule keeps."""
+    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
+    memory = pricing.memory(cut)
+    reasons = (pricing.why_it_does_not_fit(cut, memory, headroom) for headroom in (0.0, MEMORY_HEADROOM))
+    reason = next(filter(None, reasons), None)
+    return () if reason is None else (f"with these token slices: {reason}",)
 
 
 def print_cuts(document: "TokenSlicesDocument") -> None:
@@ -171,53 +185,8 @@ def print_cuts(document: "TokenSlicesDocument") -> None:
         best = cut.token_slices == document.best.token_slices
         cells = str(cut.num_token_slices), f"{cut.iteration_time_s:.4g}", factor, shown
         table.add_row(*cells, style="bold" if best else "")
-    console = rich.console.Console(highlight=False, markup=False)
     print("predicted seconds of an iteration, with the best lengths for each number of token slices")
-    console.print(table)
+    rich.console.Console(highlight=False, markup=False).print(table)
     print(f"flags of the best: {document.flags}")
     for note in document.notes:
         print(f"note: {note}")
-
-
-def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[SearchProblem, Pricing, tuple[str, ...]]":
-    """Return the question, what prices the strategy, and notes on what had to be assumed."""
-    from megatron_terapipe.search.learn.costs import costs_of
-    from megatron_terapipe.search.rank.rules import broken_rule
-    from megatron_terapipe.search.rank.space import SearchProblem
-
-    workload = model_of(options)
-    cluster, notes = cluster_of(options)
-    precision = precision_of(options, cluster)
-    whole = replace(strategy, num_token_slices=1, token_slices=None)
-    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
-    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
-    reason = broken_rule(whole, problem)
-    if reason is not None:
-        raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
-    costs = costs_of(options, workload, cluster, precision)
-    # Other notes of `costs` are about intervals, and there are none here.
-    used = costs.notes if costs.profile is not None or costs.calibration.num_trials else ()
-    return problem, costs.pricing_on(cluster), (*notes, *used)
-
-
-def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
-    """Return a note if the best cut leaves no headroom in memory; the cut changes what a schedule keeps."""
-    from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
-
-    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    memory = pricing.memory(cut)
-    for headroom in (0.0, MEMORY_HEADROOM):
-        reason = pricing.why_it_does_not_fit(cut, memory, headroom)
-        if reason is not None:
-            return (f"with these token slices: {reason}",)
-    return ()
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise ConfigError(f"--count {text} is no list of numbers of token slices: write 1,2,4,8")
-    return counts

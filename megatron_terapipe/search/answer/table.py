@@ -53,7 +53,7 @@ LONGEST = 23
 """Letters of a list of numbers; the JSON has all of it."""
 
 
-def print_table(answer: Answer, console: "Console | None" = None, *, top: int | None = None) -> None:
+def print_table(answer: Answer, console: "Console | None" = None) -> None:
     """Print the ranking, the strategies that cannot run below it, and the notes.
 
     Args:
@@ -67,9 +67,8 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
         if not console.is_terminal:
             console = rich.console.Console(width=WIDTH_OF_FILES)
     console.print(heading(answer), markup=False, highlight=False)
-    entries = answer.entries[:top]
-    shown, rows = _fitting(*rows_of(answer, entries), console.width)
-    console.print(_table(entries, shown, rows))
+    shown, rows = _fitting(*rows_of(answer, answer.entries), console.width)
+    console.print(_table(answer.entries, shown, rows))
     if rows and (explained := legend(shown)):
         console.print(f"columns: {explained}", markup=False, highlight=False)
     for note in all_notes(answer):
@@ -89,11 +88,11 @@ def heading(answer: Answer) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
     workload, nodes = answer.workload, answer.cluster.nodes
     batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
-    trainer = "" if answer.software == TERAPIPE.name else f", trainer {answer.software}"
+    trainer = "" if answer.problem.software.name == TERAPIPE.name else f", trainer {answer.problem.software.name}"
     listed = " + ".join(f"{count} x {name}" for name, count in devices_of(answer.cluster).items())
     return (
         f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
-        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}{trainer}"
+        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.problem.precision}{trainer}"
     )
 
 

@@ -1,10 +1,13 @@
 """`trial`: run the best strategies for real, record them, and learn from them."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
@@ -15,19 +18,19 @@ from megatron_terapipe.search.answer.flags import (
     add_cost_flags,
     add_headroom_flag,
     add_model_flags,
-    cluster_of,
     constraints_of,
     headroom_of,
-    model_of,
-    precision_of,
+    problem_of,
+    progress_bar,
+    read_strategies,
 )
+from megatron_terapipe.search.rank.space import all_choices
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.answer.json_schema import TrialDocument
-    from megatron_terapipe.search.answer.trial_runs import Journal, Outcome, TrialSettings
+    from megatron_terapipe.search.answer.trial_runs import Journal, TrialSettings
     from megatron_terapipe.search.learn.costs import Costs
-    from megatron_terapipe.search.machine.cluster import Cluster
-    from megatron_terapipe.search.price.workload import Workload
+    from megatron_terapipe.search.rank.space import SearchProblem
     from megatron_terapipe.strategy import Strategy
 
 HELP = (
@@ -93,10 +96,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
-    _check(options)
-    # JSON on the terminal stands alone there.
-    progress = redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext()
-    with progress:
+    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2), ("rounds", 1)):
+        if getattr(options, name) < least:
+            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise ConfigError(f"{words} is not a whole number from {least}: give one")
+    headroom_of(options)
+    if not options.timeout_s > 0:
+        raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
+    if options.trainer and not Path(options.trainer).is_file():
+        raise ConfigError(f"--trainer {options.trainer} is no file: name pretrain_gpt.py")
+    # JSON on the terminal is the only text there.
+    with redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext():
         document = _run(options)
     if options.json is not None:
         from megatron_terapipe.search.answer.output_files import write_document
@@ -107,8 +117,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> "TrialDocument":
     """Run what is missing, print how it compares with predictions, and return the answer."""
-    import shlex
-
     from megatron_terapipe.search.answer.trial_runs import (
         Journal,
         TrialSettings,
@@ -118,20 +126,12 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
     )
     from megatron_terapipe.search.learn.costs import costs_of
 
-    workload = model_of(options)
-    if workload.config is None:
+    problem, notes = problem_of(options, options.global_batch_size)
+    if problem.workload.config is None:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
-    cluster, notes = cluster_of(options)
-    precision = precision_of(options, cluster)
-    costs = costs_of(options, workload, cluster, precision)
+    costs = costs_of(options, problem)
     print(*(f"note: {note}" for note in (*notes, *costs.notes)), sep="\n", file=sys.stderr)
-    journal = Journal(
-        path=Path(options.trials),
-        workload=workload,
-        cluster=cluster,
-        precision=precision,
-        batch=options.global_batch_size,
-    )
+    journal = Journal(path=Path(options.trials), problem=problem)
     settings = TrialSettings(
         iterations=options.iterations,
         timeout_s=options.timeout_s,
@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
         flags=tuple(shlex.split(options.trainer_flags)),
         keep=Path(options.keep).absolute() if options.keep else None,
     )
-    strategies = _strategies(options, workload, cluster, costs, precision)
+    strategies = _strategies(options, problem, costs)
     wanted = list(journal.missing(strategies, options.rounds))
     if len(wanted) < len(strategies):
         print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
@@ -166,30 +166,12 @@ def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
         yield f"each result is added to {options.trials}: an interrupted command goes on where it stopped"
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2), ("rounds", 1)):
-        if getattr(options, name) < least:
-            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{words} is not a whole number from {least}: give one")
-    headroom_of(options)
-    if not options.timeout_s > 0:
-        raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
-    if options.trainer and not Path(options.trainer).is_file():
-        raise ConfigError(f"--trainer {options.trainer} is no file: name pretrain_gpt.py")
-
-
-def _strategies(
-    options: argparse.Namespace, workload: "Workload", cluster: "Cluster", costs: "Costs", precision: str
-) -> "list[Strategy]":
+def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "Costs") -> "list[Strategy]":
     """Return the strategies to run, the most promising first."""
-    from dataclasses import replace
-
     from megatron_terapipe.planning import check_trainable
-    from megatron_terapipe.search.answer.flags import progress_bar, read_strategies
     from megatron_terapipe.search.rank.search import search
-    from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 
-    batch = options.global_batch_size
+    batch, num_devices = problem.global_batch_size, problem.cluster.num_devices
     if options.strategies:
         read = read_strategies(options.strategies)
         found = [replace(each, global_batch_size=each.global_batch_size or batch) for each in read]
@@ -199,29 +181,17 @@ def _strategies(
                     f"{options.strategies} has a strategy of global_batch_size {each.global_batch_size}, and "
                     f"--global-batch-size is {batch}: trials of one file are compared, so give them one batch"
                 )
-            if each.world_size > cluster.num_devices:
+            if each.world_size > num_devices:
                 raise ConfigError(
                     f"{options.strategies} has a strategy for {each.world_size} devices, and the cluster has "
-                    f"{cluster.num_devices}: leave it out"
+                    f"{num_devices}: leave it out"
                 )
-            assert workload.config is not None
-            check_trainable(each, workload.config)
+            assert problem.workload.config is not None
+            check_trainable(each, problem.workload.config)
         return found
-    problem = SearchProblem(
-        workload=workload,
-        cluster=cluster,
-        global_batch_size=batch,
-        precision=precision,
-        memory_headroom=headroom_of(options),
-    )
+    choices = all_choices(problem).constrained(constraints_of(options))
     with progress_bar() as progress:
-        result = search(
-            problem,
-            all_choices(problem).constrained(constraints_of(options)),
-            costs.pricing_on,
-            top=options.top,
-            progress=progress,
-        )
+        result = search(problem, choices, costs.pricing_on, top=options.top, progress=progress)
     if not result.entries:
         raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags says why")
     return [entry.strategy for entry in result.entries]
@@ -231,39 +201,26 @@ def _run_all(
     wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
 ) -> None:
     """Run every strategy in every round that it has not been run in, and record each run at once."""
-    from time import perf_counter
-
     from megatron_terapipe.search.answer.figures import strategy_text
     from megatron_terapipe.search.answer.trial_runs import run_strategy
 
-    assert journal.workload.config is not None
-    pricing = costs.pricing_on(journal.cluster)
+    pricing = costs.pricing_on(journal.problem.cluster)
     numbered = len(journal.trials())
     begun = [journal.begun(strategy) for strategy in wanted]
-    names = [name or f"trial-{numbered + number}" for number, (name, _) in enumerate(begun, 1)]
-    outcomes: dict[str, list[Outcome]] = {name: runs for name, (_, runs) in zip(names, begun, strict=True)}
+    outcomes = {name or f"trial-{numbered + number}": runs for number, (name, runs) in enumerate(begun, 1)}
     started, done, runs = perf_counter(), 0, sum(rounds - len(each) for each in outcomes.values())
     for turn in range(1, rounds + 1):
-        for name, strategy in zip(names, wanted, strict=True):
-            if len(outcomes[name]) >= turn:
+        for (name, made), strategy in zip(outcomes.items(), wanted, strict=True):
+            if len(made) >= turn:
                 continue
             predicted = pricing.predict(strategy).iteration_time_s
             left = f", about {(perf_counter() - started) / done * (runs - done):.0f} s left" if done else ""
             place = f"{done + 1}/{runs}{left}"
             print(f"{place}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
-            outcomes[name].append(
-                run_strategy(strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name)
-            )
-            print(f", {_came_of(outcomes[name][-1])}", flush=True)
-            journal.write(strategy, outcomes[name], trial_id=name, rounds=rounds)
+            made.append(run_strategy(strategy, journal.problem, settings, name=name))
+            print(f", {made[-1].in_words()}", flush=True)
+            journal.write(strategy, made, trial_id=name, rounds=rounds)
             done += 1
-
-
-def _came_of(outcome: "Outcome") -> str:
-    if outcome.iteration_time_s is None:
-        return f"failed: {'out of memory; ' if outcome.out_of_memory else ''}{outcome.reason}"
-    peak = "" if outcome.peak_memory_bytes is None else f", {outcome.peak_memory_bytes / 2**30:.2f} GiB"
-    return f"measured {outcome.iteration_time_s:.4g} s{peak}"
 
 
 def next_commands(options: argparse.Namespace) -> Iterator[str]:

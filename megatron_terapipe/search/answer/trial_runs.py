@@ -21,20 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.figures import speed_of, strategy_text
 from megatron_terapipe.search.answer.json_schema import Errors, Predicted, TrialDocument, TrialEntry
 from megatron_terapipe.search.answer.output_files import Launch, launch_of
-from megatron_terapipe.search.learn import scores
 from megatron_terapipe.search.learn.costs import Costs
+from megatron_terapipe.search.learn.scores import relative_errors, spearman, top1_regret
 from megatron_terapipe.search.learn.trials import Trial, read_trials, trial_line
-from megatron_terapipe.search.machine.cluster import Cluster, cluster_document, model_document
+from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
-from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 WARM_UP_ITERATIONS = 3
@@ -59,6 +57,13 @@ class Outcome:
     """Whether memory ran out."""
     reason: str | None = None
     """Why it failed, in one line; None if it did not."""
+
+    def in_words(self) -> str:
+        """Return the result in one line."""
+        if self.iteration_time_s is None:
+            return f"failed: {'out of memory; ' if self.out_of_memory else ''}{self.reason}"
+        peak = "" if self.peak_memory_bytes is None else f", {self.peak_memory_bytes / 2**30:.2f} GiB"
+        return f"measured {self.iteration_time_s:.4g} s{peak}"
 
 
 def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
@@ -149,11 +154,13 @@ def default_trainer() -> Path:
     )
 
 
-def run_strategy(
-    strategy: Strategy, model: ModelConfig, cluster: Cluster, precision: str, settings: TrialSettings, *, name: str
-) -> Outcome:
-    """Run a strategy for a few iterations and return the result."""
-    launch = launch_of(strategy, model, cluster, precision)
+def run_strategy(strategy: Strategy, problem: SearchProblem, settings: TrialSettings, *, name: str) -> Outcome:
+    """Run a strategy for a few iterations and return the result.
+
+    Raises:
+        ConfigError: if the launcher is not installed or cannot place the ranks so, or the trainer refuses the flags.
+    """
+    launch = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
     # Other hosts must see the folder, too, as they see the current one.
     with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
         directory = Path(scratch) if settings.keep is None else settings.keep / name
@@ -176,14 +183,9 @@ def run_strategy(
 
 def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
     """Return the words of the launch command."""
-    where = (
-        ["--hostfile", str(directory / "hostfile")]
-        if launch.many_nodes
-        else ["--num_accelerators", str(launch.strategy.world_size)]
-    )
     has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
     return [
-        *(launcher(), *where, "--master_port", str(free_port()), str(settings.trainer)),
+        *(launcher(), *launch.where(str(directory)), "--master_port", str(free_port()), str(settings.trainer)),
         *("--strategy", str(directory / "strategy.json"), "--deepspeed-config", str(directory / "ds_config.json")),
         *launch.flags,
         *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
@@ -229,22 +231,22 @@ SOURCE = "terapipe-trial"
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """The trials of one model on one cluster in one precision."""
+    """The trials of one question in a file."""
 
     path: Path
     """The file; others' trials in it stay."""
-    workload: Workload
-    """The model; the trainer can build it."""
-    cluster: Cluster
-    precision: str
-    batch: int
-    """Sequences of an iteration."""
+    problem: SearchProblem
+    """Model, cluster, precision and batch; the trainer can build the model."""
 
     @property
     def group(self) -> str:
-        """Name of what is ranked together: model, cluster, precision, batch."""
-        model = sha256(dumps(model_document(self._model), sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.workload.name} ({model}) on {self.cluster.name}, {self.precision}, batch {self.batch}"
+        """Name of the trials that are ranked together: model, cluster, precision, batch."""
+        asked = self.problem
+        model = sha256(dumps(self._model, sort_keys=True).encode()).hexdigest()[:8]
+        return (
+            f"{asked.workload.name} ({model}) on {asked.cluster.name}, {asked.precision}, "
+            f"batch {asked.global_batch_size}"
+        )
 
     def trials(self) -> list[Trial]:
         """Trials of this group in the file."""
@@ -282,18 +284,18 @@ class Journal:
 
     def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
         """Add a trial, or what came of it so far."""
-        outcome = over_rounds(runs)
+        outcome, cluster = over_rounds(runs), self.problem.cluster
         more: dict[str, Any] = {} if outcome.reason is None else {"reason": outcome.reason}
         if rounds > 1:
             more |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
         line = trial_line(
             source=SOURCE,
             group=self.group,
-            model=model_document(self._model),
-            cluster=cluster_document(self.cluster.nodes, self.cluster.name or "cluster"),
-            strategy=explicit(strategy, self.workload),
+            model=self._model,
+            cluster=cluster_document(cluster.nodes, cluster.name or "cluster"),
+            strategy=explicit(strategy, self.problem.workload),
             software="terapipe",
-            precision=self.precision,
+            precision=self.problem.precision,
             iteration_time_s=outcome.iteration_time_s,
             peak_memory_bytes=outcome.peak_memory_bytes,
             out_of_memory=outcome.out_of_memory,
@@ -310,12 +312,12 @@ class Journal:
             raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
 
     def _key(self, strategy: Strategy) -> tuple[tuple[str, Any], ...]:
-        return same_run(explicit(strategy, self.workload))
+        return same_run(explicit(strategy, self.problem.workload))
 
     @property
-    def _model(self) -> ModelConfig:
-        assert self.workload.config is not None, "checked by the command"
-        return self.workload.config
+    def _model(self) -> dict[str, Any]:
+        assert self.problem.workload.config is not None, "checked by the command"
+        return model_document(self.problem.workload.config)
 
 
 def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> TrialDocument:
@@ -327,7 +329,7 @@ def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> Tria
     entries = [
         TrialEntry(
             trial_id=trial.id,
-            strategy=trial.strategy.to_json(),
+            strategy=trial.strategy,
             iteration_time_s=trial.iteration_time_s,
             peak_memory_bytes=trial.peak_memory_bytes,
             out_of_memory=trial.out_of_memory,
@@ -336,16 +338,9 @@ def trial_document(journal: Journal, costs: Costs, notes: Sequence[str]) -> Tria
         )
         for trial in trials
     ]
-    asked = question(
-        journal.workload,
-        journal.cluster,
-        precision=journal.precision,
-        software=TERAPIPE.name,
-        global_batch_size=journal.batch,
-    )
     done = [(entry.iteration_time_s, entry) for entry in entries if entry.iteration_time_s is not None]
     return TrialDocument(
-        **asked,
+        **question(journal.problem, journal.problem.global_batch_size),
         notes=list(notes),
         trials=str(journal.path),
         entries=entries,
@@ -371,25 +366,23 @@ def print_trials(document: TrialDocument) -> None:
 
 
 def _predicted(trial: Trial, journal: Journal, costs: Costs) -> Predicted:
-    pricing: Pricing = costs.pricing_on(journal.cluster)
+    asked = journal.problem
+    pricing = costs.pricing_on(asked.cluster)
     prediction = costs.with_interval(trial.strategy, pricing.predict(trial.strategy), pricing)
     time_s = prediction.iteration_time_s
-    return predicted_part(
-        prediction, speed_of(trial.strategy, journal.workload, journal.cluster, time_s, journal.precision)
-    )
+    return predicted_part(prediction, speed_of(trial.strategy, asked.workload, asked.cluster, time_s, asked.precision))
 
 
 def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
     """Return the errors of predictions of measured seconds; None for nothing."""
     measured = np.array([time_s for time_s, _ in pairs])
     predicted = np.array([each.iteration_time_s for _, each in pairs])
-    mean_error = scores.mape(measured, predicted)
-    if mean_error is None:
+    if not pairs:
         return None
     return Errors(
-        mean_error=mean_error,
-        spearman=scores.spearman((measured, predicted)),
-        top1_regret=scores.top1_regret((measured, predicted)),
+        mean_error=float(np.mean(np.abs(relative_errors(measured, predicted)))),
+        spearman=spearman((measured, predicted)),
+        top1_regret=top1_regret((measured, predicted)),
     )
 
 

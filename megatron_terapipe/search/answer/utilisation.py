@@ -20,11 +20,12 @@ For other generations no figure of a source is known here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import exp, log, log1p
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.json_schema import UtilizationPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import ProfileFactors, moved
@@ -33,8 +34,7 @@ from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import moves_of, with_constants
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedUtilization:
+class PublishedUtilization(NamedTuple):
     """The best published MFU of a generation."""
 
     share: float
@@ -45,38 +45,26 @@ class PublishedUtilization:
     """Which run it was, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OfGeneration:
-    """On one node, and on several."""
-
-    one_node: PublishedUtilization
-    several_nodes: PublishedUtilization
-
-
-def _anywhere(published: PublishedUtilization) -> _OfGeneration:
-    return _OfGeneration(published, published)
-
-
-PUBLISHED: Mapping[str, _OfGeneration] = MappingProxyType(
+NEMOTRON = PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")
+ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
+PUBLISHED: Mapping[str, tuple[PublishedUtilization, PublishedUtilization]] = MappingProxyType(
     {
-        "ampere": _OfGeneration(
+        "ampere": (
             PublishedUtilization(0.642, 0.618, "MPT-7B on 8 A100 with FSDP, llm-foundry"),
             PublishedUtilization(0.563, 0.559, "a GPT of 1T parameters on 512 A100, arXiv 2205.05198"),
         ),
-        "hopper": _anywhere(PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")),
-        "volta": _anywhere(PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")),
+        "hopper": (NEMOTRON, NEMOTRON),
+        "volta": (ZERO_INFINITY, ZERO_INFINITY),
     }
 )
-"""By generation of devices, as in the text above."""
+"""On one node and on several, by generation of devices, as in the text above."""
 
 
 def best_published(cluster: Cluster) -> PublishedUtilization | None:
     """Return the best published MFU for the devices of a cluster; None for several kinds, or where none is known."""
     generations = {node.device.generation for node in cluster.nodes}
     found = PUBLISHED.get(generations.pop()) if len(generations) == 1 else None
-    if found is None:
-        return None
-    return found.one_node if len(cluster.nodes) == 1 else found.several_nodes
+    return None if found is None else found[len(cluster.nodes) > 1]
 
 
 TOLERANCE = 0.03
@@ -89,54 +77,36 @@ STEPS = 6
 """Simulations that look for the value of the constant."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoubtedConstant:
-    """A constant that could explain a utilisation that nobody has published."""
-
-    name: str
-    """Of the constant that moves the time most."""
-    value: float
-    """What it is."""
-    needed: float | None
-    """What it would have to be for the published share; None = no value of it alone does that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UtilizationCheck:
-    """A utilisation that nobody has published, and what it rests on."""
-
-    predicted: float
-    """Share of the peak."""
-    predicted_causal: float
-    """The same without the scores that causal attention never computes."""
-    published: PublishedUtilization
-    """The best published."""
-    constant: DoubtedConstant | None
-    """On which it depends most; None = it is the convention, which counts scores that are not computed: with causal
-    attention the share is one that was published."""
-
-
-def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | None:
-    """Return what to doubt where a strategy is predicted to beat all published runs; None where it is not."""
-    assert entry.prediction is not None
-    time_s, published = entry.prediction.iteration_time_s, best_published(model.cluster)
+def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:
+    """Return the doubt where a strategy is predicted to beat all published runs; None where it is not."""
+    time_s, published = entry.iteration_time_s, best_published(model.cluster)
     used, causal = (
         flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision, causal=each)
         for each in (False, True)
     )
     if published is None or used <= published.share + TOLERANCE:
         return None
-    constant = None
+    name = value = needed = None
+    # Else it is the convention, which counts scores that are not computed: the causal share is one that was published.
     if causal > published.causal_share + TOLERANCE:
-        constant = _doubted(entry, time_s, log(causal / published.causal_share), model)
-    return UtilizationCheck(predicted=used, predicted_causal=causal, published=published, constant=constant)
+        name, value, needed = _doubted(entry, time_s, log(causal / published.causal_share), model)
+    return UtilizationPart(
+        predicted=used,
+        predicted_causal=causal,
+        published=published.share,
+        published_causal=published.causal_share,
+        published_run=published.run,
+        constant=name,
+        value=value,
+        needed=needed,
+    )
 
 
-def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> DoubtedConstant:
-    """Return the constant that moves the time most, and its value with which a strategy takes longer.
+def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> tuple[str, float, float | None]:
+    """Return the constant that moves the time most, its value, and the value with which a strategy takes longer.
 
     Args:
-        target: logarithm of how much longer it is to take.
+        target: logarithm of how much longer it is to take; None is returned where no value does that.
     """
     constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
 
@@ -156,4 +126,4 @@ def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> D
     value = float(getattr(constants, constant))
     if abs(log_time(constant, at) - target) < 0.01:
         needed = value * exp(at)
-    return DoubtedConstant(name=constant, value=value, needed=needed)
+    return constant, value, needed

@@ -66,14 +66,17 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_terapipe.search.learn.trials import read_trials
-    from megatron_terapipe.search.learn.validation import print_validation, validation_document
+    from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
 
     trials = [one for path in options.trials for one in read_trials(path)]
     calibrating = [one for path in options.calibrate for one in read_trials(path)]
-    _tell_ignored([*trials, *calibrating])
+    ignored = sorted({name for one in (*trials, *calibrating) for name in one.ignored})
+    if ignored:
+        print(f"note: fields that mean nothing here are left out: {', '.join(ignored)}", file=sys.stderr)
+    folds = folds_of(trials, options.folds, options.leave_out)
     if options.leave_out and not calibrating:
-        _tell_alike(trials, options.leave_out)
-    predicted = _predicted(options, trials, calibrating)
+        _tell_alike(trials, folds, options.leave_out)
+    predicted = _predicted(options, trials, calibrating, folds)
     document = validation_document(
         predicted,
         calibrated_on=[*options.calibrate, *([options.calibration] if options.calibration else [])],
@@ -95,10 +98,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--leave-out {options.leave_out} and --folds {options.folds} both say what is left out: give one"
         )
-    if options.calibration and options.leave_out:
-        raise ConfigError("--calibration brings constants that are already fitted: leave out --leave-out")
-    if options.calibration and (options.calibrate or options.folds):
-        raise ConfigError("--calibration brings constants that are already fitted: leave out --calibrate and --folds")
+    if options.calibration and (options.leave_out or options.calibrate or options.folds):
+        others = "--leave-out" if options.leave_out else "--calibrate and --folds"
+        raise ConfigError(f"--calibration brings constants that are already fitted: leave out {others}")
     if options.save_calibration and options.profile:
         raise ConfigError(
             "--save-calibration keeps constants of formulas, not factors on a profile: drop --profile, and give both "
@@ -109,16 +111,19 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _predicted(
-    options: argparse.Namespace, trials: "Sequence[Trial]", calibrating: "Sequence[Trial]"
+    options: argparse.Namespace,
+    trials: "Sequence[Trial]",
+    calibrating: "Sequence[Trial]",
+    folds: "Sequence[int] | None",
 ) -> "list[Predicted]":
     from tqdm import tqdm
 
     from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, read_calibrations, write_calibrations
-    from megatron_terapipe.search.learn.validation import deal_groups, leave_out, predict_in_folds, predict_trials
+    from megatron_terapipe.search.learn.validation import predict_in_folds, predict_trials
     from megatron_terapipe.search.price.profile import read_profile
 
     profile = read_profile(options.profile) if options.profile else None
-    # Silent when nobody watches.
+    # Silent where no terminal shows it.
     with tqdm(total=len(trials), desc="predicting", unit="trial", file=sys.stderr, leave=False, disable=None) as bar:
 
         def step(done: int) -> None:
@@ -126,8 +131,7 @@ def _predicted(
             bar.update(done)
 
         progress = bar.set_description_str
-        if options.folds or options.leave_out:
-            folds = leave_out(trials, options.leave_out) if options.leave_out else deal_groups(trials, options.folds)
+        if folds is not None:
             return predict_in_folds(trials, folds, more=calibrating, profile=profile, step=step, progress=progress)
         ready = read_calibrations(options.calibration) if options.calibration else ()
         calibrations = Calibrations(calibrating, ready, progress, profile=profile)
@@ -146,19 +150,11 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
     return sum(key(one) in seen for one in trials)
 
 
-def _tell_alike(trials: "Sequence[Trial]", what: str) -> None:
-    """Print which files have nothing that their trials could be predicted from."""
-    from megatron_terapipe.search.learn.validation import leave_out
-
+def _tell_alike(trials: "Sequence[Trial]", folds: "Sequence[int] | None", what: str) -> None:
+    """Print which files have no trials that the others could be predicted from."""
     values: dict[str, set[int]] = {}
-    for one, value in zip(trials, leave_out(trials, what), strict=True):
+    for one, value in zip(trials, folds or (), strict=True):
         values.setdefault(Path(one.path).name, set()).add(value)
     alike = sorted(name for name, found in values.items() if len(found) == 1)
     if alike:
         print(f"note: all trials of {', '.join(alike)} agree in {what}: nothing is calibrated there", file=sys.stderr)
-
-
-def _tell_ignored(trials: "Sequence[Trial]") -> None:
-    fields = sorted({name for one in trials for name in one.ignored})
-    if fields:
-        print(f"note: fields that mean nothing here are left out: {', '.join(fields)}", file=sys.stderr)

@@ -1,11 +1,11 @@
 """Calibration on trials of one cluster: constants of time and of memory, and intervals of predictions.
 
-    calibrate = fit_efficiency (`fit`) + conformal intervals + fit_memory -> Calibration
+    calibrate             fit_efficiency (`fit`) + conformal intervals + fit_memory -> Calibration
+    calibrate_on_profile  the same with few factors on a measured profile
 
 Intervals hold a stated share of measurements. A prediction is uncertain for two reasons. The constants are known only
-so
-well: with slopes J of log(time) and the covariance C of their logarithms that is a variance J C J'. And right constants
-leave a residual. Both together are the scale of a strategy, larger the less it resembles what was measured.
+so well: with slopes J of log(time) and the covariance C of their logarithms that is a variance J C J'. And right
+constants leave a residual. Both together are the scale of a strategy, larger the less it resembles what was measured.
 
 How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
@@ -19,7 +19,7 @@ readings. A run that ran out of memory says that it wanted more than there is, a
 less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, hypot, sqrt
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.learn.fit import (
     LARGE,
     NOISE,
@@ -34,13 +35,19 @@ from megatron_terapipe.search.learn.fit import (
     Sample,
     fit_constants,
     fit_efficiency,
-    sample_sensitivities,
+    residual_sd_of,
     weights_of,
 )
 from megatron_terapipe.search.learn.trials import Trial, models_of
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed
+from megatron_terapipe.search.price.batch import StrategyBatches
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed, moved
+from megatron_terapipe.search.price.layer_times import RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
+from megatron_terapipe.search.price.profile import Profile
+from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_cluster, measured_efficiency
+from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
@@ -76,27 +83,21 @@ class Intervals:
     """Half the width of an interval, in scales."""
     residual_sd: float
     """Standard deviation of log(measured / predicted) that right constants leave."""
+    parameter_names: tuple[str, ...]
     covariance: Floats
     """[p, p] of the logarithms of the constants."""
-    parameter_names: tuple[str, ...]
 
     def half_width(self, slopes: Floats) -> Floats:
-        """Half the width of log(time).
+        """Half the width [n] of log(time), so that time / exp(width) to time * exp(width) is the interval.
 
         Args:
-            slopes: [n, p] of the strategies, from `sensitivities`.
-
-        Returns:
-            [n], so that time / exp(width) to time * exp(width) is the interval.
+            slopes: [n, p] of the strategies.
         """
-        return self.multiplier * _scale(self.residual_sd, self.covariance, slopes)
+        explained = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
+        return np.asarray(self.multiplier * np.sqrt(self.residual_sd**2 + explained), dtype=np.float64)
 
     def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
-        """Shortest and longest seconds of one strategy.
-
-        Args:
-            slopes: its sensitivities to the constants, [1, p].
-        """
+        """Shortest and longest seconds of one strategy with slopes [1, p]."""
         factor = exp(float(self.half_width(slopes)[0]))
         return time_s / factor, time_s * factor
 
@@ -138,8 +139,8 @@ def conformal(
         covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
     # Trials count as much as they did in the fit: less where they are far off.
     variances = spread**2 / weights_of(errors / NOISE, LARGE)
-    unseen = groups.unseen(errors, slopes, variances, prior.widths)
-    scores = np.abs(unseen.errors) / np.sqrt(spread**2 + unseen.variances)
+    unseen_errors, unseen_variances = groups.unseen(errors, slopes, variances, prior.widths)
+    scores = np.abs(unseen_errors) / np.sqrt(spread**2 + unseen_variances)
     seen_share = count / (count + PRIOR_GROUPS)
     usual = float(stdtrit(count + 1, (1 + COVERAGE) / 2))
     multiplier = conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share)
@@ -171,27 +172,11 @@ def conformal_quantile(scores: Floats, coverage: float) -> float:
     return max(float(scores.max()), spread * float(stdtrit(len(scores), (1 + coverage) / 2)))
 
 
-def _scale(residual_sd: float, covariance: Floats, slopes: Floats) -> Floats:
-    scale: Floats = np.sqrt(residual_sd**2 + np.einsum("np,pq,nq->n", slopes, covariance, slopes))
-    return scale
-
-
 MEMORY_NOISE = 0.05
 """Standard deviation of log(measured / predicted) that is expected of right constants: tables give whole GB."""
 
 MEMORY_LARGE = 1.5
 """Residual, in standard deviations, from which the loss grows no longer with its square (soft L1)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FittedMemory:
-    """Memory overheads after some trials."""
-
-    overheads: MemoryOverheads
-    residual_sd: float
-    """Standard deviation of log(measured / predicted) over the trials with a peak."""
-    num_trials: int
-    """How many said something of memory."""
 
 
 class MemorySample:
@@ -211,14 +196,9 @@ class MemorySample:
         """Number of trials."""
         return len(self.trials)
 
-    def peaks(self, overheads: MemoryOverheads) -> Floats:
-        """[n] bytes of the fullest rank."""
-        peaks: Floats = np.asarray(total_bytes(self.counted, overheads), dtype=np.float64).max(axis=1)
-        return peaks
-
     def errors(self, overheads: MemoryOverheads) -> Floats:
         """[n] log(predicted / measured); where memory ran out, how far the prediction is below what there is."""
-        peaks = self.peaks(overheads)
+        peaks = np.asarray(total_bytes(self.counted, overheads), dtype=np.float64).max(axis=1)
         short = np.minimum(np.log(peaks / (self.capacity * overheads.usable_share)), 0.0)
         errors: Floats = np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
         return errors
@@ -241,11 +221,16 @@ def device_memory_bytes(trial: Trial) -> float:
     return min(node.device.memory_bytes for node in trial.cluster.nodes)
 
 
-def fit_memory(trials: Sequence[Trial]) -> FittedMemory:
-    """Fit memory overheads to trials of one cluster; those that say nothing of memory are left out."""
+def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, int]:
+    """Fit memory overheads to trials of one cluster; those that say nothing of memory are left out.
+
+    Returns:
+        The overheads, None if no trial says anything of memory; the standard deviation of log(measured / predicted)
+        over the trials with a peak; and how many trials said something.
+    """
     sample = MemorySample(trials)
     if not len(sample):
-        return FittedMemory(overheads=MemoryOverheads(), residual_sd=MEMORY_NOISE, num_trials=0)
+        return None, MEMORY_NOISE, 0
     prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
     logs, _ = fit_constants(
         lambda logs: sample.errors(prior.at(logs)), prior, noise=MEMORY_NOISE, large=MEMORY_LARGE, max_nfev=60
@@ -253,7 +238,7 @@ def fit_memory(trials: Sequence[Trial]) -> FittedMemory:
     overheads = prior.at(logs)
     errors = sample.errors(overheads)[~np.isnan(sample.measured)]
     spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else MEMORY_NOISE
-    return FittedMemory(overheads=overheads, residual_sd=spread, num_trials=len(sample))
+    return overheads, spread, len(sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +265,35 @@ class Calibration:
     """Trials with a peak, or that ran out of memory."""
     notes: tuple[str, ...] = ()
     """What was left out, a line each."""
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
+        """Return what was found of time, with what trials say of memory; None = the same trials."""
+        overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
+        spreads = {on_several_nodes(one.cluster) for one in trials}
+        return cls(
+            several_nodes=spreads.pop() if len(spreads) == 1 else None,
+            source=", ".join(sorted({one.source for one in trials})),
+            device=", ".join(sorted({one.device for one in trials})),
+            memory_overheads=overheads,
+            memory_sd=memory_sd,
+            num_memory_trials=num_memory_trials,
+            **found,
+        )
+
+    def slopes(self, model: CostModel, strategies: Sequence[Strategy]) -> Floats:
+        """[n, p] slopes of the logarithm of each time in that of each constant, as `intervals` counts them."""
+        if self.factors is None:
+            return StrategyBatches([model] * len(strategies), strategies).slopes(
+                model.efficiency, self.intervals.parameter_names
+            )
+        known = model.with_efficiency(model.efficiency, RememberedTimes(model.op_times))
+        return _factor_slopes(
+            lambda factors: np.log(
+                [known.with_factors(factors).predict_time(one).iteration_time_s for one in strategies]
+            ),
+            ProfileFactors(),
+        )
 
 
 KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
@@ -311,53 +325,109 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
     """Fit everything that trials of one cluster say.
 
     Args:
+        trials: at least one; they may be of several models, layouts and groups.
         memory_trials: those that memory is fitted to; None = the same.
     """
-    sample = Sample.of(trials)
-    fitted = fit_efficiency(sample)
-    efficiency, prior, seen = fitted.efficiency, Prior.of(HardwareEfficiency()), ~sample.cut_off
-    intervals = uncalibrated()
+    sample = Sample(trials)
+    efficiency, covariance, residual_sd, groups = fit_efficiency(sample)
+    prior, seen, intervals = Prior.of(HardwareEfficiency()), ~sample.cut_off, uncalibrated()
     if seen.any():
+        ratio = sample.simulated_ratio(efficiency)
         intervals = conformal(
-            sample.errors(efficiency, sample.simulated_ratio(efficiency))[seen],
-            sample_sensitivities(sample, efficiency, prior.names)[seen],
-            fitted.groups.some(seen),
+            sample.errors(sample.batches.times(efficiency) * ratio)[seen],
+            sample.batches.slopes(efficiency, prior.names)[seen],
+            groups.some(seen),
             prior=prior,
-            residual_sd=fitted.residual_sd,
-            covariance=fitted.covariance,
+            residual_sd=residual_sd,
+            covariance=covariance,
         )
-    return calibration_of(
-        trials,
-        memory_trials=trials if memory_trials is None else memory_trials,
-        efficiency=efficiency,
+    return Calibration.of(trials, memory_trials, efficiency=efficiency, intervals=intervals, num_trials=len(sample))
+
+
+FACTORS = Prior.of(ProfileFactors())
+"""Factors on a profile that are fitted, around 1."""
+
+STEP = 0.05
+"""Change of a factor's logarithm over which a slope is taken."""
+
+LINES = 3
+"""How often times are drawn as straight lines."""
+
+
+def _factor_slopes(
+    log_times: Callable[[ProfileFactors], Floats], factors: ProfileFactors, at: Floats | None = None
+) -> Floats:
+    """[n, p] change of logarithms of times [n] with that of each factor; `at` has them without a change."""
+    at = log_times(factors) if at is None else at
+    columns = [log_times(moved(factors, [name], STEP)) - at for name in FACTORS.names]
+    return np.stack(columns, axis=1) / STEP
+
+
+def calibrate_on_profile(
+    trials: Sequence[Trial], profile: Profile, memory_trials: Sequence[Trial] | None = None
+) -> Calibration:
+    """Fit factors on a profile, by Gauss-Newton on real schedules, and constants of memory, to trials of its cluster.
+
+    Trials of models that the profile has not measured say nothing of the factors, and are left out.
+
+    Args:
+        memory_trials: those that memory is fitted to; None = the same.
+
+    Raises:
+        ConfigError: if no trial is of a model that the profile covers.
+    """
+    measured = MeasuredProfile(profile)
+    covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
+    if not covered:
+        raise ConfigError(
+            f"--profile {profile.source or 'just measured'} covers no trial of {trials[0].path or 'the given'}: it has "
+            f"other layers than their models, or is not {trials[0].precision}: measure one of these models, or drop "
+            "one of the flags"
+        )
+    left_out = len(trials) - len(covered)
+    notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
+    op_times = RememberedTimes(measured)
+
+    def make(one: Trial) -> CostModel:
+        return CostModel(
+            one.workload,
+            measured_cluster(profile, one.cluster),
+            software=one.software,
+            efficiency=measured_efficiency(profile, one.cluster, software=one.software),
+            op_times=op_times,
+            precision=one.precision,
+        )
+
+    sample = Sample(covered, make)
+    factors, intervals = ProfileFactors(), uncalibrated(FACTORS)
+    if len(sample):
+        measured_logs, logs = np.log(sample.measured), np.zeros(len(FACTORS.names))
+
+        def log_times(factors: ProfileFactors) -> Floats:
+            return np.asarray(np.log(sample.simulated(lambda model: model.with_factors(factors))))
+
+        for _ in range(LINES):
+            times = log_times(FACTORS.at(logs))
+            slopes = _factor_slopes(log_times, FACTORS.at(logs), times)
+
+            def errors_on_lines(logs: Floats, slopes: Floats = slopes, line: Floats = times - slopes @ logs) -> Floats:
+                """[n] log(predicted / measured), where the logarithms of times are straight lines."""
+                errors = line - measured_logs + slopes @ logs
+                return np.where(sample.cut_off & (errors > 0), 0.0, errors)
+
+            logs, _ = fit_constants(errors_on_lines, FACTORS)
+        factors, seen = FACTORS.at(logs), ~sample.cut_off
+        if seen.any():
+            errors, slopes = (log_times(factors) - measured_logs)[seen], slopes[seen]
+            precision = slopes.T @ slopes / NOISE**2 + np.diag(FACTORS.widths**-2.0)
+            alone = GroupEffects(range(len(errors)), share=0.0, offset=0.0)
+            spread = residual_sd_of(errors, precision, FACTORS)
+            intervals = conformal(errors, slopes, alone, prior=FACTORS, residual_sd=spread)
+    return Calibration.of(
+        covered,
+        trials if memory_trials is None else memory_trials,
+        factors=factors,
         intervals=intervals,
         num_trials=len(sample),
-    )
-
-
-def calibration_of(
-    trials: Sequence[Trial],
-    *,
-    memory_trials: Sequence[Trial],
-    intervals: Intervals,
-    num_trials: int,
-    efficiency: HardwareEfficiency | None = None,
-    factors: ProfileFactors | None = None,
-    notes: tuple[str, ...] = (),
-) -> Calibration:
-    """Put what trials said of time together with what they say of memory."""
-    memory = fit_memory(memory_trials)
-    spreads = {on_several_nodes(one.cluster) for one in trials}
-    return Calibration(
-        several_nodes=spreads.pop() if len(spreads) == 1 else None,
-        source=", ".join(sorted({one.source for one in trials})),
-        device=", ".join(sorted({one.device for one in trials})),
-        efficiency=efficiency,
-        factors=factors,
-        memory_overheads=memory.overheads if memory.num_trials else None,
-        intervals=intervals,
-        memory_sd=memory.residual_sd,
-        num_trials=num_trials,
-        num_memory_trials=memory.num_trials,
         notes=notes,
     )

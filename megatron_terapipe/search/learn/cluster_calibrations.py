@@ -1,6 +1,5 @@
-"""One calibration for each cluster that trials are of: fitted, fitted on a measured profile, or read from a file.
+"""One calibration for each cluster that trials are of: fitted, or read from a file.
 
-    calibrate_on_profile   few factors on a measured profile, by Gauss-Newton on real schedules
     Calibrations           a calibration for each (source, devices, one node or several), fitted when asked for
     calibrated             that of a cluster, from a calibration file or a trials file
     propose_strategies     which few trials would teach most
@@ -23,8 +22,7 @@ V-optimality).
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -37,176 +35,21 @@ from megatron_terapipe.search.learn.calibration import (
     Calibration,
     Intervals,
     calibrate,
-    calibration_of,
-    conformal,
+    calibrate_on_profile,
     no_calibration,
     on_several_nodes,
-    uncalibrated,
 )
-from megatron_terapipe.search.learn.fit import (
-    NOISE,
-    GroupEffects,
-    fit_constants,
-    residual_sd_of,
-    strategy_sensitivities,
-)
-from megatron_terapipe.search.learn.trials import Trial, models_of, read_trials
+from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.documents import read_document
 from megatron_terapipe.search.machine.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, moved
-from megatron_terapipe.search.price.layer_times import RememberedTimes
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.profile import Profile
-from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_cluster, measured_efficiency
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
-
-PRIOR = Prior.of(ProfileFactors())
-"""Factors that are fitted, around 1."""
-
-STEP = 0.05
-"""Change of a factor's logarithm over which a slope is taken."""
-
-LINES = 3
-"""How often times are drawn as straight lines."""
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """Trials that say something about time, and what prices each as the profile has it."""
-
-    trials: tuple[Trial, ...]
-    models: tuple[CostModel, ...]
-    measured: Floats
-    cut_off: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, trials: Sequence[Trial], profile: MeasuredProfile) -> "_Runs":
-        known = tuple(one for one in trials if one.least_time_s)
-        op_times = RememberedTimes(profile)
-
-        def make(one: Trial) -> CostModel:
-            return CostModel(
-                one.workload,
-                measured_cluster(profile.profile, one.cluster),
-                software=one.software,
-                efficiency=measured_efficiency(profile.profile, one.cluster, software=one.software),
-                op_times=op_times,
-                precision=one.precision,
-            )
-
-        return cls(
-            known,
-            tuple(models_of(known, make)),
-            np.array([one.least_time_s for one in known]),
-            np.array([one.iteration_time_s is None for one in known], dtype=bool),
-        )
-
-    def log_times(self, factors: ProfileFactors) -> Floats:
-        """[n] logarithms of predicted seconds."""
-        moved = {id(model): model.with_factors(factors) for model in self.models}
-        return np.array(
-            [
-                _log_time(moved[id(model)], one.strategy, one.activation_limit)
-                for model, one in zip(self.models, self.trials, strict=True)
-            ]
-        )
-
-    def slopes(self, factors: ProfileFactors, log_times: Floats) -> Floats:
-        """[n, p] change of them with the logarithm of each factor."""
-        columns = [self.log_times(moved(factors, [name], STEP)) - log_times for name in PRIOR.names]
-        return np.stack(columns, axis=1) / STEP
-
-    def errors_on_lines(self, at_one: Floats, slopes: Floats, logs: Floats) -> Floats:
-        """Return [n] log(predicted / measured), where the logarithms of times are straight lines.
-
-        Args:
-            at_one: [n] the same where all factors are 1.
-            slopes: [n, p] of the lines.
-            logs: [p] logarithms of the factors.
-        """
-        errors = at_one + slopes @ logs
-        return np.where(self.cut_off & (errors > 0), 0.0, errors)
-
-
-def calibrate_on_profile(
-    trials: Sequence[Trial], profile: Profile, memory_trials: Sequence[Trial] | None = None
-) -> Calibration:
-    """Fit factors on a profile, and constants of memory, to trials of its cluster.
-
-    Trials of models that the profile has not measured say nothing of the factors, and are left out.
-
-    Args:
-        memory_trials: those that memory is fitted to; None = the same.
-    """
-    measured = MeasuredProfile(profile)
-    covered = [one for one in trials if one.precision == profile.precision and measured.covers(one.workload)]
-    if not covered:
-        raise ConfigError(
-            f"--profile {profile.source or 'just measured'} covers no trial of {trials[0].path or 'the given'}: it has "
-            f"other layers than their models, or is not {trials[0].precision}: measure one of these models, or drop "
-            "one of the flags"
-        )
-    left_out = len(trials) - len(covered)
-    notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
-    runs = _Runs.of(covered, measured)
-    factors, intervals = ProfileFactors(), uncalibrated(PRIOR)
-    if len(runs.trials):
-        logs = np.zeros(len(PRIOR.names))
-        for _ in range(LINES):
-            at = PRIOR.at(logs)
-            log_times = runs.log_times(at)
-            slopes = runs.slopes(at, log_times)
-            line = partial(runs.errors_on_lines, log_times - np.log(runs.measured) - slopes @ logs, slopes)
-            logs, _ = fit_constants(line, PRIOR)
-        factors = PRIOR.at(logs)
-        errors = runs.log_times(factors) - np.log(runs.measured)
-        seen = ~runs.cut_off
-        if seen.any():
-            errors, slopes = errors[seen], slopes[seen]
-            precision = slopes.T @ slopes / NOISE**2 + np.diag(PRIOR.widths**-2.0)
-            spread = residual_sd_of(errors, precision, PRIOR)
-            intervals = conformal(
-                errors, slopes, GroupEffects(range(len(errors)), share=0.0, offset=0.0), prior=PRIOR, residual_sd=spread
-            )
-    return calibration_of(
-        covered,
-        memory_trials=trials if memory_trials is None else memory_trials,
-        factors=factors,
-        intervals=intervals,
-        num_trials=len(runs.trials),
-        notes=notes,
-    )
-
-
-def factor_slopes(model: CostModel, strategies: Sequence[Strategy]) -> Floats:
-    """How much each factor moves the times of strategies that nobody ran.
-
-    Returns:
-        [n, p] change of log(time) with the logarithm of each factor, in the order of `PRIOR`.
-    """
-    known = model.with_efficiency(model.efficiency, RememberedTimes(model.op_times))
-    models = [known, *(known.with_factors(moved(ProfileFactors(), [name], STEP)) for name in PRIOR.names)]
-    times = np.array([[_log_time(each, one) for each in models] for one in strategies])
-    slopes: Floats = (times[:, 1:] - times[:, :1]) / STEP
-    return slopes
-
-
-def _log_time(model: CostModel, strategy: Strategy, activation_limit: float | None = None) -> float:
-    return float(np.log(model.predict_time(strategy, activation_limit=activation_limit).iteration_time_s))
-
-
-def calibrated_slopes(
-    calibration: Calibration, model: CostModel, strategies: Sequence[Strategy]
-) -> NDArray[np.float64]:
-    """[n, p] slopes of the logarithm of each time in that of each constant, as `calibration.intervals` counts them."""
-    if calibration.factors is None:
-        return strategy_sensitivities(model, strategies, model.efficiency, calibration.intervals.parameter_names)
-    return factor_slopes(model, strategies)
-
 
 ENOUGH = 8
 """Trials on one node, or on several, from which on they are calibrated apart."""
@@ -248,10 +91,6 @@ class Calibrations:
             self._found[key] = self._fit(*key)
         return self._found[key]
 
-    def of_trial(self, trial: Trial) -> Calibration:
-        """The calibration of the cluster of a trial."""
-        return self.of(trial.source, trial.device, on_several_nodes(trial.cluster))
-
     def fitted(self) -> list[Calibration]:
         """One for each cluster that the trials are of, and those that were read."""
         clusters = dict.fromkeys((one.source, one.device, on_several_nodes(one.cluster)) for one in self._trials)
@@ -284,7 +123,18 @@ FORMAT, VERSION = "terapipe calibration", 2
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file."""
-    document = {"format": FORMAT, "version": VERSION, "calibrations": [_to_json(one) for one in calibrations]}
+    entries = [
+        {
+            **{name: getattr(one, name) for name in ("source", "device", "several_nodes")},
+            **{name: getattr(one, name) for name in ("num_trials", "num_memory_trials")},
+            "physics": asdict(one.efficiency or HardwareEfficiency()),
+            "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
+            "memory_sd": one.memory_sd,
+            "intervals": {**vars(one.intervals), "covariance": one.intervals.covariance.tolist()},
+        }
+        for one in calibrations
+    ]
+    document = {"format": FORMAT, "version": VERSION, "calibrations": entries}
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -342,31 +192,21 @@ class CalibrationsEntry(Entry):
 
 def read_calibrations(path: str) -> list[Calibration]:
     """Read a calibration file."""
-    return [
-        Calibration(
-            source=one.source,
-            device=one.device,
-            several_nodes=one.several_nodes,
-            num_trials=one.num_trials,
-            num_memory_trials=one.num_memory_trials,
-            efficiency=_efficiency(one),
-            memory_overheads=one.memory_physics and MemoryOverheads(**one.memory_physics.model_dump()),
-            memory_sd=one.memory_sd,
-            intervals=Intervals(
-                coverage=one.intervals.coverage,
-                multiplier=one.intervals.multiplier,
-                residual_sd=one.intervals.residual_sd,
-                covariance=np.array(one.intervals.covariance),
-                parameter_names=tuple(one.intervals.parameter_names),
-            ),
+    found = []
+    for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations:
+        values = one.model_dump()
+        physics, memory, intervals = (values.pop(name) for name in ("physics", "memory_physics", "intervals"))
+        physics = {name: tuple(value) if isinstance(value, list) else value for name, value in physics.items()}
+        names, covariance = tuple(intervals.pop("parameter_names")), np.array(intervals.pop("covariance"))
+        found.append(
+            Calibration(
+                **values,
+                efficiency=HardwareEfficiency(**physics),
+                memory_overheads=None if memory is None else MemoryOverheads(**memory),
+                intervals=Intervals(**intervals, parameter_names=names, covariance=covariance),
+            )
         )
-        for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations
-    ]
-
-
-def _efficiency(one: CalibrationEntry) -> HardwareEfficiency:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in one.physics}
-    return HardwareEfficiency(**values)
+    return found
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:
@@ -398,27 +238,6 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
             "these devices, of one source"
         )
     return found
-
-
-def _to_json(one: Calibration) -> dict[str, Any]:
-    assert one.efficiency is not None
-    return {
-        "source": one.source,
-        "device": one.device,
-        "several_nodes": one.several_nodes,
-        "num_trials": one.num_trials,
-        "num_memory_trials": one.num_memory_trials,
-        "physics": asdict(one.efficiency),
-        "memory_physics": None if one.memory_overheads is None else asdict(one.memory_overheads),
-        "memory_sd": one.memory_sd,
-        "intervals": {
-            "coverage": one.intervals.coverage,
-            "multiplier": one.intervals.multiplier,
-            "residual_sd": one.intervals.residual_sd,
-            "parameter_names": list(one.intervals.parameter_names),
-            "covariance": one.intervals.covariance.tolist(),
-        },
-    }
 
 
 MISFIT_SHARE = 0.1
@@ -456,6 +275,6 @@ def propose_strategies(
 ) -> list[Strategy]:
     """The candidates whose measurement would make predictions of all of them surest, most telling first."""
     intervals = calibration.intervals
-    slopes = calibrated_slopes(calibration, model, candidates)
+    slopes = calibration.slopes(model, candidates)
     indices = propose(slopes, intervals.covariance, intervals.residual_sd, num_trials)
     return [candidates[index] for index in indices]

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_terapipe.search.learn.calibration import Calibration, calibrate, no_calibration
-from megatron_terapipe.search.learn.cluster_calibrations import calibrate_on_profile, calibrated, calibrated_slopes
+from megatron_terapipe.search.learn.calibration import Calibration, calibrate, calibrate_on_profile, no_calibration
+from megatron_terapipe.search.learn.cluster_calibrations import calibrated
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
@@ -23,6 +23,7 @@ from megatron_terapipe.search.price.profile_times import (
     profile_notes,
 )
 from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 
@@ -57,7 +58,7 @@ class Costs:
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
         """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form."""
         intervals = self.calibration.intervals
-        slopes = calibrated_slopes(self.calibration, pricing.cost_model, [strategy])
+        slopes = self.calibration.slopes(pricing.cost_model, [strategy])
         return replace(
             prediction,
             interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
@@ -152,15 +153,13 @@ def _in_words(factors: ProfileFactors | None) -> str:
     )
 
 
-def costs_of(
-    options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str, software: Software = TERAPIPE
-) -> Costs:
+def costs_of(options: argparse.Namespace, problem: SearchProblem) -> Costs:
     """Return the sources that the flags name; their files are read."""
     return read_costs(
-        workload,
-        cluster,
-        precision,
+        problem.workload,
+        problem.cluster,
+        problem.precision,
         profile_path=options.profile,
         calibration_path=options.calibrate or options.calibration,
-        software=software,
+        software=problem.software,
     )

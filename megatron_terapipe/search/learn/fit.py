@@ -33,8 +33,8 @@ is exact; with V = J_g A^-1 J_g',
     r(-g) = (I - V R_g^-1)^-1 r_g        V(-g) = V + V (R_g - V)^-1 V
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -42,11 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial, models_of
-from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
+from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_factor, moved
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
-from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
@@ -59,15 +58,6 @@ OFFSETS = (0.01, 0.03, 0.06)
 USUAL_SHARE, USUAL_OFFSET, DECADES = 0.2, 0.03, 0.3
 """Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups say
 little of them."""
-
-
-class Unseen(NamedTuple):
-    """Predictions of each group by a fit that has not seen it."""
-
-    errors: Floats
-    """[n] log(predicted / measured)."""
-    variances: Floats
-    """[n] that the fit expects of them."""
 
 
 class GroupEffects:
@@ -93,49 +83,39 @@ class GroupEffects:
         chosen = [group for group, used in zip(self._groups, which, strict=True) if used]
         return GroupEffects(chosen, self.share, self.offset)
 
-    def _covariances(self, slopes: Floats, variances: Floats, widths: Floats) -> list[Floats]:
-        """R_g of each group."""
-        shifted = slopes * (self.share * widths)
-        return [np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T for rows in self._rows]
-
-    def whitening(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
-        """Matrix [n, n] that makes the errors independent of each other, with variance 1.
+    def _covariances(
+        self, slopes: Floats, variances: Floats, widths: Floats
+    ) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+        """Yield the rows of each group, and R_g.
 
         Args:
             slopes: [n, p] of the trials.
             variances: [n] s^2, larger where a trial counts less.
             widths: [p] standard deviations of the prior.
         """
+        shifted = slopes * (self.share * widths)
+        for rows in self._rows:
+            yield rows, np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T
+
+    def whitening(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
+        """Matrix [n, n] that makes the errors independent of each other, with variance 1."""
         matrix = np.zeros((len(slopes), len(slopes)))
-        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+        for rows, covariance in self._covariances(slopes, variances, widths):
             matrix[np.ix_(rows, rows)] = np.linalg.inv(np.linalg.cholesky(covariance))
         return matrix
 
     def precision(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
-        """A [p, p], the inverse of the covariance of the logarithms of the constants.
-
-        Args:
-            slopes: [n, p] of the trials.
-            variances: [n] s^2.
-            widths: [p] standard deviations of the prior.
-        """
+        """A [p, p], the inverse of the covariance of the logarithms of the constants."""
         precision = np.diag(widths**-2.0)
-        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+        for rows, covariance in self._covariances(slopes, variances, widths):
             precision += slopes[rows].T @ np.linalg.solve(covariance, slopes[rows])
         return precision
 
     def log_evidence(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> float:
-        """Logarithm of the probability of the errors before any constant was fitted, up to what always stays the same.
-
-        Args:
-            errors: [n] with the constants of the prior.
-            slopes: [n, p] of the trials.
-            variances: [n] s^2.
-            widths: [p] standard deviations of the prior.
-        """
+        """Logarithm of the probability of the errors [n] before any constant was fitted, up to a constant term."""
         # Of S = R + J W^2 J', by the matrix determinant lemma and Woodbury's identity.
         precision, pulled, found = np.diag(widths**-2.0), np.zeros(len(widths)), 0.0
-        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+        for rows, covariance in self._covariances(slopes, variances, widths):
             solved = np.linalg.solve(covariance, np.column_stack([slopes[rows], errors[rows]]))
             precision += slopes[rows].T @ solved[:, :-1]
             pulled += slopes[rows].T @ solved[:, -1]
@@ -144,14 +124,7 @@ class GroupEffects:
         return -0.5 * float(found)
 
     def most_probable(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> "GroupEffects":
-        """Return the same groups with the omega and tau that explain their errors best (empirical Bayes).
-
-        Args:
-            errors: [n] with the constants of the prior.
-            slopes: [n, p] of the trials.
-            variances: [n] s^2.
-            widths: [p] standard deviations of the prior.
-        """
+        """Return the same groups with the omega and tau that explain their errors [n] best (empirical Bayes)."""
 
         def score(groups: "GroupEffects") -> float:
             off = np.log10([groups.share / USUAL_SHARE, groups.offset / USUAL_OFFSET]) / DECADES
@@ -159,162 +132,76 @@ class GroupEffects:
 
         return max((GroupEffects(self._groups, *each) for each in product(SHARES, OFFSETS)), key=score)
 
-    def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> Unseen:
-        """Return what the fit would say of each trial, had it not seen its group.
+    def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> tuple[Floats, Floats]:
+        """Return the errors [n] of a fit that has not seen the group of a trial, and their variances [n].
 
         Args:
             errors: [n] of the fit of all.
-            slopes: [n, p] of the trials.
-            variances: [n] s^2.
-            widths: [p] standard deviations of the prior.
         """
         known = np.linalg.inv(self.precision(slopes, variances, widths))
         found, expected = np.empty(len(errors)), np.empty(len(errors))
-        for rows, covariance in zip(self._rows, self._covariances(slopes, variances, widths), strict=True):
+        for rows, covariance in self._covariances(slopes, variances, widths):
             explained = slopes[rows] @ known @ slopes[rows].T
             left = covariance - explained
             # (I - V R^-1)^-1 = R (R - V)^-1
             found[rows] = covariance @ np.linalg.solve(left, errors[rows])
             expected[rows] = np.diag(explained + explained @ np.linalg.solve(left, explained))
-        return Unseen(found, expected + (slopes**2) @ (self.share * widths) ** 2 + self.offset**2)
+        return found, expected + (slopes**2) @ (self.share * widths) ** 2 + self.offset**2
 
 
-@dataclass(frozen=True)
+def on_data_sheets(simulator: ScheduleSimulator) -> Callable[[Trial], CostModel]:
+    """Return what makes the cost model of a trial by the data sheets of its devices."""
+
+    def make(one: Trial) -> CostModel:
+        return CostModel(one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator)
+
+    return make
+
+
 class Sample:
-    """The trials of a sequence that say something about time. Make it with `of`."""
+    """The trials of a sequence with a time, or a time that they took at least; priced again and again.
 
-    trials: tuple[Trial, ...]
-    models: tuple[CostModel, ...]
-    """Cost model of each; those of one workload and cluster share it."""
-    batches: tuple[tuple[StrategyBatch, NDArray[np.int64]], ...]
-    """Each with the places of its trials."""
-    measured: Floats
-    """[n] seconds, measured or cut off."""
-    cut_off: NDArray[np.bool_]
-    """[n] whether it took at least so long."""
+    Args:
+        make: the cost model of a trial; trials of one workload and cluster share it. None = by data sheets.
+    """
 
-    @classmethod
-    def of(cls, trials: Sequence[Trial]) -> "Sample":
-        """Take those with a time, or a time that they took at least."""
-        known = tuple(one for one in trials if one.least_time_s)
-        simulator = ScheduleSimulator()
-
-        def make(one: Trial) -> CostModel:
-            return CostModel(
-                one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator
-            )
-
-        models = models_of(known, make)
-        places: dict[tuple[object, ...], list[int]] = {}
-        for index, (model, one) in enumerate(zip(models, known, strict=True)):
-            places.setdefault(batch_key(model, one.strategy), []).append(index)
-        batches = tuple(
-            (
-                StrategyBatch.of([models[index] for index in rows], [known[index].strategy for index in rows]),
-                np.array(rows),
-            )
-            for rows in places.values()
-        )
-        measured = np.array([one.least_time_s for one in known])
-        cut_off = np.array([one.iteration_time_s is None for one in known], dtype=bool)
-        return cls(known, tuple(models), batches, measured, cut_off)
+    def __init__(self, trials: Sequence[Trial], make: Callable[[Trial], CostModel] | None = None) -> None:
+        self.trials = [one for one in trials if one.least_time_s]
+        self.models = models_of(self.trials, make or on_data_sheets(ScheduleSimulator()))
+        self.measured = np.array([one.least_time_s for one in self.trials])
+        self.cut_off = np.array([one.iteration_time_s is None for one in self.trials], dtype=bool)
 
     def __len__(self) -> int:
         """Number of trials."""
         return len(self.trials)
 
-    def closed_form(self, efficiency: HardwareEfficiency) -> Floats:
-        """[n] seconds, in closed form."""
-        times = np.empty(len(self))
-        for batch, rows in self.batches:
-            times[rows] = batch.times(efficiency)
-        return times
+    @cached_property
+    def batches(self) -> StrategyBatches:
+        """The strategies, to be priced in closed form."""
+        return StrategyBatches(self.models, [one.strategy for one in self.trials])
+
+    def simulated(self, change: Callable[[CostModel], CostModel]) -> Floats:
+        """[n] seconds on the schedule, by other constants."""
+        changed = {id(model): change(model) for model in {id(model): model for model in self.models}.values()}
+        return np.array(
+            [
+                changed[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+                for model, one in zip(self.models, self.trials, strict=True)
+            ]
+        )
 
     def simulated_ratio(self, efficiency: HardwareEfficiency) -> Floats:
-        """[n] what the simulator says, in closed forms: constants hardly change it, and it is slow to compute."""
-        cache: dict[int, CostModel] = {}
-        simulated = np.empty(len(self))
-        for index, (model, one) in enumerate(zip(self.models, self.trials, strict=True)):
-            if id(model) not in cache:
-                cache[id(model)] = model.with_efficiency(efficiency)
-            simulated[index] = (
-                cache[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
-            )
-        return simulated / self.closed_form(efficiency)
+        """[n] simulated over closed-form seconds: constants hardly change it, and it is slow to compute."""
+        return self.simulated(lambda model: model.with_efficiency(efficiency)) / self.batches.times(efficiency)
 
-    def errors(self, efficiency: HardwareEfficiency, ratio: Floats) -> Floats:
+    def errors(self, times_s: Floats) -> Floats:
         """Errors [n], log(predicted / measured); zero where a cut-off run is predicted to take longer.
 
         Args:
-            ratio: simulated over closed-form seconds, [n].
+            times_s: [n] predicted.
         """
-        errors = np.log(self.closed_form(efficiency) * ratio / self.measured)
+        errors = np.log(times_s / self.measured)
         return np.where(self.cut_off & (errors > 0), 0.0, errors)
-
-
-STEP = 0.02
-"""Change of a constant's logarithm over which the slope is taken."""
-
-
-def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
-    """Slopes of log(time) of each trial.
-
-    Returns:
-        [n, p] change of log(time) with the logarithm of each constant.
-    """
-    return _slopes_of_batches(sample.batches, efficiency, names)
-
-
-def strategy_sensitivities(
-    model: CostModel, strategies: Sequence[Strategy], efficiency: HardwareEfficiency, names: Sequence[str]
-) -> Floats:
-    """Sensitivities [n, p] of the predicted times of strategies that were not run."""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for index, strategy in enumerate(strategies):
-        places.setdefault(batch_key(model, strategy), []).append(index)
-    batches = [
-        (StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows]), np.array(rows))
-        for rows in places.values()
-    ]
-    return _slopes_of_batches(batches, efficiency, names)
-
-
-def _slopes_of_batches(
-    batches: Sequence[tuple[StrategyBatch, NDArray[np.int64]]], efficiency: HardwareEfficiency, names: Sequence[str]
-) -> Floats:
-    """[n, p] slopes of the logarithms of the times of n strategies in batches, each with the places of its own."""
-    slopes = np.zeros((sum(len(rows) for _, rows in batches), len(names)))
-    factors = [column for column, name in enumerate(names) if is_factor(name)]
-    for batch, rows in batches:
-        at = np.log(batch.times(efficiency))
-
-        def steps(columns: Sequence[int], batch: StrategyBatch = batch, at: Floats = at) -> Floats:
-            moves = moved(efficiency, [names[column] for column in columns], STEP)
-            return np.log(batch.times(moves)) - at
-
-        found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
-        found.update(_felt(steps, factors))
-        for column, step in found.items():
-            slopes[rows, column] = step / STEP
-    return slopes
-
-
-def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
-    """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
-
-    Args:
-        steps: changes of log(time) if all of some factors grow.
-    """
-    if not columns:
-        return {}
-    # Times grow with every factor: if they do not with all of these, then with none.
-    together = steps(columns)
-    if not together.any():
-        return {}
-    if len(columns) == 1:
-        return {columns[0]: together}
-    middle = len(columns) // 2
-    return _felt(steps, columns[:middle]) | _felt(steps, columns[middle:])
 
 
 NOISE = 0.03
@@ -413,18 +300,15 @@ def residual_sd_of(
     return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FittedEfficiency:
+class FittedEfficiency(NamedTuple):
     """HardwareEfficiency after some trials, and how sure it is."""
 
     efficiency: HardwareEfficiency
     covariance: Floats
     """[p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the prior."""
     residual_sd: float
-    """Standard deviation of log(measured / predicted) over the trials, large errors counted as the fit counts them, the
-    fit's freedom taken off."""
+    """Standard deviation of log(measured / predicted) over the trials, from `residual_sd_of`."""
     groups: GroupEffects
-    """Of the trials, and how far they are from each other."""
 
 
 def fit_efficiency(sample: Sample) -> FittedEfficiency:
@@ -436,15 +320,17 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     prior = Prior.of(HardwareEfficiency())
     groups = GroupEffects([(one.source, one.group) for one in sample.trials])
     if not len(sample):
-        return FittedEfficiency(
-            efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, groups=groups
-        )
+        return FittedEfficiency(prior.start, np.diag(prior.widths**2), NOISE, groups)
+
+    def errors_at(logs: Floats) -> Floats:
+        return sample.errors(sample.batches.times(prior.at(logs)) * ratio)
+
     found = np.zeros(len(prior.names))
     for step in range(STEPS):
         if step < SIMULATIONS:
             ratio = sample.simulated_ratio(prior.at(found))
-        slopes = sample_sensitivities(sample, prior.at(found), prior.names)
-        errors = sample.errors(prior.at(found), ratio)
+        slopes = sample.batches.slopes(prior.at(found), prior.names)
+        errors = errors_at(found)
         if step == GROUPS_FROM:
             variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
             groups = groups.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
@@ -452,21 +338,21 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
         white = groups.whitening(slopes, NOISE**2 / weights_of(errors / NOISE, LARGE), prior.widths)
         before = _misfit(errors, found, white, prior)
         for _ in range(HALVINGS):
-            now = _misfit(sample.errors(prior.at(after), ratio), after, white, prior)
+            now = _misfit(errors_at(after), after, white, prior)
             if now <= before:
                 break
             after = (after + found) / 2
         if step > GROUPS_FROM and now > (1 - STANDSTILL) * before:
             break
         found = after
-    errors = sample.errors(prior.at(found), ratio)
+    errors = errors_at(found)
     variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
     precision = groups.precision(slopes, variances, prior.widths)
     spread = residual_sd_of(errors, precision, prior)
     if spread > NOISE:
         precision = groups.precision(slopes, variances * (spread / NOISE) ** 2, prior.widths)
     covariance: Floats = np.linalg.inv(precision).astype(np.float64) + np.diag((groups.share * prior.widths) ** 2)
-    return FittedEfficiency(efficiency=prior.at(found), covariance=covariance, residual_sd=spread, groups=groups)
+    return FittedEfficiency(prior.at(found), covariance, spread, groups)
 
 
 def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:
@@ -475,7 +361,7 @@ def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> f
 
 
 def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:
-    """The most probable logarithms, if times follow their slopes, none further away than a step may be long.
+    """The most probable logarithms, if times follow their slopes, within one step.
 
     Large errors count less: weights of the soft L1 loss, of what of an error is not its group's, found again a few
     times (iteratively reweighted least squares).

@@ -54,26 +54,10 @@ LEAST_RANKED = 4
 """Trials of a group from which on a rank correlation says something."""
 
 
-def mape(measured: Floats, predicted: Floats) -> float | None:
-    """Mean of |predicted / measured - 1| over what was measured; None for nothing.
-
-    Args:
-        measured: seconds [n]; not finite = not measured.
-        predicted: seconds [n].
-    """
+def relative_errors(measured: Floats, predicted: Floats) -> Floats:
+    """Return predicted / measured - 1 of those [n] that were measured; a measured time that is not finite was not."""
     known = np.isfinite(measured)
-    return float(np.mean(np.abs(predicted[known] / measured[known] - 1))) if known.any() else None
-
-
-def bias(measured: Floats, predicted: Floats) -> float | None:
-    """Mean of predicted / measured - 1: above zero = predicted too slow; None for nothing.
-
-    Args:
-        measured: seconds [n]; not finite = not measured.
-        predicted: seconds [n].
-    """
-    known = np.isfinite(measured)
-    return float(np.mean(predicted[known] / measured[known] - 1)) if known.any() else None
+    return np.asarray(predicted[known] / measured[known] - 1, dtype=np.float64)
 
 
 def spearman(group: Group) -> float | None:
@@ -88,22 +72,21 @@ def spearman(group: Group) -> float | None:
     return float(spearmanr(measured, predicted).statistic)
 
 
-def ordered_pairs(group: Group, gap: float) -> tuple[int, float]:
-    """Number of pairs of trials whose measured times differ by more than `gap`, and of those predicted in order.
+def pair_accuracy(groups: Sequence[Group], gap: float) -> tuple[int, float | None]:
+    """Number of pairs of trials of a group whose times differ by more than `gap`, and the share predicted in order.
 
-    A tie of predictions is half right.
-
-    Args:
-        group: measured and predicted seconds, each [n].
-        gap: smallest difference, as a share of the shorter time.
+    A tie of predictions is half right; the gap is a share of the shorter time.
     """
-    measured, predicted = group
-    first, second = np.triu_indices(len(measured), k=1)
-    fast, slow = np.minimum(measured[first], measured[second]), np.maximum(measured[first], measured[second])
-    clear = np.isfinite(fast) & (slow > fast * (1 + gap))
-    first, second = first[clear], second[clear]
-    agreement = np.sign(predicted[first] - predicted[second]) * np.where(measured[first] > measured[second], 1, -1)
-    return len(first), float(np.sum((agreement + 1) / 2))
+    pairs, right = 0, 0.0
+    for measured, predicted in groups:
+        first, second = np.triu_indices(len(measured), k=1)
+        fast, slow = np.minimum(measured[first], measured[second]), np.maximum(measured[first], measured[second])
+        clear = np.isfinite(fast) & (slow > fast * (1 + gap))
+        first, second = first[clear], second[clear]
+        agreement = np.sign(predicted[first] - predicted[second]) * np.where(measured[first] > measured[second], 1, -1)
+        pairs += len(first)
+        right += float(np.sum((agreement + 1) / 2))
+    return pairs, right / pairs if pairs else None
 
 
 def top1_regret(group: Group) -> float | None:
@@ -119,18 +102,6 @@ def top1_regret(group: Group) -> float | None:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of those that are known."""
+    """Mean of those that are known; None for none."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
-
-
-def pair_accuracy(groups: Sequence[Group], gap: float) -> tuple[int, float | None]:
-    """Number of pairs of all groups, and the share predicted in order.
-
-    Args:
-        groups: measured and predicted seconds of each group, each [n].
-        gap: smallest difference, as a share of the shorter time.
-    """
-    counts = [ordered_pairs(group, gap) for group in groups]
-    pairs = sum(count for count, _ in counts)
-    return pairs, sum(right for _, right in counts) / pairs if pairs else None

@@ -1,6 +1,6 @@
 """Validation: every trial predicted by a calibration that has not seen its group, and the figures of that.
 
-deal_groups, leave_out -> predict_in_folds -> [Predicted] -> validation_document -> print_validation
+folds_of -> predict_in_folds -> [Predicted] -> validation_document -> print_validation
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,22 +10,27 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from megatron_terapipe.search.learn import scores
 from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes, on_several_nodes
-from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, calibrated_slopes
-from megatron_terapipe.search.learn.scores import naive_memory_bytes, naive_time_s
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.scores import (
+    CLEAR_GAP,
+    mean,
+    naive_memory_bytes,
+    naive_time_s,
+    pair_accuracy,
+    relative_errors,
+    spearman,
+    top1_regret,
+)
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
-
-Step = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,21 +42,19 @@ class Predicted:
     interval_s: tuple[float, float]
     """Shortest and longest that the stated share of iterations takes."""
     peak_memory_bytes: float
-    """Predicted for the fullest device."""
+    """Of the fullest device."""
     fits: bool
-    """Whether that fits."""
     calibration: Calibration
-    """What the constants were fitted to."""
 
 
 def predict_trials(
-    trials: Sequence[Trial], calibrations: Calibrations, *, profile: Profile | None = None, step: Step = lambda _: None
+    trials: Sequence[Trial],
+    calibrations: Calibrations,
+    *,
+    profile: Profile | None = None,
+    step: Callable[[int], None] = lambda _: None,
 ) -> list[Predicted]:
-    """Predict each trial as if nobody had measured it.
-
-    Args:
-        profile: measured op times and links of the machine; None = the roofline.
-    """
+    """Predict each trial; `step` is called with the number of trials that are done."""
     places: dict[tuple[object, ...], list[int]] = {}
     for index, one in enumerate(trials):
         key = one.source, one.device, id(one.workload), id(one.cluster), one.software, one.precision
@@ -59,10 +62,15 @@ def predict_trials(
     found: dict[int, Predicted] = {}
     for rows in places.values():
         alike = [trials[index] for index in rows]
-        calibration = calibrations.of_trial(alike[0])
+        calibration = calibrations.of(*cluster_of(alike[0]))
         found.update(zip(rows, _predict_alike(alike, calibration, profile), strict=True))
         step(len(rows))
     return [found[index] for index in range(len(trials))]
+
+
+def cluster_of(trial: Trial) -> tuple[str, str, bool]:
+    """Return what is calibrated apart: source, devices, and whether there are several nodes."""
+    return trial.source, trial.device, on_several_nodes(trial.cluster)
 
 
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[Predicted]:
@@ -85,7 +93,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
         model = model.with_factors(calibration.factors)
     memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
     capacity = device_memory_bytes(first) * memory_overheads.usable_share
-    slopes = calibrated_slopes(calibration, model, [one.strategy for one in trials])
+    slopes = calibration.slopes(model, [one.strategy for one in trials])
     predicted = []
     for one, counted, row in zip(trials, count_memory(trials), slopes, strict=True):
         time_s = model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
@@ -103,49 +111,40 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     return predicted
 
 
-Cluster = tuple[str, str, bool]
-"""Source, devices, and whether on several nodes: what is calibrated apart."""
-
 SEED = 2026
 """Which groups fall together; always the same ones."""
 
-
-def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> list[int]:
-    """Deal the groups of each cluster to folds, whole and as evenly as can be.
-
-    Returns:
-        [n] the fold of each trial.
-    """
-    groups: dict[Cluster, list[str]] = {}
-    for one in trials:
-        of_cluster = groups.setdefault(_cluster(one), [])
-        if one.group not in of_cluster:
-            of_cluster.append(one.group)
-    fold_of: dict[tuple[Cluster, str], int] = {}
-    for cluster, names in groups.items():
-        order = np.random.default_rng(seed).permutation(len(names))
-        for place, index in enumerate(order):
-            fold_of[cluster, sorted(names)[index]] = place % num_folds
-    return [fold_of[_cluster(one), one.group] for one in trials]
-
-
-def _cluster(trial: Trial) -> Cluster:
-    return trial.source, trial.device, on_several_nodes(trial.cluster)
-
-
-LEFT_OUT: Mapping[str, Callable[[Trial], int]] = MappingProxyType(
+LEFT_OUT: Mapping[str, tuple[str, Callable[[Trial], int]]] = MappingProxyType(
     {
-        "hidden_size": lambda one: max(layer.hidden_size for layer in one.workload.layers),
-        "layers": lambda one: len(one.workload.layers),
-        "devices": lambda one: sum(node.num_devices for node in one.cluster.nodes),
+        "hidden_size": ("hidden sizes", lambda one: max(layer.hidden_size for layer in one.workload.layers)),
+        "layers": ("numbers of layers", lambda one: len(one.workload.layers)),
+        "devices": ("numbers of devices", lambda one: sum(node.num_devices for node in one.cluster.nodes)),
     }
 )
-"""What may be left out at a time, to see how predictions extrapolate; by name."""
+"""What may be left out at a time, to see how predictions extrapolate: by name, in words, and its value for a trial."""
 
 
-def leave_out(trials: Sequence[Trial], what: str) -> list[int]:
-    """Return the fold of each trial, [n]: trials that agree in something are in one."""
-    return [LEFT_OUT[what](one) for one in trials]
+def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | None) -> list[int] | None:
+    """Return the fold [n] of each trial; None where nothing is left out.
+
+    Trials that agree in what is left out are in one fold; else the groups of each cluster are dealt to folds, whole and
+    as evenly as can be.
+    """
+    if left_out is not None:
+        return [LEFT_OUT[left_out][1](one) for one in trials]
+    return None if num_folds is None else deal_groups(trials, num_folds)
+
+
+def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> list[int]:
+    """Return the fold [n] of each trial, with whole groups of each cluster in a fold."""
+    groups: dict[tuple[str, str, bool], set[str]] = {}
+    for one in trials:
+        groups.setdefault(cluster_of(one), set()).add(one.group)
+    fold_of: dict[tuple[tuple[str, str, bool], str], int] = {}
+    for cluster, names in groups.items():
+        for place, index in enumerate(np.random.default_rng(seed).permutation(len(names))):
+            fold_of[cluster, sorted(names)[index]] = place % num_folds
+    return [fold_of[cluster_of(one), one.group] for one in trials]
 
 
 def predict_in_folds(
@@ -157,7 +156,7 @@ def predict_in_folds(
     step: Callable[[int], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Predicted]:
-    """Predict each trial from those of the other folds.
+    """Predict each trial from those of the other folds, and from `more`, which every calibration sees.
 
     A cluster whose trials are all in one fold has no others to be calibrated on: nothing is fitted for it.
     """
@@ -175,9 +174,6 @@ def predict_in_folds(
     return [predicted[index] for index in range(len(trials))]
 
 
-Floats = NDArray[np.float64]
-
-
 def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
     """All figures of some trials; shares and relative errors are parts of 1, and None is where there is nothing.
 
@@ -185,90 +181,63 @@ def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
     more than 5 % apart) and `pair_accuracy_all`, `interval_coverage`, `memory` {`n`, `mape`, `bias`,
     `out_of_memory`, `out_of_memory_recall`, `false_alarms`}, and `naive` with the same of the naive line.
     """
+    trials = [one.trial for one in predicted]
     ours = _figures(
-        predicted, lambda one: one.iteration_time_s, lambda one: one.peak_memory_bytes, lambda one: one.fits
+        trials,
+        [one.iteration_time_s for one in predicted],
+        [one.peak_memory_bytes for one in predicted],
+        [one.fits for one in predicted],
     )
-    naive = _figures(
-        predicted,
-        lambda one: naive_time_s(one.trial),
-        lambda one: naive_memory_bytes(one.trial),
-        lambda one: naive_memory_bytes(one.trial) <= min(node.device.memory_bytes for node in one.trial.cluster.nodes),
-    )
+    naive_bytes = [naive_memory_bytes(one) for one in trials]
+    fits = [held <= device_memory_bytes(one) for held, one in zip(naive_bytes, trials, strict=True)]
+    naive = _figures(trials, [naive_time_s(one) for one in trials], naive_bytes, fits)
     inside = [
-        one.interval_s[0] <= one.trial.iteration_time_s <= one.interval_s[1]
+        float(one.interval_s[0] <= one.trial.iteration_time_s <= one.interval_s[1])
         for one in predicted
         if one.trial.iteration_time_s is not None
     ]
-    return {**ours, "interval_coverage": float(np.mean(inside)) if inside else None, "naive": naive}
+    return {**ours, "interval_coverage": mean(inside), "naive": naive}
 
 
 def _figures(
-    predicted: Sequence[Predicted],
-    time_s: Callable[[Predicted], float],
-    memory_bytes: Callable[[Predicted], float],
-    fits: Callable[[Predicted], bool],
+    trials: Sequence[Trial], times_s: Sequence[float], peaks: Sequence[float], fits: Sequence[bool]
 ) -> dict[str, Any]:
-    measured = np.array([_measured_s(one.trial) for one in predicted])
-    guessed = np.array([time_s(one) for one in predicted])
-    groups = _groups(predicted, measured, guessed)
-    pairs, clear = scores.pair_accuracy(groups, scores.CLEAR_GAP)
-    _, every = scores.pair_accuracy(groups, 0.0)
+    measured = np.array([np.inf if one.iteration_time_s is None else one.iteration_time_s for one in trials])
+    guessed = np.array(times_s)
+    places: dict[tuple[str, str], list[int]] = {}
+    for index, one in enumerate(trials):
+        # What ran out of memory says nothing of time; what failed otherwise was slower than what did not.
+        if not one.out_of_memory:
+            places.setdefault((one.source, one.group), []).append(index)
+    groups = [(measured[rows], guessed[rows]) for rows in places.values()]
+    pairs, clear = pair_accuracy(groups, CLEAR_GAP)
+    held = np.array([np.inf if one.peak_memory_bytes is None else one.peak_memory_bytes for one in trials])
+    off, memory_off = relative_errors(measured, guessed), relative_errors(held, np.array(peaks))
+    failed = [float(not fit) for one, fit in zip(trials, fits, strict=True) if one.out_of_memory]
+    ran = [
+        float(not fit)
+        for one, fit in zip(trials, fits, strict=True)
+        if not one.out_of_memory and one.iteration_time_s is not None
+    ]
     return {
-        "n": int(np.isfinite(measured).sum()),
+        "n": len(off),
         "groups": len(groups),
-        "mape": scores.mape(measured, guessed),
-        "bias": scores.bias(measured, guessed),
-        "spearman": scores.mean(scores.spearman(group) for group in groups),
+        "mape": mean(np.abs(off)),
+        "bias": mean(off),
+        "spearman": mean(map(spearman, groups)),
         "pairs": pairs,
         "pair_accuracy": clear,
-        "pair_accuracy_all": every,
-        "top1_regret": scores.mean(scores.top1_regret(group) for group in groups),
-        "memory": _memory(predicted, memory_bytes, fits),
+        "pair_accuracy_all": pair_accuracy(groups, 0.0)[1],
+        "top1_regret": mean(map(top1_regret, groups)),
+        "memory": {
+            "n": len(memory_off),
+            "mape": mean(np.abs(memory_off)),
+            "bias": mean(memory_off),
+            "out_of_memory": len(failed),
+            "out_of_memory_recall": mean(failed),
+            "false_alarms": mean(ran),
+        },
     }
-
-
-def _measured_s(trial: Trial) -> float:
-    return np.inf if trial.iteration_time_s is None else trial.iteration_time_s
-
-
-def _groups(predicted: Sequence[Predicted], measured: Floats, guessed: Floats) -> list[scores.Group]:
-    places: dict[tuple[str, str], list[int]] = {}
-    for index, one in enumerate(predicted):
-        # What ran out of memory says nothing of time; what failed otherwise was slower than what did not.
-        if not one.trial.out_of_memory:
-            places.setdefault((one.trial.source, one.trial.group), []).append(index)
-    return [(measured[rows], guessed[rows]) for rows in places.values()]
-
-
-def _memory(
-    predicted: Sequence[Predicted], memory_bytes: Callable[[Predicted], float], fits: Callable[[Predicted], bool]
-) -> dict[str, Any]:
-    with_peak = [one for one in predicted if one.trial.peak_memory_bytes is not None]
-    measured = np.array([one.trial.peak_memory_bytes for one in with_peak], dtype=float)
-    guessed = np.array([memory_bytes(one) for one in with_peak])
-    failed = [one for one in predicted if one.trial.out_of_memory]
-    ran = [one for one in predicted if not one.trial.out_of_memory and one.trial.iteration_time_s is not None]
-    return {
-        "n": len(with_peak),
-        "mape": scores.mape(measured, guessed),
-        "bias": scores.bias(measured, guessed),
-        "out_of_memory": len(failed),
-        "out_of_memory_recall": scores.mean(float(not fits(one)) for one in failed),
-        "false_alarms": scores.mean(float(not fits(one)) for one in ran),
-    }
-
-
-def data_sets(trials: Sequence[Trial]) -> Callable[[Trial], str]:
-    """How to name the data set of a trial: its file, and its source where a file holds several."""
-    sources: dict[str, set[str]] = {}
-    for one in trials:
-        sources.setdefault(one.path, set()).add(one.source)
-
-    def name(trial: Trial) -> str:
-        stem = Path(trial.path).stem
-        return stem if len(sources[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
-
-    return name
 
 
 def validation_document(
@@ -282,16 +251,25 @@ def validation_document(
     """All figures and all predictions.
 
     Args:
+        in_sample: how many of the trials are among those of the calibration.
         num_folds: folds of the cross-validation; None without one.
         left_out: what was left out at a time instead; None = nothing.
     """
-    name = data_sets([one.trial for one in predicted])
+    described: dict[str, set[str]] = {}
+    for one in predicted:
+        described.setdefault(one.trial.path, set()).add(one.trial.source)
+
+    def data_set(trial: Trial) -> str:
+        """The file of a trial, and its source where the file has several."""
+        stem = Path(trial.path).stem
+        return stem if len(described[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
+
     sources: dict[str, list[Predicted]] = {}
     groups: dict[str, dict[str, list[Predicted]]] = {}
     for one in predicted:
-        source = name(one.trial)
-        sources.setdefault(source, []).append(one)
-        groups.setdefault(source, {}).setdefault(one.trial.group, []).append(one)
+        name = data_set(one.trial)
+        sources.setdefault(name, []).append(one)
+        groups.setdefault(name, {}).setdefault(one.trial.group, []).append(one)
     return {
         "calibrated_on": list(calibrated_on),
         "folds": num_folds,
@@ -300,7 +278,7 @@ def validation_document(
         "overall": summary(predicted),
         "sources": {source: _of_source(rows) for source, rows in sources.items()},
         "groups": {source: {group: summary(rows) for group, rows in of.items()} for source, of in groups.items()},
-        "predictions": [_prediction(one, name) for one in predicted],
+        "predictions": [_prediction(one, data_set(one.trial)) for one in predicted],
     }
 
 
@@ -319,10 +297,10 @@ def _of_source(rows: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
-def _prediction(one: Predicted, name: Callable[[Trial], str]) -> dict[str, Any]:
+def _prediction(one: Predicted, source: str) -> dict[str, Any]:
     trial = one.trial
     return {
-        "source": name(trial),
+        "source": source,
         "id": trial.id,
         "line": trial.line,
         "group": trial.group,
@@ -353,74 +331,56 @@ LEGEND = (
 
 
 def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
-    """Print a line for each source with that of the naive model under it, and one for all together."""
-    table = Table(
-        title="Predicted beside measured", caption=_caption(document), caption_justify="left", padding=(0, 0, 0, 1)
-    )
+    """Print a line for each source, or each group, with that of the naive model under it, and one for all together."""
+    caption = "\n".join([*LEGEND, *_calibration_lines(document)])
+    table = Table(title="Predicted beside measured", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+
+    def add(name: str, figures: dict[str, Any]) -> None:
+        table.add_row(*_row(name, figures))
+        table.add_row(*_row("  naive line", {**figures["naive"], "interval_coverage": None}), style="dim")
+
     for source, figures in document["sources"].items():
-        _add(table, source, figures)
+        add(source, figures)
         if show_groups:
             for group, of_group in document["groups"][source].items():
                 table.add_row(*_row(f"  {group}", of_group), style="dim")
     if len(document["sources"]) > 1:
         table.add_section()
-        _add(table, "all", document["overall"])
+        add("all", document["overall"])
     console.print(table)
 
 
-def _add(table: Table, name: str, figures: dict[str, Any]) -> None:
-    table.add_row(*_row(name, figures))
-    table.add_row(*_row("  naive line", {**figures["naive"], "interval_coverage": None}), style="dim")
-
-
 def _row(name: str, figures: dict[str, Any]) -> list[str]:
-    memory = figures["memory"]
-    ranked = figures["spearman"]
-    return [
-        name,
-        str(figures["n"]),
-        _percent(figures["mape"]),
-        "-" if ranked is None else f"{ranked:.3f}",
-        _percent(figures["pair_accuracy"]),
-        _percent(figures["top1_regret"]),
-        _percent(figures["interval_coverage"]),
-        _percent(memory["mape"]),
-        _percent(memory["out_of_memory_recall"]),
-        _percent(memory["false_alarms"]),
-    ]
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f}%"
+
+    memory, ranked = figures["memory"], figures["spearman"]
+    shares = [percent(figures[key]) for key in ("pair_accuracy", "top1_regret", "interval_coverage")]
+    of_memory = [percent(memory[key]) for key in ("mape", "out_of_memory_recall", "false_alarms")]
+    correlation = "-" if ranked is None else f"{ranked:.3f}"
+    return [name, str(figures["n"]), percent(figures["mape"]), correlation, *shares, *of_memory]
 
 
-LEFT_OUT_IN_WORDS = {"hidden_size": "hidden sizes", "layers": "numbers of layers", "devices": "numbers of devices"}
-
-
-def _caption(document: dict[str, Any]) -> str:
-    lines = list(LEGEND)
+def _calibration_lines(document: dict[str, Any]) -> list[str]:
+    """Return the trials that constants were fitted to, and the sources some of whose trials had none to fit to."""
+    lines = []
     if document["folds"]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
-        lines += _nothing_fitted(document)
     elif document["left_out"]:
-        what = LEFT_OUT_IN_WORDS[document["left_out"]]
+        what = LEFT_OUT[document["left_out"]][0]
         lines.append(f"Trials are predicted from those of the source with other {what}, if there are any.")
-        lines += _nothing_fitted(document)
     elif document["calibrated_on"]:
         lines.append(f"Calibrated on {', '.join(document['calibrated_on'])}.")
     else:
         lines.append("Nothing was calibrated.")
+    alone = {name: of for name, of in document["sources"].items() if of["nothing_fitted"]}
+    if alone and (document["folds"] or document["left_out"]):
+        counted = (f"{name} ({of['nothing_fitted']} of {of['trials']} trials)" for name, of in alone.items())
+        lines.append(
+            f"NOTHING FITTED for {', '.join(counted)}: there are no others of their cluster to be calibrated on."
+        )
     if document["in_sample"]:
         lines.append(f"IN-SAMPLE: {document['in_sample']} of the trials are among those of the calibration.")
-    return "\n".join(lines)
-
-
-def _nothing_fitted(document: dict[str, Any]) -> list[str]:
-    """Return a line that names the sources some of whose trials had no others to be calibrated on; none if all had."""
-    alone = {name: of for name, of in document["sources"].items() if of["nothing_fitted"]}
-    if not alone:
-        return []
-    counted = (f"{name} ({of['nothing_fitted']} of {of['trials']} trials)" for name, of in alone.items())
-    return [f"NOTHING FITTED for {', '.join(counted)}: there are no others of their cluster to be calibrated on."]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}%"
+    return lines

@@ -11,13 +11,12 @@ search of its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import why_vocabulary_stays_whole
-from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
@@ -86,50 +85,31 @@ LEAST_COMPUTE = 0.6
 pieces. A part that would take longer than the winner even so is not searched for its time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FewerDevices:
-    """A part of the cluster, and the best strategy found on it."""
-
-    cluster: Cluster
-    entry: Ranked
-    """The strategy and its price there."""
-    time_ratio: float
-    """Its iteration in that of the winner on all devices; below 1 it is faster."""
-    cost_ratio: float
-    """Seconds x devices of an iteration in those of the winner; below 1 every token is cheaper."""
-
-
 def on_fewer_devices(
     winner: Ranked,
     problem: SearchProblem,
     constraints: Mapping[str, tuple[Any, ...]],
     pricing_on: Callable[[Cluster], Pricing],
     progress: ProgressCallback | None = None,
-) -> tuple[FewerDevices, ...]:
-    """Return what the parts of the cluster take that may be faster or cheaper than all of it, largest first."""
-    assert winner.prediction is not None
-    time_s, found = winner.prediction.iteration_time_s, []
-    all_devices = problem.cluster.num_devices
+) -> list[tuple[Cluster, Ranked]]:
+    """Return the parts of the cluster that may be faster or cheaper than all of it, and the best strategy on each."""
+    found: list[tuple[Cluster, Ranked]] = []
     nearest, larger = winner, problem.cluster
     for number in sizes_of_parts(problem.cluster):
         part = problem.cluster.at_most(number)
         # The first half tells what a token costs; smaller parts are of interest if they may be faster.
-        is_half = larger is problem.cluster and 2 * number >= all_devices
-        if _kinds(part) == _kinds(larger) and not is_half and not _may_be_faster(nearest, larger, number, time_s):
+        is_half = larger is problem.cluster and 2 * number >= problem.cluster.num_devices
+        same_kinds = {node.device for node in part.nodes} == {node.device for node in larger.nodes}
+        least_s = LEAST_COMPUTE * nearest.price.breakdown.compute_s * larger.num_devices / number
+        if same_kinds and not is_half and least_s >= winner.iteration_time_s:
             continue
         smaller = replace(problem, cluster=part)
         choices = all_choices(smaller).constrained({**_near(nearest.strategy, constraints), **constraints})
         entries = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
-        if not entries or entries[0].prediction is None:
-            continue
-        ratio = entries[0].prediction.iteration_time_s / time_s
-        found.append(
-            FewerDevices(
-                cluster=part, entry=entries[0], time_ratio=ratio, cost_ratio=ratio * part.num_devices / all_devices
-            )
-        )
-        nearest, larger = entries[0], part
-    return tuple(found)
+        if entries:
+            found.append((part, entries[0]))
+            nearest, larger = entries[0], part
+    return found
 
 
 def sizes_of_parts(cluster: Cluster) -> list[int]:
@@ -158,16 +138,6 @@ def _halvings(number: int) -> list[int]:
         left = max(each for each in range(1, left // 2 + 1) if number % each == 0 or each & (each - 1) == 0)
         found.append(left)
     return found
-
-
-def _kinds(cluster: Cluster) -> set[Device]:
-    return {node.device for node in cluster.nodes}
-
-
-def _may_be_faster(known: Ranked, cluster: Cluster, devices: int, to_beat_s: float) -> bool:
-    """Return whether so few devices could compute in less time what the cluster of a known strategy computes."""
-    assert known.prediction is not None
-    return LEAST_COMPUTE * known.prediction.breakdown.compute_s * cluster.num_devices / devices < to_beat_s
 
 
 def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:

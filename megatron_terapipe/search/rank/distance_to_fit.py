@@ -7,7 +7,7 @@ strategy that leaves the headroom free, counted exactly.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -70,27 +70,14 @@ class Shortage:
         return self.device.memory_bytes * self.fullness
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """One change with which a strategy fits."""
-
-    kind: RemedyKind
-    """`devices`, `seq_length`, `global_batch_size`, `key_value_gradients` or `constraint`."""
-    value: int | str
-    """Number of devices, tokens or sequences; the type that gradients are kept in; the name of the dimension whose
-    constraint is lifted, or empty for all of them."""
-    found: Shortage
-    """A strategy that then fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistanceToFit:
+class DistanceToFit(NamedTuple):
     """How much memory is missing, and what would make the model fit."""
 
     nearest: Shortage
     """The strategy nearest to fitting."""
-    remedies: tuple[Remedy, ...]
-    """Single changes with which a strategy fits."""
+    remedies: list[tuple[RemedyKind, int | str, Shortage]]
+    """Single changes with which a strategy fits, and that strategy: the kind, and the number of devices, tokens or
+    sequences, the type that gradients are kept in, or the dimension whose constraint is lifted, empty for all."""
 
 
 def distance_to_fit(
@@ -100,7 +87,7 @@ def distance_to_fit(
     nearest = nearest_to_fitting(problem, constraints, pricing_of)
     if nearest is None:
         return None
-    return DistanceToFit(nearest=nearest, remedies=tuple(_remedies(problem, constraints, pricing_of)))
+    return DistanceToFit(nearest, list(_remedies(problem, constraints, pricing_of)))
 
 
 def nearest_to_fitting(
@@ -178,7 +165,7 @@ def _shortage(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> S
 
 def _remedies(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
-) -> Iterator[Remedy]:
+) -> Iterator[tuple[RemedyKind, int | str, Shortage]]:
     """Yield the smallest change of each kind with which a strategy fits."""
 
     def fitting(changed: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]) -> Shortage | None:
@@ -188,13 +175,13 @@ def _remedies(
     for name in constraints:
         found = fitting(problem, {other: values for other, values in constraints.items() if other != name})
         if found is not None:
-            yield Remedy(kind="constraint", value=name, found=found)
+            yield "constraint", name, found
     if len(constraints) > 1 and (found := fitting(problem, {})) is not None:
-        yield Remedy(kind="constraint", value="", found=found)
+        yield "constraint", "", found
     if problem.software.can_run(GRADIENTS, ROUNDED) and ROUNDED not in constraints.get(GRADIENTS, ()):
         # No search rounds them unasked, since a run's numbers change.
         if (found := fitting(problem, {**constraints, GRADIENTS: (ROUNDED,)})) is not None:
-            yield Remedy(kind=GRADIENTS, value=ROUNDED, found=found)
+            yield GRADIENTS, ROUNDED, found
     others: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
         ("devices", _larger_clusters(problem)),
         ("seq_length", _shorter(problem)),
@@ -203,7 +190,7 @@ def _remedies(
     for kind, changes in others:
         for value, changed in changes:
             if (found := fitting(changed, constraints)) is not None:
-                yield Remedy(kind=kind, value=value, found=found)
+                yield kind, value, found
                 break
 
 

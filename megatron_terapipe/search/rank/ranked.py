@@ -13,8 +13,6 @@ from megatron_terapipe.search.rank.rules import broken_rule
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
-__all__ = ["Ranked", "predict_one", "ranked_in_order"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
@@ -36,10 +34,15 @@ class Ranked:
     """Place in what was asked for, from 0."""
 
     @property
+    def price(self) -> Prediction:
+        """The prediction of a strategy that could be priced."""
+        assert self.prediction is not None
+        return self.prediction
+
+    @property
     def iteration_time_s(self) -> float:
         """Seconds of an iteration of a strategy that could be priced."""
-        assert self.prediction is not None
-        return self.prediction.iteration_time_s
+        return self.price.iteration_time_s
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
@@ -70,6 +73,15 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     """Return the entries numbered from 1, best first. The same entries in any order give the same ranking."""
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
+
+
+def with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:
+    """Return the strategy with a batch, if it has none itself and this one can be dealt evenly."""
+    if strategy.global_batch_size is not None or global_batch_size is None:
+        return strategy
+    if global_batch_size % (strategy.micro_batch_size * strategy.data_parallel_size):
+        return strategy
+    return replace(strategy, global_batch_size=global_batch_size)
 
 
 def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, index: int = 0) -> Ranked:

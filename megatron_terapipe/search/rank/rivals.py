@@ -3,38 +3,34 @@
     all_settings -> rival_memory, RivalTimes -> best_rival: the fastest that fits, or the one nearest to fitting
 
 Bytes. Each of R ranks keeps an R-th of weights, gradients and optimizer state. A layer is recomputed from its input,
-which is all that stays of it: 2h bytes of each token (arXiv 2506.13996 section 3). What is left is the moment in
-which a
-rank needs the most: the backward of one attention, whose heads have all tokens. With n = tokens of a rank, u = 2nh
-bytes
-of a hidden state and q = 2nd a bytes of its queries (a heads of d numbers) there are
+which is all that stays of it: 2h bytes of each token (arXiv 2506.13996 section 3). A rank needs the most in the
+backward of one attention, whose heads have all tokens. With n = tokens of a rank, u = 2nh bytes of a hidden state and
+q = 2nd a bytes of its queries (a heads of d numbers) there are
 
     5 u      input of the layer, both norms, the residual, and the gradient of the residual
-    q        output of attention, as the product behind it reads it
+    q        output of attention, as the product after it reads it
     2 q      queries and output, as FlashAttention's backward reads them
-    2 q      gradient of the output, before and behind the exchange; one where there is none
+    2 q      gradient of the output, before and after the exchange; one where there is none
     q + 2 q  gradient of the queries, and its sum in fp32 (`dq_accum` of flash_attn 2)
     4 k      keys, values and their gradients, k = 2nd x heads of keys, copied where ranks are more than these
     2 q      gradients of keys and values for each head of queries, where heads of keys are fewer
     4na      logarithms of the softmax' sums
 
-With h = da that is 15 u + 4 k. `tests/search/rivals` holds it against the longest sequences of ArcticTraining's
-recipes.
+With h = da that is 15 u + 4 k. `tests/search/rank/test_rivals.py` holds it against ArcticTraining's longest sequences.
 
 Seconds, by the op times and links that price our own strategies. Each rank computes its tokens of every layer, and a
 part of the heads for all tokens. A layer's weights are gathered before its forward and again before its backward, and
-its gradients reduced behind it; all of that runs under the ops of other layers (`shards_weights`). Four exchanges turn
+its gradients reduced after it; all of that runs under the ops of other layers (`shards_weights`). Four exchanges turn
 parts of tokens into parts of heads: queries, keys and values there, the output back. The recomputation repeats them,
-and
-gradients go the other way. Copies of checkpoints to the host and back wait for each other and for the layer: memory
+and gradients go the other way. Copies of checkpoints to the host and back wait for each other and for the layer: memory
 there is not page-locked (ArcticTraining, `monkey_patches.py`, `CheckpointFunctionWithCPUOffload`). MLPs run in tiles of
-h tokens, and forward three times: the tiled backward repeats what the recomputation has just computed (DeepSpeed,
-`TiledMLP`).
+h tokens, and forward three times: the tiled backward repeats the recomputation (DeepSpeed, `TiledMLP`).
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import NamedTuple
 
 from deepspeed_ext.plan.layout import ParallelLayout
@@ -44,12 +40,13 @@ from megatron_terapipe.search.machine.trainers import ALST
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery
-from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups
+from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks
 from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import layer_ops
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, shown_reduction_s, step_costs
+from megatron_terapipe.search.price.step import CoveringOps, shown_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
+from megatron_terapipe.search.rank.space import SearchProblem, divisors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +61,9 @@ class RivalSettings:
     """Sequences of a group at once."""
     num_micro_batches: int
     """Of each group in an iteration."""
-    offloads_checkpoints: bool
-    """Whether the inputs of layers are kept in the host's memory."""
-    offloads_optimizer: bool
-    """Whether gradients and the optimizer's state are, and the host steps."""
-    offloads_weights: bool
-    """Whether the ranks' parts of the weights are."""
+    on_host: tuple[str, ...] = ()
+    """Kept in the host's memory: `checkpoints` (inputs of layers), `optimizer` (gradients and state; the host steps),
+    `weights` (the ranks' parts of them)."""
 
     @property
     def num_ranks(self) -> int:
@@ -81,19 +75,16 @@ class RivalSettings:
         """Sequences of one optimizer step."""
         return self.data_parallel_size * self.micro_batch_size * self.num_micro_batches
 
-    @property
-    def on_host(self) -> tuple[str, ...]:
-        """Names of what is kept on the host."""
-        kept = {
-            "checkpoints": self.offloads_checkpoints,
-            "optimizer": self.offloads_optimizer,
-            "weights": self.offloads_weights,
-        }
-        return tuple(name for name, offloads in kept.items() if offloads)
 
-
-OFFLOADED = ((False, False), (True, False), (True, True))
-"""Whether the optimizer is on the host, and whether the weights are; the recipes move weights last."""
+ON_HOST = (
+    (),
+    ("checkpoints",),
+    ("optimizer",),
+    ("checkpoints", "optimizer"),
+    ("optimizer", "weights"),
+    ("checkpoints", "optimizer", "weights"),
+)
+"""Combinations that are tried; the recipes move weights last."""
 
 
 def all_settings(workload: Workload, num_devices: int, global_batch_size: int) -> Iterator[RivalSettings]:
@@ -104,9 +95,9 @@ def all_settings(workload: Workload, num_devices: int, global_batch_size: int) -
     """
     sizes = [
         (sequence, data)
-        for sequence in _divisors(num_devices)
+        for sequence in divisors(num_devices)
         if _can_share(workload, sequence)
-        for data in _divisors(num_devices // sequence)
+        for data in divisors(num_devices // sequence)
         if global_batch_size % data == 0
     ]
     most = max((sequence * data for sequence, data in sizes), default=0)
@@ -114,34 +105,26 @@ def all_settings(workload: Workload, num_devices: int, global_batch_size: int) -
         if sequence * data < most:
             continue
         of_group = global_batch_size // data
-        for micro_batch in _divisors(of_group):
-            for optimizer, weights in OFFLOADED:
-                for checkpoints in (False, True):
-                    yield RivalSettings(
-                        sequence_parallel_size=sequence,
-                        data_parallel_size=data,
-                        micro_batch_size=micro_batch,
-                        num_micro_batches=of_group // micro_batch,
-                        offloads_checkpoints=checkpoints,
-                        offloads_optimizer=optimizer,
-                        offloads_weights=weights,
-                    )
+        for micro_batch, on_host in product(divisors(of_group), ON_HOST):
+            yield RivalSettings(
+                sequence_parallel_size=sequence,
+                data_parallel_size=data,
+                micro_batch_size=micro_batch,
+                num_micro_batches=of_group // micro_batch,
+                on_host=on_host,
+            )
 
 
 def _can_share(workload: Workload, ranks: int) -> bool:
-    """Whether so many ranks can share a sequence: its tokens, and all heads."""
+    """Whether ranks can share a sequence: its tokens, and all heads as `UlyssesSPAttentionHF` asks for.
+
+    Heads of keys are copied where ranks are more.
+    """
     attentions = {layer.attention for layer in workload.layers if layer.attention is not None}
-    return workload.seq_length % ranks == 0 and all(_divides_heads(each, ranks) for each in attentions)
-
-
-def _divides_heads(attention: Attention, ranks: int) -> bool:
-    """As `UlyssesSPAttentionHF` asks for: heads of keys are copied where ranks are more."""
-    keys = attention.key_value_heads
-    return attention.query_heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return workload.seq_length % ranks == 0 and all(
+        each.query_heads % ranks == 0 and (each.key_value_heads % ranks == 0 or ranks % each.key_value_heads == 0)
+        for each in attentions
+    )
 
 
 NUMBER = 2
@@ -192,22 +175,23 @@ def rival_memory(
     parameters = workload.parameters
     part = parameters / settings.num_ranks
     tokens = settings.micro_batch_size * workload.seq_length / settings.sequence_parallel_size
-    weights = 0 if settings.offloads_weights else NUMBER
-    stepped = 0 if settings.offloads_optimizer else NUMBER + OPTIMIZER_BYTES
+    on_host = settings.on_host
+    weights = NUMBER * ("weights" not in on_host)
+    stepped = (NUMBER + OPTIMIZER_BYTES) * ("optimizer" not in on_host)
     whole = max(layer.parameters for layer in workload.layers)
     checkpoints = sum(tokens * NUMBER * layer.hidden_size for layer in workload.layers if layer.kind == "block")
     working = max(working_bytes(layer, tokens, settings.sequence_parallel_size) for layer in workload.layers)
-    on_host = checkpoints * settings.offloads_checkpoints + part * (
-        HOST_PARAMETER_BYTES * settings.offloads_optimizer + NUMBER * settings.offloads_weights
+    held = checkpoints * ("checkpoints" in on_host) + part * (
+        HOST_PARAMETER_BYTES * ("optimizer" in on_host) + NUMBER * ("weights" in on_host)
     )
     communicators = (settings.num_ranks > 1) + (settings.sequence_parallel_size > 1)
     return RivalMemory(
         states=overheads.state_factor * part * (weights + stepped),
         gathered=NUMBER * (GATHERED_LAYERS * whole + min(BUCKET_ELEMENTS, parameters)),
-        checkpoints=overheads.activation_factor * checkpoints * (not settings.offloads_checkpoints),
+        checkpoints=overheads.activation_factor * checkpoints * ("checkpoints" not in on_host),
         working=overheads.activation_factor * working,
         framework=overheads.framework_bytes + communicators * overheads.communicator_bytes,
-        host=ranks_of_host * on_host,
+        host=ranks_of_host * held,
     )
 
 
@@ -268,7 +252,7 @@ class RivalTime:
     """What an iteration takes however small it is."""
 
     @property
-    def total_s(self) -> float:
+    def total(self) -> float:
         """The iteration."""
         return float(sum(getattr(self, each.name) for each in fields(self)))
 
@@ -304,11 +288,21 @@ class RivalTimes:
         micro_batches, efficiency = settings.num_micro_batches, self._efficiency
         ops = self._of_micro_batch(settings)
         ranks = self._model.groups_of(ParallelLayout(data_parallel_size=settings.num_ranks))
-        step = self._step(ranks)
+        step = step_costs(
+            float(self._workload.parameters),
+            0.0,
+            ranks.data.at(0),
+            ranks.ends.at(0),
+            min(reachable_bandwidth(device) for device in ranks.devices[0]),
+            zero_stage=1,
+            precision=self._model.precision,
+            software=ALST,
+            efficiency=efficiency,
+        )
         nodes = [self._model.cluster.nodes[index] for index in set(ranks.nodes.reshape(-1).tolist())]
         to_host = min(node.host.bandwidth for node in nodes) * efficiency.host_efficiency
         part = NUMBER * self._workload.parameters / settings.num_ranks
-        if settings.offloads_weights:
+        if "weights" in settings.on_host:
             # A rank's part of the weights comes from the host before it is gathered.
             step = step._replace(weight_gather=step.weight_gather + part / to_host)
         covering = CoveringOps(
@@ -319,9 +313,12 @@ class RivalTimes:
             num_micro_batches=micro_batches,
         )
         copied = optimizer_s = 0.0
-        if settings.offloads_checkpoints:
-            copied = 2 * self._checkpoint_bytes(settings) / (to_host * PAGEABLE_SHARE)
-        if settings.offloads_optimizer:
+        if "checkpoints" in settings.on_host:
+            sequences = settings.micro_batch_size / settings.sequence_parallel_size
+            blocks = (layer for layer in self._workload.layers if layer.kind == "block")
+            inputs = sum(NUMBER * sequences * layer.output_elements for layer in blocks)
+            copied = 2 * inputs / (to_host * PAGEABLE_SHARE)
+        if "optimizer" in settings.on_host:
             # Gradients go to the host after each micro-batch, and weights come back.
             stepping = self._workload.parameters / len(nodes) / HOST_STEP_PARAMETERS_PER_S
             optimizer_s = stepping + (micro_batches + 1) * part / to_host
@@ -332,19 +329,6 @@ class RivalTimes:
             copy_s=micro_batches * copied,
             optimizer_s=optimizer_s or float(step.optimizer),
             fixed_s=efficiency.iteration_s,
-        )
-
-    def _step(self, ranks: RankGroups) -> StepCosts:
-        return step_costs(
-            float(self._workload.parameters),
-            0.0,
-            ranks.data.at(0),
-            ranks.ends.at(0),
-            min(reachable_bandwidth(device) for device in ranks.devices[0]),
-            zero_stage=1,
-            precision=self._model.precision,
-            software=ALST,
-            efficiency=self._efficiency,
         )
 
     def _of_micro_batch(self, settings: RivalSettings) -> _Ops:
@@ -388,12 +372,6 @@ class RivalTimes:
                 total = total.plus(tile, count * tiles).plus(_Ops(backward=tile.forward), count * tiles)
         return total
 
-    def _checkpoint_bytes(self, settings: RivalSettings) -> float:
-        """Bytes of the inputs of all blocks on a rank."""
-        sequences = settings.micro_batch_size / settings.sequence_parallel_size
-        blocks = (layer for layer in self._workload.layers if layer.kind == "block")
-        return sum(NUMBER * sequences * layer.output_elements for layer in blocks)
-
 
 def parts(layer: Layer) -> tuple[Layer, Layer | None]:
     """Return a layer without its MLP, and the MLP alone; None if it has none."""
@@ -412,83 +390,61 @@ LONG_SEQUENCE = 32_768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLimits:
-    """Bytes that may be used."""
-
-    device: float
-    host: float
-    """Of the host with the least."""
-    ranks_of_host: int
-    """Devices of a full host."""
-
-    def fullness(self, memory: RivalMemory) -> float:
-        """Share that is used of what may be, on the device or on the host, whichever is fuller; it fits up to 1."""
-        return max(memory.device / self.device, memory.host / self.host)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
     """A way to run ZeRO 3 with Ulysses, priced."""
 
     settings: RivalSettings
     time: RivalTime
-    """Seconds of an iteration."""
     memory: RivalMemory
-    """Bytes on a device and on a host."""
-    limits: MemoryLimits
-    """Bytes that may be used."""
+    device_limit: float
+    """Bytes that may be used of a device."""
+    host_limit: float
+    """Bytes of the host with the least."""
 
     @property
     def fits(self) -> bool:
         """Whether devices and hosts have the memory."""
-        return self.limits.fullness(self.memory) <= 1
+        return self.memory.device <= self.device_limit and self.memory.host <= self.host_limit
 
 
-def has_rival(pricing: Pricing) -> bool:
-    """Whether the rival can be priced, and says something: for a GPT in bf16 on GPUs, with a long sequence."""
-    cluster, workload = pricing.cluster, pricing.workload
-    return (
-        workload.config is not None
-        and workload.seq_length >= LONG_SEQUENCE
-        and pricing.cost_model.precision == "bf16"
-        and all(node.device.is_gpu for node in cluster.nodes)
-    )
+def rival_of(problem: SearchProblem, pricing: Pricing) -> Rival | None:
+    """Return the best rival; None but for a GPT in bf16 on GPUs with a long sequence."""
+    workload = problem.workload
+    if workload.config is None or workload.seq_length < LONG_SEQUENCE or problem.precision != "bf16":
+        return None
+    if not all(node.device.is_gpu for node in problem.cluster.nodes):
+        return None
+    return best_rival(pricing, problem.global_batch_size, headroom=problem.memory_headroom)
 
 
 def best_rival(pricing: Pricing, global_batch_size: int, *, headroom: float = 0.0) -> Rival | None:
     """Return the fastest way to run ZeRO 3 with Ulysses that fits, else the one nearest to fitting.
 
-    None if there is no way: its ranks cannot share the heads, or the batch.
-
-    Args:
-        headroom: share of each device that stays free.
+    None if there is no way: its ranks cannot share the heads, or the batch. Model, cluster and constants are those of
+    our own strategies; `headroom` is the share of each device that stays free.
     """
-    workload, cluster = pricing.workload, pricing.cluster
-    overheads = default_overheads(cluster, ALST)
-    limits = memory_limits(pricing, overheads, headroom)
+    workload, nodes = pricing.workload, pricing.cluster.nodes
+    overheads = default_overheads(pricing.cluster, ALST)
+    device_limit = min(node.device.memory_bytes for node in nodes) * overheads.usable_share * (1 - headroom)
+    host_limit = min(node.host.memory_bytes for node in nodes)
+    ranks_of_host = max(node.num_devices for node in nodes)
     held = {
-        settings: rival_memory(workload, settings, overheads, min(limits.ranks_of_host, settings.num_ranks))
-        for settings in all_settings(workload, cluster.num_devices, global_batch_size)
+        settings: rival_memory(workload, settings, overheads, min(ranks_of_host, settings.num_ranks))
+        for settings in all_settings(workload, pricing.cluster.num_devices, global_batch_size)
     }
     if not held:
         return None
-    fitting = [settings for settings, memory in held.items() if limits.fullness(memory) <= 1]
+    fullness = {
+        settings: max(memory.device / device_limit, memory.host / host_limit) for settings, memory in held.items()
+    }
+    fitting = [settings for settings in held if fullness[settings] <= 1] or [min(held, key=fullness.__getitem__)]
     times = RivalTimes(pricing.cost_model)
-    nearest = min(held, key=lambda settings: limits.fullness(held[settings]))
-    priced = {settings: times.price(settings) for settings in fitting or [nearest]}
-    fastest = min(priced, key=lambda settings: priced[settings].total_s)
-    return Rival(settings=fastest, time=priced[fastest], memory=held[fastest], limits=limits)
-
-
-def memory_limits(pricing: Pricing, overheads: MemoryOverheads, headroom: float) -> MemoryLimits:
-    """Return the bytes that may be used.
-
-    Args:
-        headroom: share of each device that stays free.
-    """
-    nodes = pricing.cluster.nodes
-    return MemoryLimits(
-        device=min(node.device.memory_bytes for node in nodes) * overheads.usable_share * (1 - headroom),
-        host=min(node.host.memory_bytes for node in nodes),
-        ranks_of_host=max(node.num_devices for node in nodes),
+    priced = {settings: times.price(settings) for settings in fitting}
+    fastest = min(priced, key=lambda settings: priced[settings].total)
+    return Rival(
+        settings=fastest,
+        time=priced[fastest],
+        memory=held[fastest],
+        device_limit=device_limit,
+        host_limit=host_limit,
     )

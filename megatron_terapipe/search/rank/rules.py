@@ -1,6 +1,6 @@
 """Named rules over grids of strategies, and the legal strategies of a space, layout by layout.
 
-    TRAINER_RULES     what the trainer cannot run       DUPLICATE_RULES   what need not be tried
+    TRAINER_RULES     what the trainer cannot run       DUPLICATES        what need not be tried
     legal_grids       grids with a mask of the strategies that keep all rules; SearchCounts counts each rejection
 
 They mirror the checks of the trainer (`megatron_terapipe/config`), without building its configuration for each of a
@@ -30,32 +30,31 @@ Holds = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class TrainerRule:
-    """A rule that strategies must keep to be run."""
+class Rule:
+    """A rule that strategies must keep to be tried."""
 
     name: str
     """For the table of rejections."""
-    error: Callable[..., str | None]
+    holds: Callable[[StrategyGrid, SearchProblem], Holds]
+    """Which strategies of a grid keep it, as an array that broadcasts over the grid."""
+    error: Callable[..., str | None] | None = None
     """What is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each of
-    `axes`."""
+    `axes`. None for a rule that leaves out strategies of which another one does the same, or the same better."""
     axes: tuple[Axis, ...] = ()
-    """None, one or two axes of the grid that the rule is about, in the order of `AXES`."""
-
-    def holds(self, grid: StrategyGrid, problem: SearchProblem) -> Holds:
-        """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid."""
-        kept = [
-            self.error(grid, problem, *values) is None
-            for values in itertools.product(*(getattr(grid, a) for a in self.axes))
-        ]
-        return grid.along(self.axes, np.array(kept, dtype=bool))
 
     def reason(self, grid: StrategyGrid, problem: SearchProblem) -> str | None:
-        """Return what is wrong with the one strategy of a grid; None if it keeps the rule.
+        """Return what is wrong with the one strategy of a grid [1, 1, 1, 1, 1, 1, 1]; None if it keeps the rule."""
+        return self.error and self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
 
-        Args:
-            grid: of one strategy: [1, 1, 1, 1, 1, 1, 1].
-        """
-        return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
+
+def _by_values(name: str, error: Callable[..., str | None], *axes: Axis) -> Rule:
+    """Return the rule that there is no error with any value of up to two axes, in the order of `AXES`."""
+
+    def holds(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+        values = itertools.product(*(getattr(grid, axis) for axis in axes))
+        return grid.along(axes, np.array([error(grid, problem, *each) is None for each in values], dtype=bool))
+
+    return Rule(name, holds, error, axes)
 
 
 def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
@@ -211,7 +210,7 @@ def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str |
     return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
 
 
-def _priced(dimension: Dimension) -> TrainerRule:
+def _priced(dimension: Dimension) -> Rule:
     """Return the rule that a dimension has a value that can be priced."""
     names = ON_AXIS.get(dimension.axis, ())
 
@@ -224,10 +223,10 @@ def _priced(dimension: Dimension) -> TrainerRule:
             return None
         return f"{dimension.name} {value!r} is not one of {', '.join(map(str, dimension.priced))}"
 
-    return TrainerRule(f"{dimension.name} can be priced", error, tuple(axis for axis in AXES if axis == dimension.axis))
+    return _by_values(f"{dimension.name} can be priced", error, *(axis for axis in AXES if axis == dimension.axis))
 
 
-def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> TrainerRule:
+def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Rule:
     """Return the rule that the trainer can run the values of dimensions, which are all on one axis, or on none."""
 
     def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
@@ -241,42 +240,29 @@ def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> TrainerRule:
                 return f"{software.name} cannot run {name} {value}, but {known}"
         return None
 
-    return TrainerRule(f"the trainer can run this {' and '.join(names)}", error, axes)
+    return _by_values(f"the trainer can run this {' and '.join(names)}", error, *axes)
 
 
 TRAINER_RULES = (
-    TrainerRule("ranks fit the devices", _devices),
-    TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
-    TrainerRule("sequence-parallel ranks share heads evenly", _sequence_shares),
-    TrainerRule("layers were measured with this tensor-parallel size", _measured),
+    _by_values("ranks fit the devices", _devices),
+    _by_values("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
+    _by_values("sequence-parallel ranks share heads evenly", _sequence_shares),
+    _by_values("layers were measured with this tensor-parallel size", _measured),
     _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "key_value_gradients"), ()),
     *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
-    TrainerRule("a layer for each stage", _layers, ("order",)),
-    TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),
-    TrainerRule("the batch is dealt evenly", _batch, ("micro_batch",)),
-    TrainerRule("layers let sequences be cut", _can_cut, ("token_slices",)),
-    TrainerRule("ZeRO stage goes with pipelines", _zero, ("zero",)),
-    TrainerRule("ZeRO stage goes with the precision", _loss_scale, ("zero",)),
-    TrainerRule("offload goes with the recomputation of stages", _offload, ("recompute",)),
+    _by_values("a layer for each stage", _layers, "order"),
+    _by_values("the schedule takes so many model chunks", _schedule, "order"),
+    _by_values("the batch is dealt evenly", _batch, "micro_batch"),
+    _by_values("layers let sequences be cut", _can_cut, "token_slices"),
+    _by_values("ZeRO stage goes with pipelines", _zero, "zero"),
+    _by_values("ZeRO stage goes with the precision", _loss_scale, "zero"),
+    _by_values("offload goes with the recomputation of stages", _offload, "recompute"),
     *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
-    TrainerRule("tokens for each token slice and rank", _token_slices, ("token_slices", "sequence_parallel")),
-    TrainerRule("the stage partition fits model and stages", _partition, ("order", "partition")),
-    TrainerRule("offload knows the layers of each stage", _copied_stages, ("partition", "recompute")),
+    _by_values("tokens for each token slice and rank", _token_slices, "token_slices", "sequence_parallel"),
+    _by_values("the stage partition fits model and stages", _partition, "order", "partition"),
+    _by_values("offload knows the layers of each stage", _copied_stages, "partition", "recompute"),
 )
 """All that the trainer refuses, in the order in which rejections are counted: rules about at most one axis first."""
-
-
-@dataclass(frozen=True)
-class DuplicateRule:
-    """A rule that leaves out strategies of which another one of the grid does the same, or the same better.
-
-    A value that a flag asks for is never left out for one that was not asked for.
-    """
-
-    name: str
-    """For the table of rejections."""
-    holds: Callable[[StrategyGrid, SearchProblem], Holds]
-    """Which strategies of a grid are kept, as an array that broadcasts over the grid."""
 
 
 def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
@@ -361,15 +347,16 @@ def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 SAME_STAGES = "not the same stages as another partition"
 
-DUPLICATE_RULES = (
-    DuplicateRule("not the same as another schedule", _other_schedules),
-    DuplicateRule("a pipeline, where schedules differ", _one_rank),
-    DuplicateRule("several micro-batches, where schedules differ", _one_micro_batch),
-    DuplicateRule("data-parallel ranks, where ZeRO stages differ", _one_replica),
-    DuplicateRule("tensor-parallel ranks to share tokens", _one_tensor_rank),
-    DuplicateRule(SAME_STAGES, _same_stages),
+DUPLICATES = (
+    Rule("not the same as another schedule", _other_schedules),
+    Rule("a pipeline, where schedules differ", _one_rank),
+    Rule("several micro-batches, where schedules differ", _one_micro_batch),
+    Rule("data-parallel ranks, where ZeRO stages differ", _one_replica),
+    Rule("tensor-parallel ranks to share tokens", _one_tensor_rank),
+    Rule(SAME_STAGES, _same_stages),
 )
-"""In the order in which rejections are counted. They need the trainer's rules to hold."""
+"""Strategies of which another one of the grid does the same, or the same better, in the order in which rejections are
+counted. They need the trainer's rules to hold. A value that a flag asks for is never left out for another."""
 
 
 @dataclass
@@ -410,7 +397,7 @@ class SearchCounts:
         ]
 
 
-RULES: tuple[TrainerRule | DuplicateRule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
+RULES = (*TRAINER_RULES, *DUPLICATES)
 
 USES_DEVICES = "parallel sizes multiply to the devices"
 

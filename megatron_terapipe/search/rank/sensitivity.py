@@ -5,14 +5,14 @@ times is priced in closed form; where another one comes first, both are simulate
 measured profile the constants of the roofline decide nothing, and its four factors are moved instead.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.price.batch import StrategyBatch, batch_key
+from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
@@ -87,9 +87,9 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
     simulated = np.array([entry.iteration_time_s for entry in near])
     if isinstance(model.op_times, Roofline):
         moves = list(moves_of(model.efficiency))
-        closed_form = _in_closed_form(near, model)
-        ratio = simulated / closed_form(model.efficiency)
-        times = np.array([closed_form(constants) * ratio for _, _, constants in moves])
+        batches = StrategyBatches([model] * len(near), [entry.strategy for entry in near])
+        ratio = simulated / batches.times(model.efficiency)
+        times = np.array([batches.times(constants) * ratio for _, _, constants in moves])
     else:
         moves = list(moves_of(ProfileFactors()))
         models = [with_constants(model, constants) for _, _, constants in moves]
@@ -135,25 +135,6 @@ def _highest(constants: Any, name: str) -> float:
     """Return what a constant is moved to at most: a share stays one."""
     limits = {each.name: each.metadata.get("most", np.inf) for each in fields(constants)}
     return HIGHEST * float(limits[name])
-
-
-def _in_closed_form(contenders: Sequence[Ranked], model: CostModel) -> Callable[[HardwareEfficiency], Floats]:
-    """Return what gives the seconds [n] of the contenders in closed form, for other constants."""
-    strategies = [entry.strategy for entry in contenders]
-    places: dict[tuple[object, ...], list[int]] = {}
-    for index, strategy in enumerate(strategies):
-        places.setdefault(batch_key(model, strategy), []).append(index)
-    batches = [
-        (rows, StrategyBatch.of([model] * len(rows), [strategies[row] for row in rows])) for rows in places.values()
-    ]
-
-    def times(efficiency: HardwareEfficiency) -> Floats:
-        found = np.empty(len(strategies))
-        for rows, batch in batches:
-            found[rows] = batch.times(efficiency)
-        return found
-
-    return times
 
 
 def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel) -> list[OtherWinner]:

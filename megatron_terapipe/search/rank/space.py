@@ -134,9 +134,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
         case Tried.REST_OF_DEVICES:
             return None
         case Tried.DIVISORS_OF_DEVICES:
-            return _divisors(problem.cluster.num_devices)
+            return divisors(problem.cluster.num_devices)
         case Tried.DIVISORS_OF_BATCH:
-            return _divisors(problem.global_batch_size)
+            return divisors(problem.global_batch_size)
         case Tried.COUNTS_OF_TOKEN_SLICES:
             workload = problem.workload
             if not workload.can_cut_tokens:
@@ -156,9 +156,10 @@ def _shares_of_heads(problem: SearchProblem) -> tuple[int, ...]:
     if not heads or workload.seq_length < LONG_SEQUENCE or not workload.can_cut_tokens:
         return (1,)
     most = gcd(*heads)
-    return tuple(size for size in _divisors(problem.cluster.num_devices) if most % size == 0)
+    return tuple(size for size in divisors(problem.cluster.num_devices) if most % size == 0)
 
 
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, in rising order."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return tuple(sorted({*small, *(number // each for each in small)}))

@@ -42,21 +42,21 @@ def test_every_remedy_makes_it_fit() -> None:
     problem = short(5.6e9, seq_length=2048)
     distance = distance_to_fit(problem, constraints, Pricing)
     assert distance is not None and distance.nearest.fullness > 1
-    kinds = {(each.kind, each.value) for each in distance.remedies}
+    kinds = {(kind, value) for kind, value, _ in distance.remedies}
     assert ("constraint", "tensor_parallel_size") in kinds and "seq_length" in {kind for kind, _ in kinds}
-    for each in distance.remedies:
+    for kind, value, _ in distance.remedies:
         changed, left = problem, constraints
-        if each.kind == "constraint":
-            left = {name: values for name, values in constraints.items() if each.value and name != each.value}
-        elif each.kind == "devices":
-            nodes = problem.cluster.nodes * (int(each.value) // problem.cluster.num_devices)
+        if kind == "constraint":
+            left = {name: values for name, values in constraints.items() if value and name != value}
+        elif kind == "devices":
+            nodes = problem.cluster.nodes * (int(value) // problem.cluster.num_devices)
             changed = replace(problem, cluster=Cluster(nodes=nodes))
-        elif each.kind == "seq_length":
+        elif kind == "seq_length":
             assert problem.workload.config is not None
-            shorter = gpt_workload(replace(problem.workload.config, seq_length=int(each.value)))
+            shorter = gpt_workload(replace(problem.workload.config, seq_length=int(value)))
             changed = replace(problem, workload=shorter)
         else:
-            changed = replace(problem, global_batch_size=int(each.value))
+            changed = replace(problem, global_batch_size=int(value))
         found = search(
             changed,
             all_choices(changed).constrained(left),
@@ -65,7 +65,7 @@ def test_every_remedy_makes_it_fit() -> None:
             effort=0.1,
             refine=False,
         )
-        assert found.entries, each
+        assert found.entries, kind
 
 
 def test_rounded_gradients_of_keys_are_proposed_where_they_decide() -> None:
@@ -82,10 +82,10 @@ def test_rounded_gradients_of_keys_are_proposed_where_they_decide() -> None:
     assert needed[1] < 0.99 * needed[0]
     distance = distance_to_fit(short(sum(needed) / 2, seq_length=LONG_SEQUENCE), constraints, Pricing)
     assert distance is not None and distance.nearest.fullness > 1
-    (remedy,) = (each for each in distance.remedies if each.kind == "key_value_gradients")
-    assert remedy.found.strategy.key_value_gradients == remedy.value == "bf16" and remedy.found.fullness <= 1
+    ((value, found),) = ((value, found) for kind, value, found in distance.remedies if kind == "key_value_gradients")
+    assert found.strategy.key_value_gradients == value == "bf16" and found.fullness <= 1
     too_small = distance_to_fit(short(0.99 * needed[1], seq_length=LONG_SEQUENCE), constraints, Pricing)
-    assert too_small is not None and "key_value_gradients" not in {each.kind for each in too_small.remedies}
+    assert too_small is not None and "key_value_gradients" not in {kind for kind, _, _ in too_small.remedies}
 
 
 def test_stages_that_are_computed_again_may_be_nearest() -> None:

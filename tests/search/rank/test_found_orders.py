@@ -9,7 +9,8 @@ import pytest
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.answer.advice import FOUND_ORDER, Advice, advice_notes, advice_part
+from megatron_terapipe.search.answer.advice import FOUND_ORDER, advice_notes, found_order_part
+from megatron_terapipe.search.answer.json_schema import AdvicePart
 from megatron_terapipe.search.answer.output_files import write_answer
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
 from megatron_terapipe.search.price.cost_model import Pricing
@@ -18,8 +19,8 @@ from megatron_terapipe.search.rank.alternatives import with_found_order
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from tests.search.answer.answers import answer
 from tests.search.problems import small_cluster
-from tests.search.report.answers import answer
 
 LARGE_VOCABULARY = ModelConfig(
     num_layers=8,
@@ -79,16 +80,16 @@ def test_what_does_not_fit_is_not_advised() -> None:
 
 
 def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
-    found, _, problem = found_for()
-    assert found is not None and found.prediction is not None
-    advice = Advice(found_order=found, found_order_saves=0.2)
-    (line,) = advice_notes(advice, problem)
+    found, winner, problem = found_for()
+    assert found is not None
+    winner_s = found.iteration_time_s / 0.8
+    part = found_order_part(found, replace(winner, prediction=replace(winner.price, iteration_time_s=winner_s)))
+    assert part.strategy == found.strategy.to_json() and part.could_save == pytest.approx(0.2)
+    (line,) = advice_notes(AdvicePart.of(found_order=part), problem)
     assert "(--pipeline-schedule optimised --vocabulary-stages) rank 1 takes " in line and ", 20% less: " in line
-    part = advice_part(advice).found_order
-    assert part is not None and part.strategy == found.strategy.to_json() and part.could_save == 0.2
     shown = answer()
-    other = replace(shown.entries[0].strategy, schedule=OPTIMISED)
-    shown = replace(shown, advice=Advice(found_order=replace(found, strategy=other)))
+    other = found_order_part(replace(found, strategy=replace(shown.entries[0].strategy, schedule=OPTIMISED)), winner)
+    shown = replace(shown, advice=AdvicePart.of(found_order=other))
     pricing = Pricing(shown.workload, shown.cluster)
     written = write_answer(str(tmp_path), shown, pricing.cost_model.pipeline_costs)
     folder = tmp_path / FOUND_ORDER

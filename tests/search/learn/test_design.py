@@ -4,7 +4,7 @@ from megatron_terapipe.search.learn.calibration import no_calibration
 from megatron_terapipe.search.learn.cluster_calibrations import propose, propose_strategies
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
-from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD
+from tests.search.learn.synthetic import CLUSTER, STRATEGIES, WORKLOAD
 
 SPREAD = 0.05
 

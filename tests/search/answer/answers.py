@@ -8,6 +8,7 @@ from megatron_terapipe.search.price.prediction import Prediction, RankMemory, Ti
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rules import SearchCounts
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "key_values", "logits", "buffers", "framework")
@@ -57,9 +58,7 @@ def answer(name: str = "tiny") -> Answer:
         data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=4, micro_batch_size=1, global_batch_size=8
     )
     return Answer(
-        workload=workload,
-        cluster=cluster,
-        precision="bf16",
+        problem=SearchProblem(workload=workload, cluster=cluster, global_batch_size=8),
         global_batch_size=8,
         entries=[
             Ranked(rank=1, strategy=best, prediction=prediction(1.0, 0.2, ranks=4)),

@@ -20,7 +20,7 @@ from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from tests.architecture.sources import ROOT as REPOSITORY
 from tests.model.configs import MODELS
-from tests.search.report.answers import answer
+from tests.search.answer.answers import answer
 
 
 def words_of(command: str) -> list[str]:

@@ -9,12 +9,12 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.draw.html import Panel
-from megatron_terapipe.search.answer.answer import rivals
+from megatron_terapipe.search.answer.answer import runners_up
 from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_answer
-from megatron_terapipe.search.answer.page import Extras, render_page
+from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.strategy import Strategy
-from tests.search.documents import read
-from tests.search.report.answers import answer
+from tests.search.answer.answers import answer
+from tests.search.answer.documents import read
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -49,7 +49,7 @@ def test_names_of_files_and_clusters_add_no_script() -> None:
         if found
     ]
     plain, attacked = Nesting(), Nesting()
-    plain.feed(render_page(answer(), Extras()))
+    plain.feed(render_page(answer()))
     attacked.feed(page := render_page(shown, Extras(command=ATTACK, panels=panels, panels_note=ATTACK)))
     assert not attacked.open and "script" not in attacked.seen and "img" not in attacked.seen
     assert page.count(ATTACK) == 0
@@ -95,7 +95,7 @@ def test_long_cuts_are_shown_whole() -> None:
     first, second, _ = shown.entries
     lengths = tuple(range(400, 0, -2))
     cut = replace(first, strategy=replace(first.strategy, num_token_slices=len(lengths), token_slices=lengths))
-    page = render_page(replace(shown, entries=[cut, second]), Extras())
+    page = render_page(replace(shown, entries=[cut, second]))
     assert f"<td>{', '.join(map(str, lengths))}</td>" in page
 
 
@@ -111,7 +111,7 @@ def test_the_page_has_a_style_for_paper_and_for_phones() -> None:
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
-    page = render_page(answer(), Extras())
+    page = render_page(answer())
     times = page[page.index("Where an iteration goes") : page.index("Memory of each")]
     rows = times.split('class="row"')[1:]
     sums = [sum(map(float, re.findall(r"width:([\d.]+)%", row))) for row in rows]
@@ -121,7 +121,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
 
 
 def test_memory_bars_mark_what_the_device_has() -> None:
-    page = render_page(answer(), Extras())
+    page = render_page(answer())
     memory = page[page.index("Memory of each") : page.index("What was rejected")]
     assert memory.count('class="limit" style="left:100.000%"') == 4
     assert "8 GB of 85.2 GB" in memory
@@ -130,7 +130,7 @@ def test_memory_bars_mark_what_the_device_has() -> None:
 def test_a_page_without_a_winner() -> None:
     shown = answer()
     shown = replace(shown, entries=shown.entries[2:])
-    page = render_page(shown, Extras())
+    page = render_page(shown)
     assert "No strategy can run" in page
     assert "What was rejected" in page
 
@@ -173,11 +173,11 @@ def test_a_runner_up_that_is_a_twin_is_not_the_only_one_to_be_compared() -> None
     shown = answer()
     first, twin, _ = shown.entries
     other = replace(first, rank=3, strategy=replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4))
-    assert rivals([first]) == []
-    assert rivals([first, twin]) == [twin]
-    assert rivals([first, other, twin]) == [other]
-    assert rivals([first, twin, other]) == [twin, other]
-    page = render_page(replace(shown, entries=[first, twin, other]), Extras())
+    assert runners_up([first]) == []
+    assert runners_up([first, twin]) == [twin]
+    assert runners_up([first, other, twin]) == [other]
+    assert runners_up([first, twin, other]) == [twin, other]
+    page = render_page(replace(shown, entries=[first, twin, other]))
     assert "Why it wins over the runner-up" in page
     assert "Why it wins over the best of another kind" in page
     assert "<th>rank 3</th>" in page

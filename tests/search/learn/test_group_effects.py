@@ -29,13 +29,13 @@ def solve(rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
 def test_a_group_that_was_not_seen_is_predicted_as_by_another_fit() -> None:
     everything = list(range(12))
     errors = OBSERVED - SLOPES @ solve(everything)[0]
-    unseen = GroupEffects(GROUPS, SHARE, OFFSET).unseen(errors, SLOPES, VARIANCES, WIDTHS)
+    unseen_errors, variances = GroupEffects(GROUPS, SHARE, OFFSET).unseen(errors, SLOPES, VARIANCES, WIDTHS)
     for group in range(4):
         rows = [index for index in everything if GROUPS[index] == group]
         found, covariance = solve([index for index in everything if GROUPS[index] != group])
-        assert unseen.errors[rows] == pytest.approx(OBSERVED[rows] - SLOPES[rows] @ found)
+        assert unseen_errors[rows] == pytest.approx(OBSERVED[rows] - SLOPES[rows] @ found)
         of_another = covariance + np.diag((SHARE * WIDTHS) ** 2)
-        assert unseen.variances[rows] == pytest.approx(np.diag(SLOPES[rows] @ of_another @ SLOPES[rows].T) + OFFSET**2)
+        assert variances[rows] == pytest.approx(np.diag(SLOPES[rows] @ of_another @ SLOPES[rows].T) + OFFSET**2)
 
 
 def test_precision_and_whitening_agree() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.trial_runs import SOURCE, Journal, explicit
-from megatron_terapipe.search.learn.cluster_calibrations import PRIOR, calibrate_on_profile, factor_slopes
+from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile
 from megatron_terapipe.search.learn.trials import Trial, trial_line
 from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
@@ -24,7 +24,7 @@ from megatron_terapipe.search.price.profile_times import MeasuredProfile, measur
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.documents import checked
+from tests.search.answer.documents import checked
 from tests.search.op_times.profiles import MODEL, profile
 
 CLUSTER = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "test")[0]
@@ -135,8 +135,8 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
 
 def test_intervals_hold_the_measurements_and_are_wider_where_trials_scatter() -> None:
     calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
-    slopes = factor_slopes(model(PROFILE, calm.factors), STRATEGIES)
-    assert slopes.shape == (len(STRATEGIES), len(PRIOR.names)) and calm.intervals.parameter_names == PRIOR.names
+    slopes = calm.slopes(model(PROFILE, calm.factors), STRATEGIES)
+    assert slopes.shape == (len(STRATEGIES), len(FACTORS.names)) and calm.intervals.parameter_names == FACTORS.names
     # Everything that takes time belongs to a factor, but for the latency of links.
     assert slopes.sum(axis=1) == pytest.approx(1, abs=0.06)
     assert (calm.intervals.half_width(slopes) > errors(calm.factors)).all()
@@ -224,7 +224,7 @@ def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture
         widths.append(np.mean([np.log(one["interval_s"][1] / one["interval_s"][0]) for one in predicted]))
     assert widths[1] < 0.7 * widths[0]
     found = calibrate_on_profile(trials(), PROFILE)
-    expected = found.intervals.half_width(factor_slopes(model(PROFILE, found.factors), STRATEGIES))
+    expected = found.intervals.half_width(found.slopes(model(PROFILE, found.factors), STRATEGIES))
     assert widths[1] == pytest.approx(2 * expected.mean(), rel=0.01)
     assert main([*words, "--calibrate", files["trials.jsonl"]]) == 0
     assert "ops take 1.3" in " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,7 @@ from megatron_terapipe.search.learn.cluster_calibrations import (
 )
 from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
-from tests.search.trials.synthetic import CLUSTER, STRATEGIES, a100s, measured
+from tests.search.learn.synthetic import CLUSTER, STRATEGIES, a100s, measured
 
 DEVICE = CLUSTER.nodes[0].device.name
 

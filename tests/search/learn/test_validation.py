@@ -11,15 +11,14 @@ from megatron_terapipe.search.learn.scores import naive_memory_bytes, naive_time
 from megatron_terapipe.search.learn.trials import trial_line
 from megatron_terapipe.search.learn.validation import (
     LEFT_OUT,
-    LEFT_OUT_IN_WORDS,
     deal_groups,
-    leave_out,
+    folds_of,
     predict_in_folds,
     predict_trials,
     validation_document,
 )
 from megatron_terapipe.strategy import Strategy
-from tests.search.trials.synthetic import STRATEGIES, WORKLOAD, failed, measured
+from tests.search.learn.synthetic import STRATEGIES, WORKLOAD, failed, measured
 
 MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 51200}
 CLUSTER = {"device": "A100-SXM4-80GB", "devices_per_node": 8, "num_devices": 8, "intra_node_GBps": 300}
@@ -117,8 +116,8 @@ def test_where_nothing_is_fitted_it_is_said(tmp_path: Path, capsys: pytest.Captu
 
 def test_folds_may_leave_out_sizes() -> None:
     trials = measured(STRATEGIES[:3])
-    assert leave_out(trials, "hidden_size") == [2048] * 3 and leave_out(trials, "devices") == [16] * 3
-    assert len(set(leave_out(trials, "layers"))) == 1
+    assert folds_of(trials, None, "hidden_size") == [2048] * 3 and folds_of(trials, None, "devices") == [16] * 3
+    assert len(set(folds_of(trials, None, "layers") or ())) == 1
     assert [one.calibration.num_trials for one in predict_in_folds(trials, [1, 2, 2])] == [2, 1, 1]
 
 
@@ -184,4 +183,3 @@ def test_the_flag_and_the_table_name_all_that_can_be_left_out(
 ) -> None:
     path = write_trials(tmp_path / "trials.jsonl", {1: 3.0, 2: 2.5})
     assert main(["validate", "--trials", path, "--leave-out", name]) == 0
-    assert set(LEFT_OUT_IN_WORDS) == set(LEFT_OUT)

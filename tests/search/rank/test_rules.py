@@ -10,7 +10,7 @@ from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable, host_copies
 from megatron_terapipe.search.price.stages import pipeline_shape
-from megatron_terapipe.search.rank.rules import DUPLICATE_RULES, TRAINER_RULES, SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.rank.rules import DUPLICATES, TRAINER_RULES, SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.space import all_choices
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
@@ -95,7 +95,7 @@ def test_ranks_fit_the_devices() -> None:
 
 
 def test_rules_have_names_of_their_own() -> None:
-    names = [rule.name for rule in (*TRAINER_RULES, *DUPLICATE_RULES)]
+    names = [rule.name for rule in (*TRAINER_RULES, *DUPLICATES)]
     assert len(set(names)) == len(names)
 
 

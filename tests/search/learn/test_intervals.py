@@ -14,14 +14,14 @@ from megatron_terapipe.search.learn.calibration import (
     no_calibration,
     uncalibrated,
 )
-from megatron_terapipe.search.learn.cluster_calibrations import calibrated_slopes
-from megatron_terapipe.search.learn.fit import GroupEffects, strategy_sensitivities
+from megatron_terapipe.search.learn.fit import GroupEffects
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.strategy import Strategy
-from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD, measured
+from tests.search.learn.synthetic import CLUSTER, STRATEGIES, WORKLOAD, measured
 
 
 def test_a_quantile_holds_new_scores_as_often_as_it_says() -> None:
@@ -55,7 +55,7 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
     unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
 
     def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
-        return found.intervals.interval_s(time_s, calibrated_slopes(found, priced_by, [strategy]))
+        return found.intervals.interval_s(time_s, found.slopes(priced_by, [strategy]))
 
     inside = []
     for trial in trials[1::2]:
@@ -73,7 +73,7 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
 def test_slopes_say_what_a_time_depends_on() -> None:
     model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
     names = ("gemm_efficiency", "transfer_s", "iteration_s")
-    slopes = strategy_sensitivities(model, STRATEGIES, model.efficiency, names)
+    slopes = StrategyBatches([model] * len(STRATEGIES), STRATEGIES).slopes(model.efficiency, names)
     assert slopes.shape == (len(STRATEGIES), 3)
     assert (slopes[:, 0] < 0).all() and (slopes[:, 2] > 0).all()
     alone = [strategy.pipeline_parallel_size == 1 for strategy in STRATEGIES]
@@ -87,7 +87,7 @@ def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
     def half_width(name: str) -> float:
         nodes = tuple(replace(node, device=device(name)) for node in CLUSTER.nodes)
         found = no_calibration(replace(CLUSTER, nodes=nodes))
-        return float(found.intervals.half_width(calibrated_slopes(found, model, STRATEGIES[:1]))[0])
+        return float(found.intervals.half_width(found.slopes(model, STRATEGIES[:1]))[0])
 
     assert half_width("A100") == half_width("H100") < half_width("V100") == half_width("T4")
 

@@ -23,6 +23,7 @@ from megatron_terapipe.search.answer.trial_runs import (
 from megatron_terapipe.search.machine.cluster import Cluster, cluster_document
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=256)
@@ -41,7 +42,8 @@ def cluster(document: object = MIXED) -> Cluster:
 
 
 def journal(path: Path) -> Journal:
-    return Journal(path=path, workload=WORKLOAD, cluster=cluster(), precision="fp16", batch=8)
+    problem = SearchProblem(workload=WORKLOAD, cluster=cluster(), precision="fp16", global_batch_size=8)
+    return Journal(path=path, problem=problem)
 
 
 def metrics(path: Path, times: list[float], peaks: list[int]) -> Path:
@@ -114,7 +116,7 @@ def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
     assert (done.strategy, done.cluster, done.precision) == (explicit(first, WORKLOAD), cluster(), "fp16")
     assert done.workload.layers == WORKLOAD.layers
     assert (failed.iteration_time_s, failed.out_of_memory) == (None, True)
-    other = replace(mine, batch=16)
+    other = replace(mine, problem=replace(mine.problem, global_batch_size=16))
     assert list(other.missing([first])) == [first]
 
 

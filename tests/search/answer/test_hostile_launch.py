@@ -13,7 +13,7 @@ from megatron_terapipe.search.answer.output_files import Launch, launch_of
 from megatron_terapipe.search.machine.cluster_files import read_cluster
 from megatron_terapipe.search.machine.launcher import check_remote_words, variables
 from tests.end_to_end.conftest import SECRETS
-from tests.search.report.answers import answer
+from tests.search.answer.answers import answer
 
 OPTION = "-oProxyCommand=touch${IFS}hit"
 HOSTILE = [

@@ -14,8 +14,8 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.documents import checked
-from tests.search.report.answers import answer
+from tests.search.answer.answers import answer
+from tests.search.answer.documents import checked
 
 LAUNCH = LaunchPart(command="deepspeed ...", files=["out/ranking.json"], why_not=None)
 

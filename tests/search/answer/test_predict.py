@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.search.__main__ import main
-from tests.search.documents import read
+from tests.search.answer.documents import read
 
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}
 CLUSTER = {"nodes": [{"count": 2, "device": "A100-SXM4-40GB", "devices": 2}]}

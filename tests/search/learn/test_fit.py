@@ -73,7 +73,7 @@ def errors(efficiency: HardwareEfficiency) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def fitted() -> FittedEfficiency:
-    return fit_efficiency(Sample.of(trials(sizes=(1, 2, 4))))
+    return fit_efficiency(Sample(trials(sizes=(1, 2, 4))))
 
 
 def test_strategies_that_nobody_measured_are_predicted(fitted: FittedEfficiency) -> None:
@@ -97,14 +97,14 @@ def test_constants_are_found_and_are_surer_than_before(fitted: FittedEfficiency)
 
 
 def test_eight_trials_already_help() -> None:
-    few = fit_efficiency(Sample.of(trials()[::2][:8]))
+    few = fit_efficiency(Sample(trials()[::2][:8]))
     assert errors(few.efficiency).mean() < 0.4 * errors(HardwareEfficiency()).mean()
 
 
 def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
     spoilt = trials()
     spoilt[5] = replace(spoilt[5], iteration_time_s=5 * (spoilt[5].iteration_time_s or 1.0))
-    assert errors(fit_efficiency(Sample.of(spoilt)).efficiency).mean() < 0.05
+    assert errors(fit_efficiency(Sample(spoilt)).efficiency).mean() < 0.05
 
 
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
@@ -112,26 +112,25 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     slow = strategies((1,))[0]
     time = CostModel(GPT, CLUSTER, software=MEGATRON_LM).predict_time(slow).iteration_time_s
     harmless = measured(slow, None, longer_than_s=0.1 * time)
-    assert fit_efficiency(Sample.of([harmless])).efficiency == HardwareEfficiency()
+    assert fit_efficiency(Sample([harmless])).efficiency == HardwareEfficiency()
     telling = measured(slow, None, longer_than_s=1.5 * time)
     assert (
-        CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=fit_efficiency(Sample.of([telling])).efficiency)
+        CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=fit_efficiency(Sample([telling])).efficiency)
         .predict_time(slow)
         .iteration_time_s
         > 1.2 * time
     )
     failed = measured(slow, None)
-    assert len(Sample.of([*known, failed])) == len(known)
+    assert len(Sample([*known, failed])) == len(known)
 
 
 def test_without_trials_it_is_what_was_known_before() -> None:
-    nothing = fit_efficiency(Sample.of([]))
+    nothing = fit_efficiency(Sample([]))
     assert nothing.efficiency == HardwareEfficiency()
     assert np.sqrt(np.diag(nothing.covariance)) == pytest.approx(PRIOR.widths)
 
 
 def test_trials_of_equal_models_share_what_is_computed() -> None:
-    sample = Sample.of(trials())
+    sample = Sample(trials())
     assert len({id(model) for model in sample.models}) == 1
-    assert sorted(np.concatenate([rows for _, rows in sample.batches]).tolist()) == list(range(len(sample)))
     assert sample.simulated_ratio(TRUTH) == pytest.approx(1, abs=0.1)

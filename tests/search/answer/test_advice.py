@@ -1,0 +1,233 @@
+"""The advice in words and as JSON: fewer devices, headroom, sensitivity, distance to fit, MFU, ZeRO-3 with Ulysses."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_terapipe.devices import GENERATION_NAMES
+from megatron_terapipe.search.answer.advice import (
+    advice_notes,
+    distance_part,
+    distance_text,
+    fewer_devices_part,
+    rival_note,
+    rival_part,
+)
+from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.json_schema import (
+    AdvicePart,
+    FewerDevicesPart,
+    OtherWinnerPart,
+    RivalPart,
+    SensitivityPart,
+    TooFullPart,
+)
+from megatron_terapipe.search.answer.utilisation import PUBLISHED, best_published, check_utilization
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.alternatives import on_fewer_devices
+from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, nearest_to_fitting
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.rivals import best_rival
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.rank.space import SearchProblem, all_choices
+from megatron_terapipe.strategy import Strategy
+from tests.search.problems import FAST, SLOW, node, small_cluster, small_problem
+
+CONSTRAINTS = {"schedule": ("1f1b",), "num_token_slices": (1,), "recompute": ("none",), "num_model_chunks": (1,)}
+PLAIN = Strategy(data_parallel_size=4, global_batch_size=8)
+
+
+def parts_for(problem: SearchProblem) -> list[FewerDevicesPart]:
+    def pricing_on(part: Cluster) -> Pricing:
+        return Pricing(problem.workload, part)
+
+    winner = search(problem, all_choices(problem).constrained(CONSTRAINTS), pricing_on, top=1).entries[0]
+    found = on_fewer_devices(winner, problem, CONSTRAINTS, pricing_on)
+    for part, entry in found:
+        # It is a strategy for the part, at the price that it has there.
+        assert entry.strategy.world_size == part.num_devices
+        assert pricing_on(part).predict(entry.strategy).iteration_time_s == pytest.approx(entry.iteration_time_s)
+    return [fewer_devices_part(part, entry, winner, problem.cluster) for part, entry in found]
+
+
+def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
+    useless = replace(SLOW, half_flops=2e12, memory_bandwidth=20e9)
+    for device, network, said in ((useless, 0.05e9, True), (replace(FAST, name="other"), 400e9, False)):
+        cluster = Cluster(nodes=(node("a", FAST, network=network), node("b", device, network=network)))
+        problem = small_problem(cluster, global_batch_size=64)
+        notes = advice_notes(AdvicePart.of(fewer_devices=parts_for(problem)), problem)
+        assert bool(notes) == said, notes
+        if notes:
+            assert "on 2 of the 4 devices, without the nodes of slow, an iteration takes " in notes[0]
+            assert notes[0].endswith("add --devices-at-most 2 to rank them")
+
+
+def test_equal_nodes_behind_a_slow_link_are_worse_than_one_of_them() -> None:
+    for network, faster in ((0.02e9, True), (400e9, False)):
+        nodes = tuple(node(f"host{index}", network=network) for index in range(4))
+        problem = small_problem(Cluster(nodes=nodes), global_batch_size=64)
+        found = parts_for(problem)
+        notes = advice_notes(AdvicePart.of(fewer_devices=found), problem)
+        assert any(note.startswith("FEWER DEVICES ARE FASTER: on 2 of the 8 devices") for note in notes) == faster
+        assert all(part.cost_ratio == pytest.approx(part.time_ratio * part.num_devices / 8) for part in found)
+        if faster:
+            assert [part.num_devices for part in found] == [4, 2]
+
+
+def full(could_save: float) -> TooFullPart:
+    return TooFullPart(strategy=PLAIN, iteration_time_s=1.0, left_free=0.0217, could_save=could_save)
+
+
+def decided(*changes: OtherWinnerPart, nearest: OtherWinnerPart | None = None, contenders: int = 6) -> SensitivityPart:
+    return SensitivityPart(changes=list(changes), nearest=nearest, num_constants=25, num_contenders=contenders)
+
+
+def other(constant: str, change: float, regret: float, *, is_memory: bool = False) -> OtherWinnerPart:
+    return OtherWinnerPart(constant=constant, change=change, strategy=PLAIN, regret=regret, is_memory=is_memory)
+
+
+NETWORK = other("network_efficiency", -0.1, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("advice", "said"),
+    [
+        (
+            {"too_full": full(0.03)},
+            ("leaves 2.2% of a device", "the 5 % asked", "--memory-headroom 0.021", "saves 3.0%"),
+        ),
+        ({"too_full": full(0.004)}, ()),
+        (
+            {"sensitivity": decided(NETWORK, other("activation_factor", 0.1, 0.01, is_memory=True))},
+            (
+                "network_efficiency (share of a network card that collectives reach) 10% lower",
+                "takes 2.0% longer; so do activation_factor +10% (1.0%)",
+            ),
+        ),
+        (
+            {"sensitivity": decided(other("network_efficiency", -0.1, 0.004))},
+            ("no constant that is 10% off makes rank 1 more than 0.4% slower than another strategy",),
+        ),
+        ({"sensitivity": decided(contenders=1)}, ()),
+        (
+            {"sensitivity": decided(nearest=other("network_efficiency", 0.3, 0.0))},
+            ("no constant that is 10% off changes the winner (25 constants, 6 strategies)", "30% higher"),
+        ),
+    ],
+)
+def test_notes(advice: dict[str, object], said: tuple[str, ...]) -> None:
+    notes = advice_notes(AdvicePart.of(**advice), small_problem())
+    assert len(notes) == bool(said)
+    assert all(words in notes[0] for words in said), notes
+
+
+def test_what_is_missing_and_what_would_make_it_fit() -> None:
+    problem = small_problem(small_cluster(device=replace(FAST, memory_bytes=1e9)))
+    nearest = nearest_to_fitting(problem, {}, Pricing)
+    assert nearest is not None
+    part = distance_part(DistanceToFit(nearest, [
+        ("devices", 8, nearest), ("seq_length", 256, nearest), ("key_value_gradients", "bf16", nearest),
+        ("constraint", "recompute", nearest), ("constraint", "", nearest)]))  # fmt: skip
+    text = distance_text(part, problem)
+    assert "of 950 MB that a fast has (5 % kept free); it would fit with 8 such devices (4 nodes) or " in text
+    assert "or --seq-length 256 or --key-value-gradients bf16 or --recompute free or devices of " in text
+    (note,) = advice_notes(AdvicePart.of(distance_to_fit=part), problem)
+    assert "framework 3.5 GB" in note and note.endswith("of 950 MB")
+    assert part.memory["total"] == pytest.approx(nearest.memory.total)
+
+
+WORKLOAD = read_workload("gpt3-6.7b", {})
+ONE_NODE = parse_cluster({"nodes": [{"device": "A100-80GB", "devices": 8}]}, "cluster")[0]
+STRATEGY = Strategy(data_parallel_size=1, tensor_parallel_size=8, micro_batch_size=4, global_batch_size=64)
+
+
+def test_one_node_and_several_have_their_own_published_figures() -> None:
+    assert set(PUBLISHED) <= set(GENERATION_NAMES)
+    assert all(0.3 < several.share <= one.share < 0.7 for one, several in PUBLISHED.values())
+    assert best_published(ONE_NODE) == PUBLISHED["ampere"][0]
+    several, mixed = (
+        parse_cluster({"nodes": [{"device": name, "devices": 8} for name in names]}, "cluster")[0]
+        for names in (("A100-80GB", "A100-40GB"), ("A100-80GB", "H100"))
+    )
+    assert best_published(several) == PUBLISHED["ampere"][1]
+    assert best_published(mixed) is None
+
+
+def test_a_time_that_nobody_reached_is_doubted() -> None:
+    pricing = Pricing(WORKLOAD, ONE_NODE)
+    believable = Ranked(strategy=STRATEGY, prediction=pricing.predict(STRATEGY))
+    assert check_utilization(believable, pricing.cost_model) is None
+
+    perfect = replace(
+        pricing.cost_model.efficiency, gemm_efficiency=1.0, memory_efficiency=1.0, inside_efficiency=1.0, gemm_area=1.0,
+        launch_s=1e-7, gemm_depth=1.0,
+    )  # fmt: skip
+    strategy = replace(STRATEGY, data_parallel_size=8, tensor_parallel_size=1)
+    fast = Pricing(WORKLOAD, ONE_NODE, efficiency=perfect)
+    check = check_utilization(Ranked(strategy=strategy, prediction=fast.predict(strategy)), fast.cost_model)
+    assert check is not None and check.predicted > check.published + 0.03
+    assert (check.constant, check.value) == ("gemm_efficiency", 1.0) and check.needed is not None
+    # With the value that is named, the same strategy has the published utilisation.
+    honest = Pricing(WORKLOAD, ONE_NODE, efficiency=replace(perfect, gemm_efficiency=check.needed))
+    time_s = honest.predict(strategy).iteration_time_s
+    used = flops_utilization(strategy, WORKLOAD, ONE_NODE, time_s, "bf16", causal=True)
+    assert used == pytest.approx(check.published_causal, rel=0.02)
+    (note,) = advice_notes(AdvicePart.of(utilization=check), small_problem())
+    assert "the best published for such devices is 64%" in note and "gemm_efficiency" in note
+
+
+def test_long_sequences_are_compared_with_causal_attention() -> None:
+    pricing = Pricing(read_workload("gpt3-6.7b", {"seq_length": 131072}), ONE_NODE)
+    strategy = replace(STRATEGY, micro_batch_size=1, global_batch_size=4)
+    check = check_utilization(Ranked(strategy=strategy, prediction=pricing.predict(strategy)), pricing.cost_model)
+    assert check is not None and check.predicted > check.published + 0.03 > check.predicted_causal
+    # No constant is in doubt: the usual count has scores that nobody computes.
+    assert check.constant is None and check.value is None and check.needed is None
+    (note,) = advice_notes(AdvicePart.of(utilization=check), small_problem())
+    assert note.endswith("compare the causal MFU")
+
+
+def test_causal_shares_are_those_of_the_shapes() -> None:
+    runs = {
+        "MPT-7B": (32, 4096, 2048, 24 * 4096**2, 50432),
+        "a GPT of 1T": (128, 25600, 2048, 24 * 25600**2, 51200),
+        "Nemotron-4 15B": (32, 6144, 4096, 2 * 6144 * (2 * 6144 + 2 * 1024) + 4 * 6144 * 24576, 256000),
+    }
+    for published in {each for both in PUBLISHED.values() for each in both}:
+        for name, (layers, hidden, tokens, products, vocab) in runs.items():
+            if published.run.startswith(name):
+                whole = layers * (products + 4 * tokens * hidden) + 2 * hidden * vocab
+                causal = whole - layers * 2 * tokens * hidden
+                assert published.causal_share == pytest.approx(published.share * causal / whole, abs=0.001)
+
+
+DGX: Cluster = parse_cluster({"nodes": [{"machine": "dgx-h100", "count": 2}]}, "c.json")[0]
+LONG = Pricing(read_workload("llama3-8b", {"seq_length": 131072}), DGX)
+
+
+def rival(seconds: float | None = None, *, needs: float = 1.0) -> RivalPart:
+    """A rival beside a winner of so many seconds, which needs so many times its memory."""
+    found = best_rival(LONG, 1)
+    assert found is not None
+    found = replace(found, memory=replace(found.memory, working=needs * found.memory.working))
+    winner = None
+    if seconds is not None:
+        strategy = Strategy(tensor_parallel_size=8, pipeline_parallel_size=2, micro_batch_size=1, global_batch_size=1)
+        winner = Ranked(strategy=strategy, prediction=replace(LONG.predict(strategy), iteration_time_s=seconds))
+    return rival_part(found, winner, LONG.workload, DGX)
+
+
+def test_a_rival_is_advised_where_it_fits_and_is_faster() -> None:
+    slower, note = rival(1.0), rival_note(rival(1.0), 16)
+    assert note.startswith("ZeRO-3 with Ulysses over 16 ranks (DeepSpeed's ALST) would take ")
+    assert f"(predicted), {slower.time_ratio:.3g} times as long as rank 1; it fits, with " in note
+    assert "without a pipeline" not in note and slower.why_not is None
+    assert sum(slower.breakdown.values()) == pytest.approx(slower.iteration_time_s) == slower.time_ratio
+    assert slower.mfu_causal is not None and 0.1 < slower.mfu_causal < 0.5
+    for better in (rival(100.0), rival()):
+        assert rival_note(better, 16).endswith(": train this model without a pipeline")
+    full = rival(1.0, needs=100.0)
+    assert f"; it does not fit, because {full.why_not}" in rival_note(full, 16) and full.why_not is not None

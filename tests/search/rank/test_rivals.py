@@ -1,0 +1,169 @@
+"""ZeRO 3 with Ulysses: its settings, its seconds, and its prices beside runs that others published.
+
+Runs are lines of `published_long_sequences.jsonl`, with their sources; `checked` says whether the source was read, or
+the figure is from memory. A GB of a recipe's comment is 2^30 bytes, as DeepSpeed prints it. One constant is fitted to
+them: bytes of the host for a parameter.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.machine.trainers import ALST
+from megatron_terapipe.search.price.cost_model import CostModel, Pricing
+from megatron_terapipe.search.price.memory import default_overheads
+from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.rivals import (
+    Rival,
+    RivalMemory,
+    RivalSettings,
+    RivalTimes,
+    all_settings,
+    best_rival,
+    rival_memory,
+    rival_of,
+)
+from megatron_terapipe.search.rank.space import SearchProblem
+from tests.search.problems import small_cluster, small_problem
+
+LINES = Path(__file__).parent.joinpath("published_long_sequences.jsonl").read_text(encoding="utf-8").splitlines()
+RUNS: dict[str, dict[str, Any]] = {line["id"]: line for line in map(json.loads, LINES)}
+ONE = RivalSettings(sequence_parallel_size=1, data_parallel_size=1, micro_batch_size=1, num_micro_batches=1)
+
+
+def with_measured(name: str) -> list[str]:
+    """The names of the runs that measured something."""
+    return [each for each, run in RUNS.items() if name in run["measured"]]
+
+
+def workload_of(name: str) -> Workload:
+    return read_workload(RUNS[name]["model"], {"seq_length": RUNS[name]["seq_length"]})
+
+
+def cluster_of(name: str) -> Cluster:
+    return parse_cluster(RUNS[name]["cluster"], name)[0]
+
+
+def settings_of(name: str) -> RivalSettings:
+    on_host = tuple(each for each in ("checkpoints", "optimizer", "weights") if RUNS[name][f"offloads_{each}"])
+    return replace(ONE, sequence_parallel_size=RUNS[name]["sequence_parallel_size"], on_host=on_host)
+
+
+def memory_of(name: str, seq_length: int | None = None) -> RivalMemory:
+    """The predicted bytes, with a sequence of another length."""
+    workload, cluster, settings = workload_of(name), cluster_of(name), settings_of(name)
+    if seq_length is not None:
+        layers = tuple(replace(layer, tokens=seq_length) for layer in workload.layers)
+        workload = replace(workload, layers=layers, seq_length=seq_length)
+    ranks = min(max(node.num_devices for node in cluster.nodes), settings.num_ranks)
+    return rival_memory(workload, settings, default_overheads(cluster, ALST), ranks)
+
+
+def fits(name: str, seq_length: int | None = None) -> bool:
+    memory, cluster = memory_of(name, seq_length), cluster_of(name)
+    usable = default_overheads(cluster, ALST).usable_share * min(node.device.memory_bytes for node in cluster.nodes)
+    return memory.device <= usable and memory.host <= min(node.host.memory_bytes for node in cluster.nodes)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_published_run_is_predicted_to_fit(name: str) -> None:
+    assert fits(name)
+
+
+@pytest.mark.parametrize("name", with_measured("longest"))
+def test_longest_sequences_are_at_most_a_quarter_longer(name: str) -> None:
+    fitting, too_long = 1024, 2**30
+    while too_long > 1.01 * fitting:
+        middle = (fitting + too_long) // 2
+        fitting, too_long = (middle, too_long) if fits(name, middle) else (fitting, middle)
+    assert 1 <= fitting / RUNS[name]["seq_length"] <= 1.25
+
+
+@pytest.mark.parametrize("name", with_measured("device_gib"))
+def test_memory_of_devices(name: str) -> None:
+    assert memory_of(name).device == pytest.approx(RUNS[name]["measured"]["device_gib"] * 2**30, rel=0.05)
+
+
+@pytest.mark.parametrize("name", with_measured("iteration_time_s"))
+def test_times(name: str) -> None:
+    predicted = RivalTimes(Pricing(workload_of(name), cluster_of(name)).cost_model).price(settings_of(name)).total
+    assert predicted == pytest.approx(RUNS[name]["measured"]["iteration_time_s"], rel=0.15)
+
+
+def h100(nodes: int, **host: str) -> Cluster:
+    return parse_cluster({"nodes": [{"machine": "dgx-h100", "count": nodes, "host": host}]}, "c.json")[0]
+
+
+def best(model: str, seq_length: int, nodes: int, **host: str) -> Rival:
+    found = best_rival(Pricing(read_workload(model, {"seq_length": seq_length}), h100(nodes, **host)), 1)
+    assert found is not None
+    return found
+
+
+def test_ranks_divide_heads_tokens_and_the_batch() -> None:
+    workload = read_workload("llama3-8b", {"seq_length": 131072})
+    tried = list(all_settings(workload, 256, 4))
+    # 32 heads, 4 sequences: 128 of 256 devices, and no fewer.
+    assert {(each.sequence_parallel_size, each.data_parallel_size) for each in tried} == {(32, 4)}
+    assert {each.num_sequences for each in tried} == {4}
+    assert {each.sequence_parallel_size for each in all_settings(workload, 24, 24)} == {1, 2, 4, 8}
+
+
+def test_free_memory_is_used_before_the_host_and_else_the_nearest_to_fitting_is_chosen() -> None:
+    assert best("llama3-8b", 131072, 1).settings.on_host == ()
+    long = best("llama3-8b", 2_000_000, 1)
+    assert long.fits and "checkpoints" in long.settings.on_host
+    full = best("llama3-70b", 1_048_576, 1, memory="500 GB")
+    assert not full.fits and full.time.total > 0
+
+
+@pytest.mark.parametrize(
+    ("length", "precision", "priced"), [(16384, "bf16", 0), (32768, "bf16", 1), (32768, "fp16", 0)]
+)
+def test_only_long_sequences_in_bf16_have_a_rival(length: int, precision: str, priced: bool) -> None:
+    workload = read_workload("llama3-8b", {"seq_length": length})
+    problem = SearchProblem(workload=workload, cluster=h100(1), global_batch_size=1, precision=precision)
+    assert (rival_of(problem, Pricing(workload, problem.cluster, precision=precision)) is not None) == priced
+
+
+@pytest.fixture(scope="module")
+def times() -> RivalTimes:
+    workload = small_problem(seq_length=65536, hidden_size=1024).workload
+    return RivalTimes(CostModel(workload, small_cluster(2, num_devices=4)))
+
+
+def test_ranks_divide_the_work(times: RivalTimes) -> None:
+    alone, shared = times.price(ONE), times.price(replace(ONE, sequence_parallel_size=8))
+    assert alone.exchange_s == 0 < shared.exchange_s
+    # Gradients of weights are added up on every rank, whatever its tokens.
+    assert alone.compute_s / 8 < shared.compute_s < 1.2 * alone.compute_s / 8
+    assert alone.total == pytest.approx(alone.compute_s, rel=0.02)
+    # Half of the bytes of four ranks leave over one card; inside, three quarters of those of one rank over its link.
+    assert shared.exchange_s > 4 * times.price(replace(ONE, sequence_parallel_size=4)).exchange_s
+
+
+def test_a_sequence_twice_as_long_takes_four_times_as_long_in_attention() -> None:
+    short, long = (
+        RivalTimes(
+            CostModel(small_problem(seq_length=length, hidden_size=1024).workload, small_cluster(1, num_devices=4))
+        )
+        .price(replace(ONE, sequence_parallel_size=4))
+        .total
+        for length in (2**20, 2**21)
+    )
+    assert 3.8 < long / short < 4
+
+
+def test_copies_to_the_host_take_time(times: RivalTimes) -> None:
+    kept = times.price(replace(ONE, sequence_parallel_size=4))
+    on_host = ("checkpoints", "optimizer", "weights")
+    offloaded = times.price(replace(ONE, sequence_parallel_size=4, on_host=on_host))
+    assert kept.copy_s == 0 < offloaded.copy_s
+    assert kept.optimizer_s < offloaded.optimizer_s and kept.gather_s < offloaded.gather_s
+    assert kept.compute_s == offloaded.compute_s
