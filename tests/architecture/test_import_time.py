@@ -27,6 +27,7 @@ LIGHT = (
     "megatron_terapipe.run_report.__main__",
     "megatron_terapipe.run_report.own_report",
     "megatron_terapipe.search.__main__",
+    "megatron_terapipe.search.answer.flags",
     "megatron_terapipe.doctor.__main__",
     "megatron_terapipe.doctor.probe",
     "pretrain_gpt",

@@ -13,7 +13,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.planning import cost_model_of, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer import slices_command
-from megatron_terapipe.search.answer.flags import cluster_of, model_of
+from megatron_terapipe.search.answer.flags import problem_of
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
@@ -108,8 +108,8 @@ def test_an_optimised_order_is_found_for_the_same_costs(case: Case, tmp_path: Pa
     parser = argparse.ArgumentParser()
     slices_command.add_flags(parser)
     options = parser.parse_args(["-", *case.search, *case.model.split(), "--strategy", ""])
-    cluster, _ = cluster_of(options)
-    model = costs_of(options, model_of(options), cluster, options.precision).pricing_on(cluster).cost_model
+    problem, _ = problem_of(options, 1)
+    model = costs_of(options, problem).pricing_on(problem.cluster).cost_model
     theirs = model.pipeline_costs(
         case.strategy(schedule="optimised", num_token_slices=2, token_slices=tuple(answer["curve"][-1]["token_slices"]))
     )

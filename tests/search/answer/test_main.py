@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from types import SimpleNamespace
 
@@ -10,8 +8,6 @@ from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer import flags as inputs
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from tests.architecture.sources import ROOT
-
-HEAVY = {"torch", "deepspeed", "numpy", "numba", "scipy", "rich", "yaml", "pyarrow", "tqdm", "pydantic"}
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,20 +33,6 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.Capt
     assert shown.err.startswith(message)
     assert shown.err.count("\n") == 1
     assert not shown.out
-
-
-def test_overview_imports_nothing_heavy() -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import megatron_terapipe.search.__main__, megatron_terapipe.search.answer.flags\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})\n"
-        "import megatron_terapipe.search.price.workload_files, megatron_terapipe.search.machine.cluster_files\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})"
-    )
-    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
-    overview, readers = (set(line.split()) for line in result.stdout.splitlines())
-    assert not overview & HEAVY
-    assert readers & HEAVY == {"pydantic"}
 
 
 def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
@@ -92,28 +74,3 @@ def test_precision_follows_the_devices(device: str, precision: str) -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": device}]}, "c.json")
     assert inputs.precision_of(Namespace(precision=None), cluster) == precision
     assert inputs.precision_of(Namespace(precision="fp32"), cluster) == "fp32"
-
-
-@pytest.mark.parametrize("words", [["--help"], []])
-def test_the_command_line(words: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_terapipe.search", *words], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == (0 if words else 2)
-
-
-def test_help_of_every_command_needs_no_torch() -> None:
-    # One interpreter for all of them: what one command imports lazily, another must not import at once.
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from megatron_terapipe.search.__main__ import main\n"
-        f"for name in {list(search_program.COMMANDS)!r}:\n"
-        "    try:\n"
-        "        main([name, '--help'])\n"
-        "    except SystemExit as ended:\n"
-        "        assert ended.code == 0, name\n"
-        "print(*{name.partition('.')[0] for name in sys.modules})"
-    )
-    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
-    assert not set(result.stdout.splitlines()[-1].split()) & {"torch", "deepspeed", "numba", "scipy", "pyarrow"}
-    assert result.stdout.count("usage: ") == len(search_program.COMMANDS)

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer.trial_runs import SOURCE, Journal, explicit
+from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
 from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile
-from megatron_terapipe.search.learn.trials import Trial, trial_line
+from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
@@ -23,6 +23,7 @@ from megatron_terapipe.search.price.profile import Profile, write_profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.documents import checked
 from tests.search.op_times.profiles import MODEL, profile
@@ -176,38 +177,20 @@ def test_trials_are_cross_validated_on_the_profile() -> None:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """A model, a cluster, a profile, trials and strategies, as commands read them."""
-    fields = model_document(MODEL)
-    described = {"model.json": fields, "cluster.json": cluster_document(CLUSTER.nodes)}
-    for name, document in described.items():
-        (tmp_path / name).write_text(json.dumps(document))
-    journal = Journal(
-        path=tmp_path / "trials.jsonl",
-        workload=read_workload(str(tmp_path / "model.json")),
-        cluster=read_cluster(str(tmp_path / "cluster.json")),
-        precision="fp32",
-        batch=8,
-    )
-    lines = [
-        trial_line(
-            source=SOURCE,
-            group=journal.group,
-            model=fields,
-            cluster=cluster_document(CLUSTER.nodes),
-            strategy=explicit(one.strategy, WORKLOAD),
-            software="terapipe",
-            precision="fp32",
-            iteration_time_s=one.iteration_time_s,
-        )
-        for one in trials()
-    ]
     texts = {
-        "trials.jsonl": "\n".join(lines),
+        "model.json": json.dumps(model_document(MODEL)),
+        "cluster.json": json.dumps(cluster_document(CLUSTER.nodes)),
         "strategies.jsonl": "\n".join(json.dumps(one.to_json()) for one in STRATEGIES),
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
+    workload, cluster = read_workload(str(tmp_path / "model.json")), read_cluster(str(tmp_path / "cluster.json"))
+    problem = SearchProblem(workload=workload, cluster=cluster, precision="fp32", global_batch_size=8)
+    journal = Journal(path=tmp_path / "trials.jsonl", problem=problem)
+    for one in trials():
+        journal.write(one.strategy, [Outcome(iteration_time_s=one.iteration_time_s)], trial_id=str(one.strategy))
     write_profile(PROFILE, str(tmp_path / "profile.json"))
-    return {name: str(tmp_path / name) for name in (*described, *texts, "profile.json")}
+    return {name: str(tmp_path / name) for name in (*texts, "trials.jsonl", "profile.json")}
 
 
 def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable, host_copies
+from megatron_terapipe.search.machine.trainers import SOFTWARE
 from megatron_terapipe.search.price.stages import pipeline_shape
-from megatron_terapipe.search.rank.rules import DUPLICATES, TRAINER_RULES, SearchCounts, broken_rule, legal_grids
-from megatron_terapipe.search.rank.space import all_choices
+from megatron_terapipe.search.rank.rules import TRAINER_RULES, SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.rank.space import all_choices, check_runnable
+from megatron_terapipe.search.rank.strategy_grid import AXES, StrategyGrid
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
 
@@ -94,11 +96,6 @@ def test_ranks_fit_the_devices() -> None:
     assert "8 ranks, but the cluster has 4 devices" in str(broken_rule(Strategy(data_parallel_size=8), small_problem()))
 
 
-def test_rules_have_names_of_their_own() -> None:
-    names = [rule.name for rule in (*TRAINER_RULES, *DUPLICATES)]
-    assert len(set(names)) == len(names)
-
-
 def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
     problem = small_problem(small_cluster(num_nodes=1, num_devices=4), global_batch_size=2, num_layers=4)
     plain = {"recompute": ("none",), "num_token_slices": (1, 2), "stage_partition": ("uniform",), "zero_stage": (1,)}
@@ -125,3 +122,102 @@ def test_copies_of_stages_that_nobody_knows_yet_cannot_be_planned() -> None:
     assert broken_rule(unknown, problem) is not None
     with pytest.raises(ConfigError, match="when the model is built"):
         host_copies(unknown.config(problem.workload.config), 1)
+
+
+def test_every_strategy_is_legal_or_counted() -> None:
+    problem = small_problem()
+    counts = SearchCounts()
+    legal = sum(int(found.legal.sum()) for found in legal_grids(problem, all_choices(problem), counts))
+    assert legal + counts.num_rejected == counts.total
+    assert dict(counts.lines())["feasible"] == legal
+    assert all(number > 0 for name, number in counts.lines() if name == "strategies of the space")
+
+
+def test_rules_say_the_same_of_a_grid_and_of_its_strategies() -> None:
+    """Rules say the same of a grid and of each of its strategies alone, as a grid of one."""
+    problem = small_problem(num_layers=5, seq_length=96)
+    choices = all_choices(problem).constrained(
+        {
+            "stage_partition": ("uniform",),
+            "micro_batch_size": (1, 3),
+            "num_token_slices": (1, 64, 96),
+            "num_model_chunks": (1, 2),
+        }
+    )
+    names = [f"{axis}_parallel_size" for axis in ("data", "sequence", "tensor", "pipeline")]
+    for ranks in ((1, 1, 2, 2), (2, 1, 2, 1), (1, 1, 1, 4)):
+        sizes = dict(zip(names, ranks, strict=True)) | {"vocabulary_stages": False, "key_value_gradients": "fp32"}
+        grid = StrategyGrid.of_choices(choices, sizes, problem.global_batch_size)
+        together = np.ones(grid.shape, dtype=bool)
+        for rule in TRAINER_RULES:
+            together = together & rule.holds(grid, problem)
+        assert together.any() and not together.all()
+        for place in np.ndindex(*grid.shape):
+            one = grid
+            for axis, index in zip(AXES, place, strict=True):
+                one = one.keep(axis, np.arange(len(getattr(grid, axis))) == index)
+            assert together[place] == all(rule.reason(one, problem) is None for rule in TRAINER_RULES), place
+
+
+def test_constrained_dimensions_have_no_other_values() -> None:
+    problem = small_problem()
+    choices = all_choices(problem).constrained(
+        {"tensor_parallel_size": (2,), "schedule": ("gpipe",), "token_slices": (300, 212), "zero_stage": (0,)}
+    )
+    found = list(legal_grids(problem, choices, SearchCounts()))
+    assert found
+    for legal in found:
+        for flat in np.flatnonzero(legal.legal):
+            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
+            strategy = legal.grid.strategy(place, problem)
+            assert strategy.tensor_parallel_size == 2 and strategy.schedule == "gpipe"
+            assert strategy.token_slices == (300, 212) and strategy.zero_stage == 0
+            assert broken_rule(strategy, problem) is None
+
+
+def test_constraints_that_contradict() -> None:
+    with pytest.raises(ConfigError, match="--num-token-slices 4 contradicts --token-slices, which lists 2"):
+        all_choices(small_problem()).constrained({"token_slices": (256, 256), "num_token_slices": (4,)})
+
+
+def test_no_strategy_is_there_twice() -> None:
+    problem = small_problem(small_cluster(num_nodes=1))
+    seen = set()
+    for legal in legal_grids(
+        problem, all_choices(problem).constrained({"stage_partition": ("uniform", "parameters")}), SearchCounts()
+    ):
+        for flat in np.flatnonzero(legal.legal):
+            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
+            strategy = legal.grid.strategy(place, problem)
+            assert strategy not in seen
+            seen.add(strategy)
+    assert len(seen) > 500
+
+
+def test_all_devices_are_used() -> None:
+    problem = small_problem(small_cluster(num_nodes=3))
+    for legal in legal_grids(problem, all_choices(problem), SearchCounts()):
+        assert legal.grid.world_size == 6
+
+
+def test_only_what_a_trainer_can_run_is_searched() -> None:
+    choices = all_choices(replace(small_problem(), software=SOFTWARE["megatron-core"]))
+    assert choices["num_token_slices"] == (1,)
+    assert set(choices["schedule"]) == {"gpipe", "1f1b", "interleaved"}
+    assert set(all_choices(small_problem())["schedule"]) > set(choices["schedule"])
+
+
+def test_a_flag_for_what_it_cannot_run_is_refused() -> None:
+    fsdp = SOFTWARE["fsdp"]
+    check_runnable({"pipeline_parallel_size": (1,), "micro_batch_size": (2, 4)}, fsdp)
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 does not run in fsdp: write 1"):
+        check_runnable({"pipeline_parallel_size": (1, 2)}, fsdp)
+
+
+def test_a_strategy_that_it_cannot_run_says_why() -> None:
+    asked = Strategy(data_parallel_size=2, pipeline_parallel_size=2, schedule="zero-bubble", global_batch_size=8)
+    assert broken_rule(asked, small_problem()) is None
+    reason = broken_rule(asked, replace(small_problem(), software=SOFTWARE["deepspeed"]))
+    assert reason == "deepspeed cannot run schedule zero-bubble, but 1f1b"
+    reason = broken_rule(asked, replace(small_problem(), software=SOFTWARE["fsdp"]))
+    assert reason == "fsdp cannot run pipeline_parallel_size 2, but 1"

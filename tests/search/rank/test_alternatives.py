@@ -1,4 +1,4 @@
-"""The winner with an order that is searched for, and with its output layer in parts."""
+"""The winner with an order that is searched for, and the parts of the cluster that are tried."""
 
 import json
 from dataclasses import replace
@@ -12,15 +12,16 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER, advice_notes, found_order_part
 from megatron_terapipe.search.answer.json_schema import AdvicePart
 from megatron_terapipe.search.answer.output_files import write_answer
+from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.alternatives import with_found_order
+from megatron_terapipe.search.rank.alternatives import sizes_of_parts, with_found_order
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.answer.answers import answer
-from tests.search.problems import small_cluster
+from tests.search.problems import FAST, SLOW, node, small_cluster
 
 LARGE_VOCABULARY = ModelConfig(
     num_layers=8,
@@ -103,3 +104,26 @@ def test_what_is_not_ranked_is_refused_with_where_it_is_said(flags: tuple[str, s
     (dimension,) = [each for each in DIMENSIONS if each.flag == name]
     with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank says what it would save for the winner"):
         dimension.parse(text)
+
+
+SLOWER = replace(SLOW, name="slower", half_flops=50e12)
+MIXED = Cluster(nodes=(node("a", SLOW), node("b", SLOWER), node("c", FAST), node("d", FAST)))
+
+
+def test_slow_kinds_are_left_out_first_and_equal_nodes_halved() -> None:
+    assert sizes_of_parts(MIXED) == [6, 4, 2]
+    assert [[each.name for each in MIXED.at_most(size).nodes] for size in (6, 4, 2)] == [
+        ["a", "c", "d"],
+        ["c", "d"],
+        ["c"],
+    ]
+    # Numbers of nodes that divide all of them, or are powers of two.
+    assert sizes_of_parts(small_cluster(num_nodes=12)) == [12, 6, 2]
+    assert sizes_of_parts(small_cluster(num_nodes=1, num_devices=8)) == [4, 2, 1]
+    assert sizes_of_parts(small_cluster(num_nodes=1, num_devices=1)) == []
+
+
+def test_a_part_has_whole_nodes_while_there_is_room() -> None:
+    assert MIXED.at_most(5).num_devices == 4 and MIXED.at_most(100) == Cluster(nodes=MIXED.nodes)
+    (alone,) = MIXED.at_most(1).nodes
+    assert alone.name == "c" and alone.num_devices == 1

@@ -1,0 +1,377 @@
+"""The answer of a search as a document, a table and a page; the published schema describes the document."""
+
+import io
+import json
+import re
+from dataclasses import fields, replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import rich.console
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.draw.html import Panel
+from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.search.answer.answer import (
+    Answer,
+    all_notes,
+    compare,
+    document_text,
+    predict_document,
+    rank_document,
+    runners_up,
+)
+from megatron_terapipe.search.answer.figures import (
+    bytes_text,
+    count_text,
+    flops_utilization,
+    interval_text,
+    model_flops,
+    numbers_text,
+    time_text,
+)
+from megatron_terapipe.search.answer.json_schema import LaunchPart, json_schema
+from megatron_terapipe.search.answer.output_files import MOST_OPS, timeline_of, write_answer
+from megatron_terapipe.search.answer.page import render_page
+from megatron_terapipe.search.answer.table import print_table, rows_of
+from megatron_terapipe.search.machine.cluster_files import parse_cluster
+from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
+from megatron_terapipe.search.rank.space import SearchProblem
+from megatron_terapipe.strategy import Strategy
+from tests.search.answer.answers import answer
+from tests.search.answer.documents import checked, read
+
+LAUNCH = LaunchPart(command="deepspeed ...", files=["out/ranking.json"], why_not=None)
+
+
+def test_the_document_of_a_ranking() -> None:
+    document = checked(document_text(rank_document(answer(), LAUNCH)))
+    assert (document["schema_version"], document["command"]) == (1, "rank")
+    assert document["search"] == {
+        "considered": 5000,
+        "rejected": {"does not fit <memory>": 3000, "batch": 1000},
+        "priced": 1000,
+        "simulated": 0,
+        "proven": False,
+        "could_save": 0.0,
+    }
+    assert document["notes"] == all_notes(answer())
+    assert document["launch"]["files"] == ["out/ranking.json"]
+    entries = document["entries"]
+    assert [entry["rank"] for entry in entries] == [1, 2, 3]
+    first, last = entries[0], entries[-1]
+    assert Strategy.from_json(first["strategy"]) == answer().entries[0].strategy
+    assert (last["predicted"], last["feasible"], last["reason"]) == (None, False, "[why] <it> falls")
+    predicted = first["predicted"]
+    assert predicted["iteration_time_s"] == pytest.approx(1.4)
+    assert predicted["tokens_per_s"] == pytest.approx(8 * 128 / 1.4)
+    assert predicted["tokens_per_s_per_device"] == pytest.approx(8 * 128 / 1.4 / 16)
+    assert predicted["tflops_per_device"] == pytest.approx(predicted["mfu"] * 312)
+    assert 0 < predicted["mfu_causal"] < predicted["mfu"]
+    assert sum(predicted["breakdown"].values()) == pytest.approx(1.4)
+    assert predicted["memory_per_rank"][0]["total"] == pytest.approx(8e9)
+
+
+def test_the_question_in_a_document_can_be_asked_again() -> None:
+    shown = answer()
+    document = checked(document_text(predict_document(shown)))
+    assert parse_workload(document["model"]["settings"], "model").config == shown.workload.config
+    again, _ = parse_cluster({"nodes": document["cluster"]["nodes"]}, "cluster")
+    assert again.nodes == shown.cluster.nodes
+    assert document["cluster"]["devices"] == {"A100-SXM4-80GB": 16}
+
+
+def test_an_entry_a_line() -> None:
+    lines = document_text(rank_document(answer(), LAUNCH)).splitlines()
+    assert sum(line.startswith('  {"rank": ') for line in lines) == 3
+
+
+def test_the_schema_names_every_part_of_a_prediction() -> None:
+    properties = json_schema()["$defs"]["Predicted"]["properties"]
+    for name, kind, more in (("breakdown", TimeBreakdown, []), ("memory_per_rank", RankMemory, ["total"])):
+        described = properties[name].get("items", properties[name])["properties"]
+        assert list(described) == [*(each.name for each in fields(kind)), *more]
+        assert all(each["description"] for each in described.values())
+
+
+@pytest.mark.parametrize("fault", [{"schema_version": 2}, {"notes": None}, {"more": 1}, {"command": "slices"}])
+def test_the_schema_refuses_other_documents(fault: dict[str, object]) -> None:
+    document = checked(document_text(rank_document(answer(), LAUNCH)))
+    with pytest.raises(ValidationError):
+        Draft202012Validator(json_schema()).validate(document | fault)
+
+
+def test_more_than_the_peak_is_said_to_be_impossible() -> None:
+    shown = answer()
+    assert not any("peak" in note for note in all_notes(shown))
+    first = shown.entries[0]
+    assert first.prediction is not None
+    impossible = replace(first, prediction=replace(first.prediction, iteration_time_s=1e-9))
+    (note,) = (each for each in all_notes(replace(shown, entries=[impossible])) if "peak" in each)
+    assert note.startswith("rank 1 would take ") and "no device does more than its peak" in note
+
+
+def test_the_table() -> None:
+    stream = io.StringIO()
+    print_table(answer(), rich.console.Console(file=stream, width=170))
+    text = stream.getvalue()
+    lines = text.splitlines()
+    assert lines[0].startswith("4x64 (")
+    assert "16 x A100-SXM4-80GB in 2 nodes, bf16" in lines[0]
+    head = next(line for line in lines if "rank" in line)
+    names = "rank dp tp pp S mbs schedule V recompute ZeRO sp cut time interval tokens/s MFU causal MFU bubble memory"
+    assert head.split() == [*names.split(), "why", "not"]
+    first = next(line for line in lines if line.split()[:1] == ["1"]).split()
+    assert first[:7] == ["1", "2", "2", "4", "2", "1", "1f1b"]
+    assert "80,48" in text and "even" in text
+    assert "1.4 s" in text and "-10 +20 %" in text and "8 GB" in text
+    assert "[why] <it> falls" in text
+    assert "note: rank 1: micro-batches extrapolated" in text
+
+
+def test_no_column_of_blanks() -> None:
+    stream = io.StringIO()
+    shown = answer()
+    print_table(replace(shown, entries=shown.entries[:2]), rich.console.Console(file=stream, width=170))
+    assert "why not" not in stream.getvalue()
+
+
+def test_why_the_winner_wins() -> None:
+    first, second, _ = answer().entries
+    found = compare(first, second)
+    assert found.changes == [("token slices", "2", "1"), ("lengths of token slices", "80, 48", "equal")]
+    text = " ".join(found.sentences)
+    assert "500 ms less (26.3%)" in text
+    assert "It saves in bubbles (600 ms)." in text
+    assert "It pays with more in compute (100 ms)." in text
+    # 1.2 x 1.4 s is below 0.9 x 1.9 s.
+    assert "overlap" not in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "gpt3-175b", "mistral-7b"])
+def test_utilization_is_counted_as_the_trainer_logs_it(name: str) -> None:
+    workload = read_workload(name)
+    assert workload.config is not None
+    assert model_flops(workload) == iteration_flops(workload.config, 1)
+    assert model_flops(workload, causal=True) == iteration_flops(workload.config, 1, causal=True)
+
+
+def test_figures() -> None:
+    shown = answer()
+    strategy = shown.entries[0].strategy
+    used = flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "bf16")
+    assert used == pytest.approx(model_flops(shown.workload) * 8 / (2.0 * 16 * 312e12))
+    assert flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "fp32") == pytest.approx(used * 312 / 19.5)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(999_885_952, "1 B"), (999_400_000, "999 M"), (8_030_261_248, "8.03 B"), (494e6, "494 M"), (12, "12")],
+)
+def test_counts(number: float, text: str) -> None:
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.345, "12.3 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (3e-6, "3 us"), (0.0, "0 us")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((80, 48), "80, 48"),
+        ((16,) * 128, "128 x 16"),
+        ((64, 64, 48, 48, 32), "2 x 64, 2 x 48, 32"),
+        ((*range(8, 16), *range(8)), "8 to 15, 0 to 7"),
+        ((0, 1, 2, 9), "0, 1, 2, 9"),
+        ((), ""),
+    ],
+)
+def test_lists_of_numbers(numbers: tuple[int, ...], text: str) -> None:
+    assert numbers_text(numbers) == text
+
+
+def test_other_texts() -> None:
+    assert bytes_text(8.04e10) == "80.4 GB"
+    assert bytes_text(1.2e12) == "1.2 TB"
+    prediction = answer().entries[0].prediction
+    assert prediction is not None
+    assert interval_text(prediction) == "-10 +20 %"
+
+
+def test_a_narrow_terminal_drops_columns_instead_of_cutting_them() -> None:
+    wide, narrow = io.StringIO(), io.StringIO()
+    shown = replace(answer(), entries=answer().entries[:2])
+    print_table(shown, rich.console.Console(file=wide, width=170))
+    print_table(shown, rich.console.Console(file=narrow, width=80))
+    assert "cut" in wide.getvalue() and "…" not in wide.getvalue()
+    assert "…" not in narrow.getvalue()
+    head = next(line for line in narrow.getvalue().splitlines() if "rank" in line).split()
+    assert {"rank", "dp", "tp", "pp", "S", "mbs", "schedule", "time", "tokens/s", "memory"} <= set(head)
+    assert max(map(len, narrow.getvalue().splitlines())) <= 80
+
+
+def test_no_utilization_of_a_guess() -> None:
+    shown = answer()
+    cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "count": 8}]}, "c.json")
+    assert "MFU" in rows_of(shown, shown.entries)[0]
+    assert "MFU" not in rows_of(replace(shown, problem=replace(shown.problem, cluster=cluster)), shown.entries)[0]
+
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Nesting(HTMLParser):
+    """Checks that every element that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+ATTACK = "</title></pre></script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def test_names_of_files_and_clusters_add_no_script() -> None:
+    shown = answer(ATTACK)
+    notes = (*shown.notes, ATTACK)
+    shown = replace(shown, problem=with_workload(shown, name=ATTACK), notes=notes)
+    panels = [
+        Panel(ATTACK, found[0])
+        for found in [timeline_of(shown.priced[0].strategy, op_costs(shown.priced[0].strategy))]
+        if found
+    ]
+    plain, attacked = Nesting(), Nesting()
+    plain.feed(render_page(answer()))
+    attacked.feed(page := render_page(shown, command=ATTACK, panels=panels, panels_note=ATTACK))
+    assert not attacked.open and "script" not in attacked.seen and "img" not in attacked.seen
+    assert page.count(ATTACK) == 0
+    # The timeline's page, in its frame, has two scripts of its own: the data and the program.
+    (inner,) = re.findall(r'srcdoc="(.*?)"></iframe>', page, re.DOTALL)
+    framed = Nesting()
+    framed.feed(unescape(inner))
+    assert framed.seen.count("script") == 2 and "img" not in framed.seen
+
+
+def with_workload(shown: Answer, **changes: object) -> SearchProblem:
+    return replace(shown.problem, workload=replace(shown.workload, **changes))
+
+
+def op_costs(strategy: Strategy) -> OpCosts:
+    stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    row = (1.0 / strategy.num_token_slices,) * strategy.num_token_slices
+    return OpCosts((row,) * stages, (row,) * stages)
+
+
+def test_the_page_says_what_there_is_to_say() -> None:
+    page = render_page(answer("ours & <theirs>"), command="deepspeed <run>")
+    parser = Nesting()
+    parser.feed(page)
+    assert not parser.open
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        "Notes",
+        "How to run it",
+        "Why it wins over the runner-up",
+        "Ranking",
+        "Where an iteration goes",
+        "Memory of each pipeline rank",
+        "What was rejected",
+    ]
+    # Nothing from elsewhere.
+    assert not re.search(r"(src|href)=", page)
+    for text in ("ours & <theirs>", "deepspeed <run>", "[why] <it> falls", "does not fit <memory>"):
+        assert text in unescape(page)
+        assert text not in page or "<" not in text
+    assert "5,000 strategies were considered in 500 ms, and 4,000 rejected. That is 10 k a second." in page
+    assert "token slices: 80, 48" in page
+    assert "rank 3, layers 3" in page
+
+
+def test_bars_are_as_long_as_what_they_stand_for() -> None:
+    page = render_page(answer())
+    times = page[page.index("Where an iteration goes") : page.index("Memory of each")]
+    rows = times.split('class="row"')[1:]
+    sums = [sum(map(float, re.findall(r"width:([\d.]+)%", row))) for row in rows]
+    # 1.4 s beside 1.9 s, which is the longest.
+    assert sums == [pytest.approx(100 * 1.4 / 1.9, abs=0.1), pytest.approx(100, abs=0.1)]
+    assert "compute: 1 s (71.4%)" in times
+
+
+def test_memory_bars_mark_what_the_device_has() -> None:
+    page = render_page(answer())
+    memory = page[page.index("Memory of each") : page.index("What was rejected")]
+    assert memory.count('class="limit" style="left:100.000%"') == 4
+    assert "8 GB of 85.2 GB" in memory
+
+
+def test_a_page_without_a_winner() -> None:
+    shown = answer()
+    shown = replace(shown, entries=shown.entries[2:])
+    page = render_page(shown)
+    assert "No strategy can run" in page
+    assert "What was rejected" in page
+
+
+def test_all_files(tmp_path: Path) -> None:
+    written = write_answer(str(tmp_path / "out"), answer(), op_costs)
+    names = [Path(path).name for path in written.files]
+    assert names == ["ranking.json", "report.html", "strategy.json", "hostfile", "ds_config.json", "launch.sh"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert written.command is not None and written.command in unescape(page)
+    # The timelines are a page in a page, quoted.
+    (inner,) = re.findall(r'srcdoc="([^"]*)"', page)
+    assert "<!doctype html>" in unescape(inner)
+    data = re.search(r'id="data" type="application/json">(.*?)</script>', unescape(inner), re.DOTALL)
+    assert data is not None
+    assert [panel["title"][:6] for panel in json.loads(data[1])["panels"]] == ["rank 1", "rank 2"]
+    assert read(tmp_path / "out" / "ranking.json")["entries"][0]["rank"] == 1
+
+
+def test_a_model_that_cannot_be_launched_gets_its_report_all_the_same(tmp_path: Path) -> None:
+    shown = answer()
+    written = write_answer(str(tmp_path), replace(shown, problem=with_workload(shown, config=None)), op_costs)
+    assert written.why_not is not None and "given by layers" in written.why_not
+    assert len(written.files) == 2
+
+
+def test_timelines_of_many_micro_batches_are_cut() -> None:
+    strategy = Strategy(pipeline_parallel_size=4, micro_batch_size=1, global_batch_size=4000, num_token_slices=4)
+    drawn = timeline_of(strategy, op_costs(strategy))
+    assert drawn is not None
+    timeline, note = drawn
+    assert sum(map(len, timeline.spans)) <= MOST_OPS
+    assert note == "375 of 4000 micro-batches are drawn"
+    assert timeline.unit == "s"
+    assert timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())) is None
+
+
+def test_a_runner_up_that_is_a_twin_is_not_the_only_one_to_be_compared() -> None:
+    shown = answer()
+    first, twin, _ = shown.entries
+    other = replace(first, rank=3, strategy=replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4))
+    assert runners_up([first]) == []
+    assert runners_up([first, twin]) == [twin]
+    assert runners_up([first, other, twin]) == [other]
+    assert runners_up([first, twin, other]) == [twin, other]
+    page = render_page(replace(shown, entries=[first, twin, other]))
+    assert "Why it wins over the runner-up" in page
+    assert "Why it wins over the best of another kind" in page
+    assert "<th>rank 3</th>" in page

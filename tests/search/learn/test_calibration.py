@@ -1,0 +1,282 @@
+"""Intervals, constants of memory, the choice of trials, and the calibration of each cluster."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.learn.calibration import (
+    COVERAGE,
+    NORMAL,
+    Calibration,
+    Intervals,
+    MemorySample,
+    calibrate,
+    conformal,
+    conformal_quantile,
+    fit_memory,
+    no_calibration,
+    uncalibrated,
+)
+from megatron_terapipe.search.learn.cluster_calibrations import (
+    Calibrations,
+    calibrated,
+    propose,
+    propose_strategies,
+    read_calibrations,
+    write_calibrations,
+)
+from megatron_terapipe.search.learn.fit import GroupEffects
+from megatron_terapipe.search.machine import library
+from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM
+from megatron_terapipe.search.price.batch import StrategyBatches
+from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
+from megatron_terapipe.search.price.memory import MemoryOverheads
+from megatron_terapipe.strategy import Strategy
+from tests.search.learn.synthetic import CLUSTER, STRATEGIES, WORKLOAD, a100s, failed, measured
+
+
+def test_a_quantile_holds_new_scores_as_often_as_it_says() -> None:
+    random = np.random.default_rng(1)
+    for size in (3, 8, 40):
+        inside = []
+        for _ in range(400):
+            scores = np.abs(random.normal(size=size + 1))
+            inside.append(scores[-1] <= conformal_quantile(scores[:-1], COVERAGE))
+        # Never less than promised; with few scores more, for want of a better bound.
+        assert np.mean(inside) > COVERAGE - 0.04
+        assert size < 40 or np.mean(inside) < COVERAGE + 0.05
+
+
+def test_a_strategy_unlike_those_measured_is_less_sure() -> None:
+    intervals = Intervals(
+        coverage=0.9, multiplier=2.0, residual_sd=0.1, covariance=np.diag([0.04, 0.0]), parameter_names=("a", "b")
+    )
+    alike, unlike = intervals.half_width(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    assert alike == pytest.approx(0.2)
+    assert unlike == pytest.approx(2 * np.sqrt(0.01 + 0.04))
+    low, high = intervals.interval_s(10.0, np.array([[0.0, 1.0]]))
+    assert (low, high) == pytest.approx((10 / np.exp(0.2), 10 * np.exp(0.2)))
+
+
+def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
+    true = HardwareEfficiency(launch_s=60e-6, inside_efficiency=0.5)
+    trials = measured(efficiency=true, noise=0.05)
+    calibration = calibrate(trials[::2])
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=calibration.efficiency, precision="fp16")
+    unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+
+    def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
+        return found.intervals.interval_s(time_s, found.slopes(priced_by, [strategy]))
+
+    inside = []
+    for trial in trials[1::2]:
+        assert trial.iteration_time_s is not None
+        predicted = model.predict_time(trial.strategy).iteration_time_s
+        low, high = interval(calibration, model, trial.strategy, predicted)
+        assert low < predicted < high
+        inside.append(low <= trial.iteration_time_s <= high)
+        lowest, highest = interval(no_calibration(), unfitted, trial.strategy, predicted)
+        assert lowest < low < high < highest
+    assert np.mean(inside) >= 0.75  # of 14
+    assert calibration.intervals.coverage == COVERAGE
+
+
+def test_slopes_say_what_a_time_depends_on() -> None:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+    names = ("gemm_efficiency", "transfer_s", "iteration_s")
+    slopes = StrategyBatches([model] * len(STRATEGIES), STRATEGIES).slopes(model.efficiency, names)
+    assert slopes.shape == (len(STRATEGIES), 3)
+    assert (slopes[:, 0] < 0).all() and (slopes[:, 2] > 0).all()
+    alone = [strategy.pipeline_parallel_size == 1 for strategy in STRATEGIES]
+    assert slopes[alone, 1] == pytest.approx(0.0)
+    assert uncalibrated().half_width(np.zeros((1, len(uncalibrated().parameter_names))))[0] > 0.1
+
+
+def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+
+    def half_width(name: str) -> float:
+        nodes = tuple(replace(node, device=device(name)) for node in CLUSTER.nodes)
+        found = no_calibration(replace(CLUSTER, nodes=nodes))
+        return float(found.intervals.half_width(found.slopes(model, STRATEGIES[:1]))[0])
+
+    assert half_width("A100") == half_width("H100") < half_width("V100") == half_width("T4")
+
+
+def test_few_groups_that_agree_narrow_nothing() -> None:
+    """Errors of a thousandth in each group: 4 groups cannot tell nine tenths, 40 can."""
+    prior = Prior.of(HardwareEfficiency())
+
+    def multiplier(num_groups: int) -> float:
+        errors = np.random.default_rng(1).normal(scale=1e-3, size=2 * num_groups)
+        groups = GroupEffects([index // 2 for index in range(2 * num_groups)])
+        slopes = np.full((2 * num_groups, len(prior.names)), 0.1)
+        return conformal(errors, slopes, groups, prior=prior, residual_sd=1e-3).multiplier
+
+    assert multiplier(4) == NORMAL
+    assert multiplier(40) < NORMAL / 4
+
+
+TRUE = MemoryOverheads(framework_bytes=6e9, communicator_bytes=0.4e9, state_factor=1.05, activation_factor=1.15)
+
+
+def test_constants_of_another_cluster_are_found() -> None:
+    trials = measured(memory_overheads=TRUE)
+    seen, unseen = trials[::2], MemorySample(trials[1::2])
+    before = np.abs(unseen.errors(MemoryOverheads())).mean()
+    overheads, residual_sd, num_trials = fit_memory(seen)
+    assert overheads is not None
+    assert np.abs(unseen.errors(overheads)).mean() < 0.02 < 0.05 < before
+    assert overheads.framework_bytes == pytest.approx(TRUE.framework_bytes, rel=0.2)
+    assert (num_trials, residual_sd < 0.02) == (len(seen), True)
+
+
+def test_one_odd_reading_spoils_nothing() -> None:
+    trials = measured(memory_overheads=TRUE)
+    odd = trials[3]
+    object.__setattr__(odd, "peak_memory_bytes", 3 * (odd.peak_memory_bytes or 0))
+    overheads, _, _ = fit_memory(trials)
+    assert overheads is not None
+    assert np.median(np.abs(MemorySample(trials).errors(overheads))) < 0.02
+
+
+def test_what_ran_out_of_memory_wanted_more_than_there_is() -> None:
+    trials = [failed(trial) for trial in measured()[:6]]
+    sample = MemorySample(trials)
+    assert (sample.errors(MemoryOverheads()) <= 0).all()
+    # Nothing but a larger demand can explain them.
+    overheads, _, _ = fit_memory(trials)
+    assert overheads is not None and overheads.framework_bytes > MemoryOverheads().framework_bytes
+
+
+SPREAD = 0.05
+
+
+def variance_left(slopes: np.ndarray, covariance: np.ndarray, chosen: list[int]) -> float:
+    precision = slopes[chosen].T @ slopes[chosen] / SPREAD**2 + np.linalg.inv(covariance)
+    return float(np.einsum("np,pq,nq->n", slopes, np.linalg.inv(precision), slopes).mean())
+
+
+def test_the_first_one_teaches_most() -> None:
+    random = np.random.default_rng(0)
+    slopes, covariance = random.normal(size=(20, 4)), np.diag([1.0, 0.5, 0.1, 2.0])
+    left = [variance_left(slopes, covariance, [index]) for index in range(20)]
+    assert propose(slopes, covariance, SPREAD, 1, misfit_share=0.0) == [int(np.argmin(left))]
+
+
+def test_chosen_trials_beat_random_ones() -> None:
+    random = np.random.default_rng(1)
+    slopes = random.normal(size=(60, 8)) * np.array([3, 1, 1, 0.3, 0.3, 0.1, 0.1, 0.1])
+    covariance = np.eye(8)
+    chosen = propose(slopes, covariance, SPREAD, 8, misfit_share=0.0)
+    assert len(set(chosen)) == 8
+    others = [variance_left(slopes, covariance, list(random.choice(60, 8, replace=False))) for _ in range(50)]
+    assert variance_left(slopes, covariance, chosen) < np.quantile(others, 0.1)
+
+
+def test_strategies() -> None:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+    chosen = propose_strategies(model, STRATEGIES, no_calibration(), 4)
+    assert len(chosen) == 4 and all(strategy in STRATEGIES for strategy in chosen)
+    # Layouts that differ, since each shows other links and sizes of products.
+    assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in chosen}) >= 3
+    assert len(propose_strategies(model, STRATEGIES[:2], no_calibration(), 5)) == 2
+
+
+DEVICE = CLUSTER.nodes[0].device.name
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Calibration:
+    return calibrate(measured(STRATEGIES[:4], noise=0.05))
+
+
+def written(tmp_path: Path, *calibrations: Calibration, **changes: Any) -> str:
+    path = tmp_path / "c.json"
+    write_calibrations(str(path), calibrations)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(path)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path, calibration: Calibration) -> None:
+    (again,) = read_calibrations(written(tmp_path, calibration))
+    assert again.efficiency == calibration.efficiency and again.memory_overheads == calibration.memory_overheads
+    assert (again.source, again.device, again.num_trials) == ("synthetic", DEVICE, 4)
+    slopes = np.ones((1, len(calibration.intervals.parameter_names)))
+    assert again.intervals.half_width(slopes) == pytest.approx(calibration.intervals.half_width(slopes))
+    assert calibrated(CLUSTER, str(tmp_path / "c.json")).efficiency == calibration.efficiency
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": "other"}, "format"),
+        ({"version": 9}, "version 9 is not 2"),
+        ({"calibrations": []}, "calibrations [] is an empty list"),
+        ({"calibrations": [{"source": "s"}]}, "calibrations[0].device is missing"),
+    ],
+)
+def test_errors(tmp_path: Path, calibration: Calibration, changes: dict[str, Any], said: str) -> None:
+    path = written(tmp_path, calibration, **changes)
+    with pytest.raises(ConfigError) as error:
+        read_calibrations(path)
+    assert path in str(error.value) and said in str(error.value)
+
+
+def test_wrong_constants(tmp_path: Path, calibration: Calibration) -> None:
+    path = Path(written(tmp_path, calibration))
+    for part, value, said in (("covariance", [[1]], "table"), ("parameter_names", ["warp"], "constants")):
+        document = json.loads(path.read_text())
+        document["calibrations"][0]["intervals"][part] = value
+        (tmp_path / "wrong.json").write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match=said):
+            read_calibrations(str(tmp_path / "wrong.json"))
+
+
+def test_a_calibration_of_other_devices(tmp_path: Path, calibration: Calibration) -> None:
+    path = written(tmp_path, calibration)
+    link = Link(bandwidth=1e10, latency_s=1e-6)
+    other = Cluster(
+        nodes=(Node(name="n", device=library.device("V100-16GB"), num_devices=1, inside=link, network=link),)
+    )
+    with pytest.raises(ConfigError, match=f"no calibration of V100.*it is of {DEVICE}"):
+        calibrated(other, path)
+
+
+def test_each_cluster_has_its_own() -> None:
+    first, second = measured(STRATEGIES[:3]), measured(STRATEGIES[:2], source="another")
+    told: list[str] = []
+    calibrations = Calibrations([*first, *second], progress=told.append)
+    assert calibrations.of("synthetic", DEVICE, True).num_trials == 3
+    assert calibrations.of("another", DEVICE, True).num_trials == 2
+    # What nobody measured keeps the defaults; a trial without a source may be of any cluster with such devices.
+    assert (
+        calibrations.of("a third", DEVICE, True).num_trials == calibrations.of("synthetic", "T4", True).num_trials == 0
+    )
+    assert calibrations.of("", DEVICE, True).num_trials == 5
+    assert [one.num_trials for one in calibrations.fitted()] == [3, 2]
+    assert len(told) == 3  # each is fitted once
+
+
+def test_one_node_and_several_are_calibrated_apart() -> None:
+    several, one = measured(STRATEGIES[:8]), measured(STRATEGIES[:9])
+    for trial in one:
+        half = replace(trial.strategy, data_parallel_size=trial.strategy.data_parallel_size // 2)
+        object.__setattr__(trial, "cluster", a100s(1))
+        object.__setattr__(trial, "strategy", half)
+    calibrations = Calibrations([*several, *one])
+    assert calibrations.of("synthetic", DEVICE, True).num_trials == 8
+    assert calibrations.of("synthetic", DEVICE, False).num_trials == 9
+    assert [found.several_nodes for found in calibrations.fitted()] == [True, False]
+    # Memory knows no nodes; few trials of a kind are calibrated with the others.
+    assert calibrations.of("synthetic", DEVICE, True).num_memory_trials == 17
+    few = Calibrations([*several[:3], *one])
+    assert (few.of("synthetic", DEVICE, True).num_trials, few.of("synthetic", DEVICE, False).num_trials) == (12, 9)
