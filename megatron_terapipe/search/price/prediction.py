@@ -27,6 +27,7 @@ class TimeBreakdown:
     shared_weight_s: float
     """Reductions of the tied embedding between its stages."""
     optimizer_s: float
+    """Norm of the gradient and optimizer step."""
     fixed_s: float
     """What an iteration takes however small it is."""
 
@@ -41,13 +42,17 @@ class RankMemory:
     """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer) by what they are."""
 
     weights: float
+    """Parameters as products read them."""
     gradients: float
+    """Their gradients."""
     optimizer: float
+    """Fp32 copies and moments that this rank keeps."""
     activations: float
     """Kept from forward to backward, keys and values not among them."""
     key_values: float
     """Keys and values of live token slices, and their gradients."""
     logits: float
+    """Logits, and what the loss keeps."""
     buffers: float
     """Of transfers and reductions, and what an op needs while it runs."""
     framework: float
