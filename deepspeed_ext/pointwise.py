@@ -37,14 +37,11 @@ KINDS = 64
 
 
 class Pointwise:
-    """A function of tensors, compiled on the devices where that pays.
+    """A function of tensors, compiled on the devices where that pays. Its first argument is on the device of all.
 
     The function must not depend on the values of its tensors, and autograd does not see into it: it is called inside
     the forward and the backward of an `autograd.Function`. Sizes may change from call to call: it is compiled for the
-    first that it sees, at the second for any.
-
-    Args:
-        function: the function, whose first argument is a tensor on the device of all.
+    first, and at the second for any.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -52,11 +49,7 @@ class Pointwise:
         self.__doc__ = function.__doc__
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            UserError: if torch cannot compile it.
-        """
+        """Call the function."""
         if not is_compiled(arguments[0].device.type, os.environ.get(VARIABLE, CHOICES[0])):
             return self.function(*arguments)
         try:
@@ -79,14 +72,7 @@ class Pointwise:
 
 
 def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:
-    """See that what torch compiled before is this user's: it lies under /tmp, in a folder whose name all can foretell.
-
-    Args:
-        environment: variables; one that names another folder is the user's word for it.
-
-    Raises:
-        UserError: if others can write there, so that code of theirs would run.
-    """
+    """Refuse compiled code of other users: it lies under /tmp, in a folder whose name all can foretell."""
     if CACHE_FOLDER in environment:
         return
     # Makes the folder where there is none.
@@ -103,11 +89,7 @@ def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:
 
 @cache
 def is_compiled(device_type: str, choice: str) -> bool:
-    """Whether functions are compiled on a device.
-
-    Raises:
-        UserError: if the choice is none of these.
-    """
+    """Whether functions are compiled on a device."""
     if choice not in CHOICES:
         raise UserError(f"{VARIABLE}={choice} is not known: set it to {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
     if choice != "auto" or device_type in ("cpu", "meta"):

@@ -77,9 +77,6 @@ def prepare_cuda_environment(
     Returns:
         Lines for the log: which variables were set here, which before, and warnings. Empty where CUDA is not used;
         nothing is set there.
-
-    Raises:
-        UserError: if a variable has a value under which a pipeline locks, or a run would not be repeatable that should.
     """
     if not will_use_cuda(environment, has_device=has_device):
         return []
@@ -120,11 +117,7 @@ def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = N
 
 
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
-    """Number of hardware queues of a CUDA process, over which its streams are spread.
-
-    Raises:
-        UserError: if the variable is not a number that the driver takes.
-    """
+    """Number of hardware queues of a CUDA process, over which its streams are spread."""
     value = environment.get(HARDWARE_QUEUES, str(_DRIVERS_QUEUES))
     if not value.strip().isdecimal() or not 1 <= int(value) <= _MOST_QUEUES:
         raise UserError(
@@ -165,9 +158,6 @@ def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
 
     Args:
         by_rank: result of `compared_variables` on each rank.
-
-    Raises:
-        UserError: if two ranks have different numbers of hardware queues, for which nothing was proven.
     """
     warnings = []
     for name in dict.fromkeys(name for values in by_rank for name in values):

@@ -28,11 +28,7 @@ _SAME_NODES = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list such as `rack[03-05,9]-gpu[1-2],login`, here `rack03-gpu1`.
-
-    Raises:
-        UserError: if it is no such list.
-    """
+    """Return the first host of a list such as `rack[03-05,9]-gpu[1-2],login`, here `rack03-gpu1`."""
     first = _FIRST_HOST.match(hosts)
     if first is None:
         raise UserError(f"{hosts[:80]!r} is not a list of hosts as Slurm writes it: set MASTER_ADDR to the first host")
@@ -44,10 +40,6 @@ def tasks_of_node(counts: str, node: int) -> int:
 
     Args:
         counts: of all nodes, such as `4(x2),1` for three nodes of 4, 4 and 1 tasks.
-        node: its number, from 0.
-
-    Raises:
-        UserError: if the list does not say it.
     """
     passed = 0
     for part in counts.split(","):
@@ -89,11 +81,7 @@ class Launcher(NamedTuple):
 
 
 def launcher_of(variables: Variables) -> Launcher | None:
-    """Return the launcher that gave this process its rank; None if it was not launched as one of several.
-
-    Raises:
-        UserError: if two say different numbers of processes, or the tasks of Slurm are elsewhere.
-    """
+    """Return the launcher that gave this process its rank; None if it was not launched as one of several."""
     found = next((each for each in LAUNCHERS if each.rank in variables and each.sign in variables), None)
     if found is None:
         _refuse_to_stand_for_all_tasks(variables)
@@ -108,11 +96,7 @@ def launcher_of(variables: Variables) -> Launcher | None:
 
 
 def number(variables: Variables, name: str) -> int | None:
-    """Return the number in a variable; None if it is not set.
-
-    Raises:
-        UserError: if it is no number.
-    """
+    """Return the number in a variable; None if it is not set."""
     if name not in variables:
         return None
     if not re.fullmatch(r"\s*-?\d{1,18}\s*", variables[name]):
@@ -131,11 +115,7 @@ def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
 
 
 def _at_mpirun(variables: Variables) -> Meeting:
-    """Return the host of mpirun, whose address every process of Open MPI 4 knows, and a port made of the job's number.
-
-    Raises:
-        UserError: on the first rank, if it is on another host.
-    """
+    """Return the host of mpirun, which every process of Open MPI 4 has, and a port made of the job's number."""
     job = number(variables, "OMPI_MCA_ess_base_jobid")
     port = None if job is None else PORTS[job % len(PORTS)]
     if variables["OMPI_COMM_WORLD_SIZE"] == variables.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
@@ -211,9 +191,6 @@ class LaunchEnvironment:
 
         Args:
             local_rank: value of `--local_rank`, for launchers that pass it as a flag.
-
-        Raises:
-            UserError: if only some are set, or they contradict each other, or one is no number.
         """
         launcher = launcher_of(environment)
         if launcher is None:
@@ -254,9 +231,6 @@ class LaunchEnvironment:
             environment: variables. Without a rank, they are not a launcher's, but may say how many ranks there will be.
             stated: number of ranks that the flags state; None if they do not.
             least: the least number of ranks that the run needs.
-
-        Raises:
-            UserError: as `read`.
         """
         sizes = [number(environment, name) for name in (TORCH.size, "SLURM_NTASKS")]
         unlaunched = {name: value for name, value in environment.items() if name not in (TORCH.size, "SLURM_NTASKS")}
@@ -270,11 +244,7 @@ class LaunchEnvironment:
         return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read, the place to meet only where nobody has.
-
-        Raises:
-            UserError: if nobody said where the ranks meet.
-        """
+        """Set the variables that torch and deepspeed read, the place to meet only where nobody has."""
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
         # Alone, torch's store takes any free port; nobody else needs to know it.

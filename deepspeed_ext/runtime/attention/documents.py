@@ -32,11 +32,7 @@ class Documents:
     """What token slices see, by their first token, where that is on a device already; see `on`."""
 
     def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
-        """Return these documents with everything that token slices need of them computed and moved to a device at once.
-
-        Args:
-            token_slices: lengths of the token slices.
-        """
+        """Return these documents with what token slices need of them on a device, by one copy."""
         whole, seen_from = self.whole, self.seen_from
         if self.positions_restart:
             whole = to_device(self.positions(0, token_slices.seq_length), device)
@@ -60,8 +56,6 @@ class Documents:
         """Keys that the tokens start .. end of each row attend to: those of their documents so far, in their windows.
 
         Args:
-            start: first token of a token slice.
-            end: token behind its last one.
             window: tokens that a token attends to, itself included; None for all of its document so far.
         """
         seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
@@ -109,11 +103,7 @@ class SeenKeys(NamedTuple):
     """Its documents, keys counted from `first_key`."""
 
     def within(self, window: int, start: int) -> "SeenKeys":
-        """Keys that windows reach, of these.
-
-        Args:
-            start: first token of the token slice.
-        """
+        """Keys that windows reach, of these."""
         out_of_reach = start + 1 - window - self.first_key
         if out_of_reach <= 0:
             return self
@@ -128,12 +118,7 @@ def _longest(cumulative: Sequence[int]) -> int:
 
 
 class DocumentsAtOnce:
-    """Attention within each document, by a kernel that takes many in one call: one call for each row.
-
-    Args:
-        seen: keys that the tokens of each row attend to.
-        end: token behind the last one of the token slice.
-    """
+    """Attention within each document, by a kernel that takes many in one call: one call for each row."""
 
     def __init__(self, kernel: CudaFlash, seen: Sequence[SeenKeys], end: int) -> None:
         self._kernel, self._seen, self._end = kernel, seen, end
@@ -189,7 +174,6 @@ class DocumentAttention:
 
     Args:
         kernel: of a piece, given its row, its first query and its first key, counted in the whole sequence.
-        end: token behind the last one of the token slice.
         window: tokens that a token attends to, itself included; None for all of its document so far.
     """
 

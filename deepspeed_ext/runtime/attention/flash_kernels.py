@@ -182,11 +182,7 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
-    """Whether flash attention computes forward and backward for such heads.
-
-    Args:
-        dtype: type of queries, keys and values.
-    """
+    """Whether flash attention computes forward and backward for such heads."""
     # On these, the backward of these sizes wants more shared memory than there is.
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     too_large = 192 < head_size <= 224 if small else False
@@ -195,11 +191,7 @@ def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> b
 
 
 def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
-    """Whether the memory-efficient kernel computes forward and backward for such heads.
-
-    Args:
-        dtype: type of queries, keys and values.
-    """
+    """Whether the memory-efficient kernel computes forward and backward for such heads."""
     oldest = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
     # Rows of 16 bytes are what tensor cores load at once.
     return dtype in oldest and capability >= oldest[dtype] and head_size * dtype.itemsize % 16 == 0
@@ -353,7 +345,6 @@ def kernel_for(
     """The best kernel for queries [B, N, H, D].
 
     Args:
-        query: the queries, of which device, dtype and head size count.
         window: keys that a query sees, itself included; None for all up to its own.
         softcap: limit of the scores, which no fused kernel of torch's knows; None for none.
     """
@@ -378,7 +369,6 @@ def kernel_of_runs_for(
     """Return the kernel that attends within many runs of tokens in one call; None if there is none, as on CPUs.
 
     Args:
-        query: [B, N, H, D], for its device, dtype and head size.
         window: keys that a query sees, itself included; None for all of its run up to its own.
     """
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):

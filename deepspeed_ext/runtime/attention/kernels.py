@@ -48,13 +48,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """Split gradients of the last P + N keys and values into those of the prefix and of the token slice: views.
-
-        Args:
-            query: [B, N, H, D].
-            key: [B, P + N, G, D].
-            value: [B, P + N, G, D].
-        """
+        """Split gradients of the last P + N keys and values into those of the prefix and of the token slice: views."""
         prefix_len = key.shape[1] - query.shape[1]
         return cls(query, (key[:, prefix_len:], value[:, prefix_len:]), (key[:, :prefix_len], value[:, :prefix_len]))
 
@@ -63,27 +57,12 @@ class AttentionKernel(Protocol):
     """Forward and backward of attention, without autograd; shapes as at the top of this file."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Return the output [B, N, H, D] and its log-sum-exp [B, H, N].
-
-        Args:
-            query: [B, N, H, D].
-            key: [B, E, G, D].
-            value: [B, E, G, D].
-            scale: factor of the scores.
-        """
+        """Return the output [B, N, H, D] and its log-sum-exp [B, H, N]."""
 
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Return the gradients of queries, keys and values.
-
-        Args:
-            output_gradient: [B, N, H, D].
-            query: [B, N, H, D].
-            key: [B, E, G, D].
-            value: [B, E, G, D].
-            scale: factor of the scores.
-        """
+        """Return the gradients of queries, keys and values; `output_gradient` is [B, N, H, D]."""
 
 
 class QueryTile(NamedTuple):
@@ -322,10 +301,6 @@ def _backward(
     """Weights as in the forward, and gradients of the scores [B, G, R, N, E].
 
     Args:
-        scores: [B, G, R, N, E].
-        scale: factor of the scores.
-        window: keys that a query sees; None for all up to its own.
-        softcap: limit of the scaled scores; None for none.
         log_sum_exp: [B, G, R, N].
         row: sums over each row of weights times their gradients.
         head_rows: random numbers of the queries by head; None for no dropout.

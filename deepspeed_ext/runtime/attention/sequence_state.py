@@ -58,9 +58,6 @@ def to_all_tokens(
     Args:
         query: [B, N / R, H, D], of this rank's part; keys and values are [B, N / R, G, D].
         ranks: the R ranks that share the token slice.
-
-    Raises:
-        UserError: if the ranks cannot share the heads.
     """
     check_heads(query.shape[2], key.shape[2], ranks.size)
     copies = max(ranks.size // key.shape[2], 1)
@@ -135,7 +132,6 @@ class SequenceState:
     """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
 
     Args:
-        token_slices: lengths of the token slices.
         ranks: ranks that share the tokens of each token slice; None for one alone.
         sequences: number of each row, by which its masks differ from those of all other sequences.
         documents: starts of the documents; None if every row is one document.
@@ -214,9 +210,6 @@ class SequenceState:
 
         Args:
             window: tokens that its tokens attend to, themselves included; None for all before them.
-
-        Raises:
-            UserError: if the layer has another window already.
         """
         if layer not in self._layers:
             self._layers[layer] = window, self._new_state(window)
@@ -255,11 +248,7 @@ class Past:
         return documents is not None and documents.positions_restart
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Positions of the N tokens that the layer is given: [1, N], or [B, N] where they restart with documents.
-
-        Args:
-            device: device that needs them; None for torch's default.
-        """
+        """Positions of the N tokens that the layer is given: [1, N], or [B, N] where they restart with documents."""
         if not self.positions_restart:
             return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
         positions = self._sequence.documents.positions(self.prefix_len, length)
@@ -299,10 +288,6 @@ class Past:
 
         Returns:
             [B, N, H, D].
-
-        Raises:
-            UserError: if the layer has another window already, these are not the tokens that it was given, or
-                ranks cannot share its heads.
         """
         ranks, (start, end) = self._sequence.ranks, self._sequence.bounds[self.prefix_len]
         length = (end - start) // ranks.size

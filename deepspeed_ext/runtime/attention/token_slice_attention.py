@@ -227,7 +227,6 @@ class TokenSliceAttention(torch.autograd.Function):
             key: [B, N, G, D].
             value: [B, N, G, D].
             state: keys and values of the sequence; None if the token slice is all of it.
-            scale: factor of the scores.
         """
         if state is None:
             query, *keys = kept = _kept(query, key, value)

@@ -115,7 +115,6 @@ def launch_of(above: Sequence[Ancestor], *, outlives_its_terminal: bool = False)
     """Return the processes of the launch among those above a rank, its parent first; empty if nobody launched it.
 
     Args:
-        above: the processes above it, its parent first.
         outlives_its_terminal: whether the user asked, as `nohup` does, that the end of a connection be ignored.
     """
     programs = [each.program for each in above]
@@ -165,9 +164,6 @@ class ProcessEnds(Generic[Name]):
     """Processes, and which of them have ended. For one thread.
 
     Linux reports an end at once, by a file descriptor of the process. Elsewhere the processes are looked at.
-
-    Args:
-        wake: file descriptor that ends a wait when there is something to read.
     """
 
     def __init__(self, wake: int) -> None:
@@ -267,14 +263,7 @@ class HostRank:
 
 
 class HostRanks:
-    """The page of the ranks of this host.
-
-    Args:
-        path: file of the page, the same for its ranks and nobody else's.
-
-    Raises:
-        OSError: if the file is another user's.
-    """
+    """The page of the ranks of this host."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size

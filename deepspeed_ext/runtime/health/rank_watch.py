@@ -201,11 +201,9 @@ class RankWatch:
     """The thread that looks after one rank. Enter and leave it in the main thread.
 
     Args:
-        launch: the processes that started it, its parent first.
         host: the page of the ranks of this host; None where there is none.
         attempt: how often the ranks were started, with launchers that start them again.
         orphan: whether its launcher is gone already.
-        remedy: returns the end of the line about a death: what the user can do.
         request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
         leave: ends the process with an exit code, at once.
         ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
@@ -438,7 +436,6 @@ def watch_rank(
     """Return the watch of this rank, as its launcher started it.
 
     Args:
-        remedy: returns the end of the line about a death: what the user can do.
         ending: told why the run ends, and whether something is wrong, before the rank leaves at once.
     """
     launch, attempt = own_launch(), environment.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -123,8 +123,6 @@ class StallWatch:
     Args:
         world_size: number of ranks. A rank that is alone has nobody to wait for, and is not watched.
         store: of all ranks, over a connection that nobody else uses.
-        timeout: longest time that a rank may wait for another.
-        remedy: returns the end of the line: what the user can do.
         ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
     """
 
@@ -302,7 +300,6 @@ def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending:
     """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
 
     Args:
-        timeout: longest time that a rank may wait for another.
         name: of the watch, the same on all ranks, and of no other watch.
         **ending: `remedy`, `end` and `ending` of `StallWatch`.
     """

@@ -187,11 +187,7 @@ class _Copies(NamedTuple):
 
 
 def differences(engine: Any) -> list[Difference]:
-    """Copies that differ, the same list on every rank; every rank must ask.
-
-    Args:
-        engine: the engine of this rank, between two steps.
-    """
+    """Copies that differ, the same list on every rank; every rank must ask."""
     found: list[Difference] = []
     for copies in _all_copies(engine):
         own = hashes([state.values for state in copies.states])
@@ -212,11 +208,7 @@ def differences(engine: Any) -> list[Difference]:
 
 
 def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> Difference | None:
-    """Return how the copies of a state differ; None if they do not.
-
-    Args:
-        hashed: hash of the copy of each.
-    """
+    """Return how the copies of a state differ; None if they do not."""
     (usual, count), *others = Counter(hashed).most_common()
     if not others:
         return None
