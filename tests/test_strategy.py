@@ -198,7 +198,7 @@ def test_a_configuration_gives_its_strategy_back(strategy: Strategy) -> None:
 
 def test_uneven_ends_and_what_is_to_be_found_as_a_strategy() -> None:
     config = Strategy(pipeline_parallel_size=2, global_batch_size=1).config(MODEL)
-    ends = replace(config, parallel=replace(config.parallel, decoder_last_pipeline_num_layers=1))
+    ends = replace(config, parallel=replace(config.parallel, stage_partition="0,3,4"))
     assert Strategy.of_config(ends, 1).stage_partition == (0, 3, 4)
     open_ = replace(config.parallel, token_slices="auto", num_token_slices=None, stage_partition="auto")
     found = Strategy.of_config(replace(config, parallel=open_), 1)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, get_type_hints
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
 from megatron_terapipe.arguments.parser import CommandLine, flags, notices, read_command_line
+from megatron_terapipe.arguments.spellings import in_our_fields
 from megatron_terapipe.checkpoint.directories import (
     latest_checkpoint,
     names_model_folder,
@@ -257,6 +258,7 @@ def build_config(given: Mapping[str, Any]) -> Config:
         said = f"{', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}"
         of_load = given.get("load") and "--num-layers" in missing
         raise ConfigError(f"{said}; {how_to_load_a_model(given['load'])}" if of_load else said)
+    given = in_our_fields(given)
     sections = {
         section: section_class(
             **{each.name: given[each.name] for each in declared if each.section == section and each.name in given}

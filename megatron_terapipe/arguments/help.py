@@ -5,7 +5,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import fill
 from types import MappingProxyType
-from typing import get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.parser import (
@@ -16,10 +15,10 @@ from megatron_terapipe.arguments.parser import (
     add_trainer_flags,
     flags,
     new_parser,
+    sections,
     spellings,
     title_of,
 )
-from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 from megatron_terapipe.errors import ConfigError
@@ -54,7 +53,7 @@ MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def groups() -> tuple[str, ...]:
     """Return the names that may follow `--help`: the sections of the configuration, what changes nothing, and all."""
-    return (*get_type_hints(Config), ACCEPTED, ALL)
+    return (*sections(), ACCEPTED, ALL)
 
 
 def other_flags(prog: str) -> str:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
+from megatron_terapipe.arguments.spellings import Spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import Option, Otherwise, choices_of, field_help, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
@@ -66,13 +67,19 @@ class Flag:
 
 
 @cache
+def sections() -> dict[str, type[Any]]:
+    """Return the classes of sections whose fields are flags: those of the configuration, and other spellings."""
+    return {**get_type_hints(Config), "spellings": Spellings}
+
+
+@cache
 def flags() -> tuple[Flag, ...]:
     """Yield all flags, section by section."""
     return tuple(_flags())
 
 
 def _flags() -> Iterator[Flag]:
-    for section, section_class in get_type_hints(Config).items():
+    for section, section_class in sections().items():
         hints, texts = get_type_hints(section_class), field_help(section_class)
         for declared in fields(section_class):
             kind, repeated = _value_type(hints[declared.name])
@@ -96,7 +103,7 @@ def _range(declared: Option) -> str:
 
 def title_of(section: str) -> str:
     """First line of the docstring of a section, without its full stop."""
-    section_class = get_type_hints(Config)[section]
+    section_class = sections()[section]
     return (section_class.__doc__ or "").strip().splitlines()[0].rstrip(".")
 
 
@@ -329,7 +336,7 @@ def add_trainer_flags(
         only: section whose flags are added, or `ACCEPTED`; None for all.
     """
     known = []
-    groups = {section: parser.add_argument_group(title_of(section)) for section in get_type_hints(Config)}
+    groups = {section: parser.add_argument_group(title_of(section)) for section in sections()}
     for each in flags():
         if each.name in without or only not in (None, each.section):
             continue

@@ -46,7 +46,6 @@ class Config:
 
     def __post_init__(self) -> None:
         """Fill in what follows from two sections, then check what no section can check alone."""
-        object.__setattr__(self, "parallel", self.parallel.for_layers(self.model.num_layers))
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
         self._check_stages()
         self._check_tensor_parallel()
@@ -125,7 +124,6 @@ class Config:
                 f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}{times} is more than "
                 f"--num-layers {num_layers}: give {num_layers} stages or less"
             )
-        self.parallel.uniform_stages(num_layers)
         bounds = self.parallel.stage_bounds()
         if bounds is not None and bounds.num_layers != num_layers:
             raise ConfigError(

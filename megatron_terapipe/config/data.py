@@ -166,17 +166,11 @@ class DataConfig:
     The next start reads it, and the ranks of a host share it. Default: `index_cache` beside the first of the data
     files, if that can be written. With `none` every rank that reads data computes the order in memory."""
 
-    data_impl: str = option("mmap", metavar="{mmap,infer}")
-    """Kind of the data files: the `.bin` and `.idx` that Megatron calls mmap."""
-
     mmap_warmup: bool = False
     """Read the data files once at the start, so that the operating system has them in memory."""
 
     train_data_exact_num_epochs: int | None = option(None, least=1, most=10**9)
     """Prepare the training samples of exactly this many epochs. Default: of as many as the run needs."""
-
-    dataloader_type: str = option("single", metavar="{single}")
-    """Order of the samples: one after the other, through epochs that are each shuffled separately."""
 
     tokenizer_type: str = option(
         derived="GPT2BPETokenizer with --vocab-file and --merge-file, else byte",
@@ -229,7 +223,6 @@ class DataConfig:
         check_bounds(self)
         self._read_files_of_paths()
         self._check_paths()
-        self._check_reading()
         self._check_tokenizer()
 
     @property
@@ -306,18 +299,6 @@ class DataConfig:
             self.split_shares()
         for part in PARTS:
             self.weighted_prefixes(part)
-
-    def _check_reading(self) -> None:
-        if self.data_impl not in ("mmap", "infer"):
-            raise ConfigError(
-                f"--data-impl {self.data_impl} is not read, only Megatron's mmap format: write the data again with "
-                "megatron_terapipe.data.preprocess, and use mmap"
-            )
-        if self.dataloader_type != "single":
-            raise ConfigError(
-                f"--dataloader-type {self.dataloader_type} is not offered, because its order depends on the number of "
-                "data-parallel ranks, and epochs are shuffled anew in any case: use single"
-            )
 
     def _check_tokenizer(self) -> None:
         needed = TOKENIZER_FILES[self.tokenizer_type]

@@ -1,6 +1,6 @@
 """The section that says how the work is laid out: over ranks, and over time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
@@ -8,17 +8,8 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.options import check_bounds, check_choices, flag, one_of, option, resolve
-from megatron_terapipe.config.pipeline import (
-    LAYOUT,
-    check_ends,
-    check_layers_per_stage,
-    check_schedule,
-    layout_stages,
-    listed_stages,
-    uniform_stages,
-    weighed_stages,
-)
+from megatron_terapipe.config.options import check_bounds, check_choices, one_of, option, resolve
+from megatron_terapipe.config.pipeline import check_schedule, listed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
@@ -60,9 +51,6 @@ class ParallelConfig:
     """Stages (model chunks) that each pipeline rank owns. More model chunks make stages smaller and bubbles shorter,
     but need more messages and keep more activations."""
 
-    num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
-    """Transformer layers of each stage, instead of `--num-model-chunks`."""
-
     model_chunk_placement: Literal["looped", "v"] = "looped"
     """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
     that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files."""
@@ -80,9 +68,6 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Under ZeRO 1, and in bf16, gather the weights that other data-parallel ranks updated while the next forward
     runs."""
-
-    no_pipeline_parallel: bool = False
-    """Use no pipeline. The pipeline-parallel size must be 1."""
 
     num_token_slices: int = option(
         derived="as many as --token-slices lists or finds, else 1", aliases=("--pipe-sp-splits",), least=1, most=16_384
@@ -140,23 +125,6 @@ class ParallelConfig:
     first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
     belongs to the first stage, the final norm and the output layer to the last."""
 
-    pipeline_model_parallel_layout: str | None = option(None, metavar="LAYOUT")
-    """Layers of each stage in Megatron's text, such as Ett|(tt|)*6tL. The number of model chunks follows from it."""
-
-    decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
-    """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
-    evenly."""
-
-    decoder_last_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
-    """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
-    evenly."""
-
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage, where all stages have equally many."""
-
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer as a layer of the last stage, where all stages have equally many."""
-
     strategy: str | None = option(None, metavar="FILE")
     """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before
     the run starts, as `terapipe search rank` does, keeping what other flags say."""
@@ -182,53 +150,15 @@ class ParallelConfig:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             # Scripts set it whatever the size; on one rank there is nothing to share.
             object.__setattr__(self, "sequence_parallel", False)
-        if self.no_pipeline_parallel and self.pipeline_model_parallel_size != 1:
-            raise ConfigError(
-                "--no-pipeline-parallel contradicts --pipeline-model-parallel-size "
-                f"{self.pipeline_model_parallel_size}: drop one of them"
-            )
         self._resolve_token_slices()
-        self._resolve_layout()
-        check_layers_per_stage(self.num_layers_per_virtual_pipeline_stage, self.num_model_chunks, self.stage_partition)
-        if self.num_layers_per_virtual_pipeline_stage is None:
-            resolve(self, "num_model_chunks", 1)
-            self._resolve_schedule()
-            self._check_ends()
-            self.stage_bounds()
-            if self.stage_partition == AUTO and self.token_slices != AUTO:
-                raise ConfigError(
-                    "--stage-partition auto is found together with the token slices: add --token-slices auto, or give "
-                    "a list"
-                )
-
-    def for_layers(self, num_layers: int) -> "ParallelConfig":
-        """Return the section with layers of each stage turned into a number of model chunks, and ends into a list."""
-        embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
-        counted = num_layers + embedding + output
-        model_chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
-        if each is not None:
-            together = each * self.pipeline_model_parallel_size
-            if counted % together:
-                raise ConfigError(
-                    f"--num-layers {counted} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
-                    f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of "
-                    "them, or give --num-model-chunks, which deals layers unevenly"
-                )
-            model_chunks = counted // together
-        if each is None and counted == num_layers:
-            return self
-        partition = self.stage_partition
-        if counted > num_layers:
-            num_stages = self.pipeline_model_parallel_size * model_chunks
-            partition = str(weighed_stages(num_layers, num_stages, embedding=embedding, output=output))
-        return replace(
-            self,
-            num_layers_per_virtual_pipeline_stage=None,
-            num_model_chunks=model_chunks,
-            stage_partition=partition,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-        )
+        resolve(self, "num_model_chunks", 1)
+        self._resolve_schedule()
+        self.stage_bounds()
+        if self.stage_partition == AUTO and self.token_slices != AUTO:
+            raise ConfigError(
+                "--stage-partition auto is found together with the token slices: add --token-slices auto, or give a "
+                "list"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -248,32 +178,6 @@ class ParallelConfig:
             self.num_token_slices or 1,
             self.num_model_chunks + self.vocabulary_stages,
             Placement(self.model_chunk_placement),
-        )
-
-    def _resolve_layout(self) -> None:
-        """Turn Megatron's layout into a stage partition and a number of model chunks."""
-        layout = self.pipeline_model_parallel_layout
-        if layout is None:
-            return
-        partition, model_chunks = layout_stages(layout, self.pipeline_model_parallel_size)
-        others = {"stage_partition": "uniform", "num_model_chunks": None, "num_layers_per_virtual_pipeline_stage": None}
-        for name, unset in others.items():
-            if (given := getattr(self, name)) != unset:
-                raise ConfigError(f"{flag(LAYOUT)} {layout} and {flag(name)} {given} both deal layers: drop the latter")
-        found = {"stage_partition": str(partition), "num_model_chunks": model_chunks, LAYOUT: None}
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-
-    def _check_ends(self) -> None:
-        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-        check_ends(
-            self.stage_partition,
-            self.pipeline_model_parallel_size,
-            self.num_model_chunks,
-            placement=self.model_chunk_placement,
-            layers={name: number for name in ends if (number := getattr(self, name)) is not None},
-            counted=[name for name in counted if getattr(self, name)],
         )
 
     def _resolve_schedule(self) -> None:
@@ -321,14 +225,8 @@ class ParallelConfig:
             raise ConfigError(f"--token-slices: {error}, or give {words} in their place") from None
 
     def uniform_stages(self, num_layers: int) -> StagePartition:
-        """Return the transformer layers of each stage, as even as can be but for the ends that flags give."""
-        return uniform_stages(
-            num_layers,
-            self.pipeline_model_parallel_size,
-            self.num_model_chunks,
-            first=self.decoder_first_pipeline_num_layers,
-            last=self.decoder_last_pipeline_num_layers,
-        )
+        """Return as many transformer layers for each stage as can be."""
+        return StagePartition.uniform(num_layers, self.num_stages)
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them."""

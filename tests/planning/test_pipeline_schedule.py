@@ -139,7 +139,8 @@ def test_what_cannot_be_ends_in_one_line(words: str, line: str) -> None:
 def test_layers_are_dealt_to_the_stages_of_all_model_chunks(words: str, bounds: tuple[int, ...]) -> None:
     """Ends are of a rank, as Megatron's: each of its stages gets a part."""
     config = parse(words)
-    assert config.parallel.uniform_stages(config.model.num_layers).bounds == bounds
+    stages = config.parallel.stage_bounds() or config.parallel.uniform_stages(config.model.num_layers)
+    assert stages.bounds == bounds
 
 
 def written(folder: Path, shape: PipelineShape) -> Path:

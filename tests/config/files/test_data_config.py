@@ -65,8 +65,6 @@ def test_parts_may_have_data_of_their_own() -> None:
             "--valid-data-path 1 b c is neither prefixes nor pairs of a positive weight and a prefix: write it as",
         ),
         ({"train_data_path": ()}, "--train-data-path (nothing) is neither prefixes nor pairs"),
-        ({"data_path": ("a",), "data_impl": "lazy"}, "--data-impl lazy is not read, only Megatron's mmap format: "),
-        ({"data_path": ("a",), "dataloader_type": "cyclic"}, "--dataloader-type cyclic is not offered, because its"),
         ({"data_path": ("a",), "train_data_exact_num_epochs": 0}, "--train-data-exact-num-epochs 0 is not positive"),
         (
             {"data_path": ("a",), "tokenizer_type": "SentencePieceTokenizer"},
@@ -121,7 +119,7 @@ def test_flags_of_megatron_scripts_are_taken() -> None:
         "--data-path a --data-impl infer --mmap-warmup --dataloader-type single --data-cache-path c"
         " --train-data-exact-num-epochs 2 --reset-position-ids --eod-mask-loss"
     )
-    assert (data.data_impl, data.mmap_warmup, data.data_cache_path) == ("infer", True, "c")
+    assert (data.mmap_warmup, data.data_cache_path) == (True, "c")
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, False, True)
     assert data.separates_documents
     assert parse("--data-path a --reset-attention-mask").separates_documents

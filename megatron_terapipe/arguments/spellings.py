@@ -1,0 +1,247 @@
+"""Flags of Megatron that say in its own way what flags of ours say; their values become those of our fields.
+
+Layers of stages come from a number of layers, from weights, or from Megatron's text:
+
+Et*3|(tt|)*6t|L      stages are divided by |
+E  t t t | t t | ... | L      E embedding, t transformer layer, L loss; x*3 is xxx, (x)*3 too; commas mean nothing
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+from deepspeed_ext.plan.layout import StagePartition
+from megatron_terapipe.config.options import check_bounds, flag, option
+from megatron_terapipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spellings:
+    """Other spellings of the layout and of the data."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of each stage, instead of `--num-model-chunks`."""
+
+    pipeline_model_parallel_layout: str | None = option(None, metavar="LAYOUT")
+    """Layers of each stage in Megatron's text, such as Ett|(tt|)*6tL. The number of model chunks follows from it."""
+
+    decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
+    evenly."""
+
+    decoder_last_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
+    evenly."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, where all stages have equally many."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer of the last stage, where all stages have equally many."""
+
+    no_pipeline_parallel: bool = False
+    """Use no pipeline. The pipeline-parallel size must be 1."""
+
+    data_impl: str = option("mmap", metavar="{mmap,infer}")
+    """Kind of the data files: the `.bin` and `.idx` that Megatron calls mmap."""
+
+    dataloader_type: str = option("single", metavar="{single}")
+    """Order of the samples: one after the other, through epochs that are each shuffled separately."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and what there is one of."""
+        check_bounds(self)
+        if self.data_impl not in ("mmap", "infer"):
+            raise ConfigError(
+                f"--data-impl {self.data_impl} is not read, only Megatron's mmap format: write the data again with "
+                "megatron_terapipe.data.preprocess, and use mmap"
+            )
+        if self.dataloader_type != "single":
+            raise ConfigError(
+                f"--dataloader-type {self.dataloader_type} is not offered, because its order depends on the number of "
+                "data-parallel ranks, and epochs are shuffled anew in any case: use single"
+            )
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Flags that give layers to an end of the pipeline, and how many."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+        return {name: number for name, number in ends.items() if number is not None}
+
+    def stages(self, num_layers: int, num_ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the number of model chunks and the stage partition, where one of these flags says them.
+
+        Args:
+            given: values of fields of ours.
+        """
+        partition, chunks = given.get("stage_partition", "uniform"), given.get("num_model_chunks")
+        each, layout = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_layout
+        found: dict[str, Any] = {}
+        if layout is not None:
+            stages, chunks_of_layout = layout_stages(layout, num_ranks)
+            others = {"stage_partition": None if partition == "uniform" else partition, "num_model_chunks": chunks}
+            for name, value in (others | {"num_layers_per_virtual_pipeline_stage": each}).items():
+                if value is not None:
+                    raise ConfigError(f"{LAYOUT} {layout} and {flag(name)} {value} both deal layers: drop the latter")
+            partition, chunks = str(stages), chunks_of_layout
+            found = {"stage_partition": partition, "num_model_chunks": chunks}
+        embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        counted = num_layers + embedding + output
+        if each is not None:
+            self._check_layers_of_each(each, counted, num_ranks, partition, chunks)
+            chunks = found["num_model_chunks"] = counted // (each * num_ranks)
+        chunks = chunks or 1
+        self._check_ends(partition, num_ranks, chunks, given.get("model_chunk_placement", "looped"))
+        if counted > num_layers:
+            weighed = weighed_stages(num_layers, num_ranks * chunks, embedding=embedding, output=output)
+            found["stage_partition"] = str(weighed)
+        elif self.ends and num_ranks * chunks <= num_layers:
+            found["stage_partition"] = str(self._uneven_stages(num_layers, num_ranks, chunks))
+        return found
+
+    def _check_layers_of_each(
+        self, each: int, counted: int, num_ranks: int, partition: str, chunks: int | None
+    ) -> None:
+        said = f"--num-layers-per-virtual-pipeline-stage {each}"
+        if chunks is not None:
+            raise ConfigError(
+                f"{said} and --num-model-chunks {chunks} both say how many stages a rank owns: drop one of them"
+            )
+        if partition != "uniform":
+            raise ConfigError(
+                f"{said} and --stage-partition {partition} both deal layers to stages: drop the former, and give "
+                "--num-model-chunks"
+            )
+        if counted % (each * num_ranks):
+            raise ConfigError(
+                f"--num-layers {counted} is not a multiple of {said} x --pipeline-model-parallel-size {num_ranks} = "
+                f"{each * num_ranks}: change one of them, or give --num-model-chunks, which deals layers unevenly"
+            )
+
+    def _check_ends(self, partition: str, num_ranks: int, chunks: int, placement: str) -> None:
+        """Hold what is said of the first and the last pipeline rank against each other, and against the stages."""
+        names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        counted = [flag(name) for name in names if getattr(self, name)]
+        words = [f"{name} {number}" for name, number in self.ends.items()]
+        if counted and words:
+            raise ConfigError(f"{counted[0]} and {words[0]} both deal layers to stages: drop one of them")
+        if (counted or words) and partition != "uniform":
+            first = [*counted, *words][0]
+            raise ConfigError(f"{first} and --stage-partition {partition} both deal layers to stages: drop one of them")
+        if len(words) > num_ranks - 1:
+            raise ConfigError(
+                f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
+                "--pipeline-model-parallel-size, or drop it"
+            )
+        if words and chunks > 1 and placement != "looped":
+            raise ConfigError(
+                f"{words[0]} with --model-chunk-placement {placement}, where one rank has the first and the last "
+                "stage, does not say which of them it means: use --stage-partition with a list"
+            )
+        for name, number in self.ends.items():
+            if number % chunks:
+                raise ConfigError(
+                    f"{name} {number} cannot be dealt to {chunks} model chunks: give a multiple of {chunks}, or use "
+                    "--stage-partition with a list"
+                )
+
+    def _uneven_stages(self, num_layers: int, num_ranks: int, chunks: int) -> StagePartition:
+        """Return the layers of each stage, as even as possible except for the ends; stage i is of rank i mod P."""
+        ends = {0: self.decoder_first_pipeline_num_layers, num_ranks - 1: self.decoder_last_pipeline_num_layers}
+        given = {rank: number for rank, number in ends.items() if number is not None}
+        num_between = (num_ranks - len(given)) * chunks
+        rest = num_layers - sum(given.values())
+        if rest < num_between:
+            raise ConfigError(
+                f"the first and last stage leave {max(rest, 0)} of {num_layers} layers for {num_between} stages: give "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers fewer"
+            )
+        between = StagePartition.uniform(rest, num_between)
+        others = iter([len(between.layers(stage)) for stage in range(num_between)])
+        ranks = (stage % num_ranks for stage in range(num_ranks * chunks))
+        sizes = [given[rank] // chunks if rank in given else next(others) for rank in ranks]
+        return StagePartition(tuple(accumulate(sizes, initial=0)))
+
+
+def in_our_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields of ours that values say, those of `Spellings` among them."""
+    names = {each.name for each in fields(Spellings)}
+    spellings = Spellings(**{name: value for name, value in given.items() if name in names})
+    ours = {name: value for name, value in given.items() if name not in names}
+    num_layers, num_ranks = given.get("num_layers") or 0, given.get("pipeline_model_parallel_size", 1)
+    if spellings.no_pipeline_parallel and num_ranks != 1:
+        raise ConfigError(
+            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {num_ranks}: drop one of them"
+        )
+    # Sizes that are none are refused by their sections.
+    sizes = (num_layers, num_ranks, given.get("num_model_chunks") or 1)
+    return ours | (spellings.stages(num_layers, num_ranks, given) if min(sizes) > 0 else {})
+
+
+def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output: bool) -> StagePartition:
+    """Return equally many layers for each stage, where the embedding or the output layer counts as one."""
+    counted = num_layers + embedding + output
+    each, rest = divmod(counted, num_stages)
+    if rest or each <= (embedding + output if num_stages == 1 else 1):
+        raise ConfigError(
+            f"--num-layers {num_layers} with {embedding + output} more for --account-for-embedding-in-pipeline-split "
+            f"and --account-for-loss-in-pipeline-split is {counted}, which {num_stages} stages cannot share equally: "
+            "change it, or use --stage-partition with a list"
+        )
+    inner = [each * stage - embedding for stage in range(1, num_stages)]
+    return StagePartition((0, *inner, num_layers))
+
+
+LAYOUT = "--pipeline-model-parallel-layout"
+
+MOST_LAYERS = 10_000
+"""Symbols of a text once repetitions are written out."""
+
+_REPEATED_LAYERS = re.compile(r"(?:\(([^()*]*)\)|([^()*|]))\*([0-9]{1,5})")
+
+
+def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
+    """Return the transformer layers of each stage, and the number of model chunks.
+
+    Args:
+        num_ranks: pipeline ranks. Stage i belongs to rank i mod `num_ranks`, as in Megatron.
+    """
+    stages = _expanded_layout(text).split("|")
+    if unknown := sorted({*"".join(stages)} - {*"EtL"}):
+        about = (
+            "for multi-token prediction, which models here do not have" if "m" in unknown else "not among E, t and L"
+        )
+        raise ConfigError(f"{LAYOUT} {text}: {unknown[0]} is {about}: write another layout")
+    first, last = stages[0], stages[-1]
+    whole = "".join(stages)
+    if not (first.startswith("E") and last.endswith("L") and whole.count("E") == whole.count("L") == 1):
+        raise ConfigError(f"{LAYOUT} {text} does not begin with its one E and end with its one L: write Et|t|tL")
+    numbers = [stage.count("t") for stage in stages]
+    if 0 in numbers:
+        raise ConfigError(
+            f"{LAYOUT} {text}: stage {numbers.index(0)} has no transformer layer, and here each stage has one; the "
+            "embedding belongs to the first, the output layer to the last: give that stage a t"
+        )
+    if len(stages) % num_ranks:
+        raise ConfigError(
+            f"{LAYOUT} {text} has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {num_ranks}: "
+            "change one of them"
+        )
+    return StagePartition(tuple(accumulate(numbers, initial=0))), len(stages) // num_ranks
+
+
+def _expanded_layout(text: str) -> str:
+    """Return the text without commas and repetitions."""
+    written = "".join(text.replace(",", "").split())
+    while match := _REPEATED_LAYERS.search(written):
+        grouped, single, number = match.groups()
+        repeated = grouped if grouped is not None else single
+        if len(written) + len(repeated) * int(number) > MOST_LAYERS:
+            raise ConfigError(f"{LAYOUT} {text[:80]} has more than {MOST_LAYERS:,} symbols: write fewer")
+        written = f"{written[: match.start()]}{repeated * int(number)}{written[match.end() :]}"
+    if re.search(r"[()*]", written):
+        raise ConfigError(f"{LAYOUT} {text}: a repetition is written x*3 or (xy)*3: change it")
+    return written

@@ -1,0 +1,136 @@
+"""Megatron's ways to say how many layers the stages have."""
+
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.arguments.spellings import in_our_fields, layout_stages
+from megatron_terapipe.errors import ConfigError
+
+EACH, LAYOUT = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, OUTPUT = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+BOTH = {EMBEDDING: True, OUTPUT: True}
+
+
+def ours(num_layers: int, num_ranks: int, **given: Any) -> tuple[str | None, int | None]:
+    found = in_our_fields({"num_layers": num_layers, "pipeline_model_parallel_size": num_ranks, **given})
+    assert not found.keys() & {EACH, LAYOUT, FIRST, LAST, EMBEDDING, OUTPUT}
+    return found.get("stage_partition"), found.get("num_model_chunks")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_ranks", "given", "partition", "chunks"),
+    [
+        (10, 4, {}, None, None),
+        # The ends have as many as is said; the others share the rest evenly.
+        (10, 4, {LAST: 1}, "0,3,6,9,10", None),
+        (10, 4, {FIRST: 1}, "0,1,4,7,10", None),
+        (10, 4, {FIRST: 2, LAST: 1}, "0,2,6,9,10", None),
+        (10, 3, {FIRST: 4, LAST: 5}, "0,4,5,10", None),
+        (8, 2, {FIRST: 2, "num_model_chunks": 2}, "0,1,4,5,8", 2),
+        # Embedding and output layer count as layers.
+        (10, 4, BOTH, "0,2,5,8,10", None),
+        (11, 4, {EMBEDDING: True}, "0,2,5,8,11", None),
+        (11, 4, {OUTPUT: True}, "0,3,6,9,11", None),
+        (6, 2, BOTH | {"num_model_chunks": 2}, "0,1,3,5,6", 2),
+        (6, 2, BOTH | {EACH: 2}, "0,1,3,5,6", 2),
+        # Each stage has as many.
+        (8, 2, {EACH: 2}, None, 2),
+        (7, 2, {LAYOUT: "Et*3|t|tt|tL"}, "0,3,4,6,7", 2),
+    ],
+)
+def test_stages(num_layers: int, num_ranks: int, given: dict[str, Any], partition: str, chunks: int) -> None:
+    assert ours(num_layers, num_ranks, **given) == (partition, chunks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given", "line"),
+    [
+        (1, {LAST: 2}, "--decoder-last-pipeline-num-layers 2 leave no other stage for the rest of the layers: raise"),
+        (
+            2,
+            {LAST: 2, "stage_partition": "parameters"},
+            "--decoder-last-pipeline-num-layers 2 and --stage-partition parameters both deal layers to stages: drop",
+        ),
+        (3, {FIRST: 5, LAST: 5}, "the first and last stage leave 0 of 10 layers for 1 stages: give"),
+        (2, {FIRST: 0}, "--decoder-first-pipeline-num-layers 0 is not positive: give 1"),
+        (2, {FIRST: 3, "num_model_chunks": 2}, "--decoder-first-pipeline-num-layers 3 cannot be dealt to 2 model"),
+        (
+            2,
+            {FIRST: 2, "num_model_chunks": 2, "model_chunk_placement": "v"},
+            "--decoder-first-pipeline-num-layers 2 with --model-chunk-placement v",
+        ),
+        (4, {EMBEDDING: True}, "--num-layers 10 with 1 more for --account-for-embedding-in-pipeline-split and"),
+        (12, BOTH, "--num-layers 10 with 2 more for"),
+        (
+            4,
+            {OUTPUT: True, LAST: 2},
+            "--account-for-loss-in-pipeline-split and --decoder-last-pipeline-num-layers 2 both deal layers to stages",
+        ),
+        (
+            2,
+            {OUTPUT: True, "stage_partition": "0,5,10"},
+            "--account-for-loss-in-pipeline-split and --stage-partition 0,5,10 both deal layers to stages: drop one",
+        ),
+        (2, {EACH: 2}, "--num-layers 10 is not a multiple of --num-layers-per-virtual-pipeline-stage 2 x"),
+        (2, {EACH: 5, "num_model_chunks": 2}, "--num-layers-per-virtual-pipeline-stage 5 and --num-model-chunks 2"),
+        (2, {EACH: 5, "stage_partition": "0,5,10"}, "--num-layers-per-virtual-pipeline-stage 5 and --stage-partition"),
+        *(
+            (
+                2,
+                {LAYOUT: "Et|tL", name: value},
+                f"--pipeline-model-parallel-layout Et|tL and --{name.replace('_', '-')}",
+            )
+            for name, value in (("stage_partition", "0,1,2"), ("num_model_chunks", 2), (EACH, 1))
+        ),
+        (
+            2,
+            {"no_pipeline_parallel": True},
+            "--no-pipeline-parallel contradicts --pipeline-model-parallel-size 2: drop",
+        ),
+        (1, {"data_impl": "lazy"}, "--data-impl lazy is not read, only Megatron's mmap format: "),
+        (1, {"dataloader_type": "cyclic"}, "--dataloader-type cyclic is not offered, because its"),
+    ],
+)
+def test_refusals(num_ranks: int, given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ours(10, num_ranks, **given)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "bounds", "model_chunks"),
+    [
+        ("EtL", 1, (0, 1), 1),
+        ("Ett|tttL", 2, (0, 2, 5), 1),
+        ("Et*3|(tt|)*6t*2L", 4, (0, 3, 5, 7, 9, 11, 13, 15, 17), 2),
+        ("E,t,|,(t,t|)*2, tL", 2, (0, 1, 3, 5, 6), 2),
+        ("E(t)*2|tL", 2, (0, 2, 3), 1),
+        ("E((t|)*2)*2tL", 5, (0, 1, 2, 3, 4, 5), 1),
+    ],
+)
+def test_layouts(text: str, num_ranks: int, bounds: tuple[int, ...], model_chunks: int) -> None:
+    partition, found = layout_stages(text, num_ranks)
+    assert (partition.bounds, found) == (bounds, model_chunks)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "said"),
+    [
+        ("E|t|tL", 3, "stage 0 has no transformer layer"),
+        ("Et|t|L", 3, "stage 2 has no transformer layer"),
+        ("Et|m|tL", 3, "m is for multi-token prediction"),
+        ("Et|x|tL", 3, "x is not among E, t and L"),
+        ("t|EtL", 2, "does not begin with its one E"),
+        ("Et|tL|t", 3, "end with its one L"),
+        ("Et|t|tL", 2, "3 stages, not a multiple of --pipeline-model-parallel-size 2"),
+        ("E(t|tL", 2, "a repetition is written"),
+        ("Et*99999L", 1, "more than 10,000 symbols"),
+        ("E((((t*9)*9)*9)*9)*9L", 1, "more than 10,000 symbols"),
+    ],
+)
+def test_layouts_that_are_wrong(text: str, num_ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout_stages(text, num_ranks)
