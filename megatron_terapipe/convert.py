@@ -37,12 +37,7 @@ Read on: docs/how-to/huggingface.md, with the families of models that can be con
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.convert") -> int:
-    """Convert, and return the exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-    """
+    """Convert, and return the exit code: 2 for bad input, said in one line."""
     return run_command(lambda: _run(argv, prog))
 
 

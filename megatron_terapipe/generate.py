@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from deepspeed_ext.plan.terminal import (
     STANDARD_OUTPUT,
     CommandParser,
+    Progress,
     ProgressLine,
     add_json_flag,
     run_command,
@@ -45,12 +46,7 @@ VERIFIED = 0.5
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.generate") -> int:
-    """Print the prompt and its continuation, and return the exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-    """
+    """Print the prompt and its continuation, and return the exit code: 2 for bad input, with one line."""
     return run_command(lambda: _run(argv, prog))
 
 
@@ -62,9 +58,8 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
         raise ConfigError(f"--temperature {options.temperature}, --top-k {options.top_k}: give 0 or more for both")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
-    texts = _continuation(options)
     said = []
-    for text in texts:
+    for text in _continuation(options):
         said.append(text)
         if options.json != STANDARD_OUTPUT:
             print(text, end="", flush=True)
@@ -125,24 +120,9 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def _prompt(options: argparse.Namespace) -> str:
-    if options.prompt_file is None:
-        return str(options.prompt)
-    return read_text(options.prompt_file, "--prompt-file")
-
-
-def _num_new_tokens(options: argparse.Namespace, model: ModelConfig, num_tokens_of_prompt: int) -> int:
-    """Return the tokens that are asked for, or else some that the model has positions for."""
-    if options.max_new_tokens is not None:
-        return int(options.max_new_tokens)
-    # Too long a prompt leaves none; that is said where one token is asked for.
-    room = model.max_position_embeddings - num_tokens_of_prompt
-    return max(1, min(_MOST_UNASKED, room))
-
-
 def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
-    text_before = _prompt(options)
+    text_before = options.prompt if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file")
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
     from megatron_terapipe.data.tokenizer import TextStream, TokenizerSettings, build_tokenizer
     from megatron_terapipe.inference import generate
@@ -156,7 +136,11 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
         raise CheckpointError(f"{source.name} knows no tokenizer: add --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
     prompt = tokenizer.encode(text_before)
-    num_new_tokens = _num_new_tokens(options, source.model, len(prompt))
+    num_new_tokens = options.max_new_tokens
+    if num_new_tokens is None:
+        # Too long a prompt leaves no room; that is refused where one token is asked for.
+        room = source.model.max_position_embeddings - len(prompt)
+        num_new_tokens = max(1, min(_MOST_UNASKED, room))
     model = source.load(len(prompt) + num_new_tokens)
     text = TextStream(tokenizer, prompt)
     tokens = generate(
@@ -197,13 +181,13 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
     model = ModelConfig(**info.model)
 
     def load(tokens: int) -> "WholeModel":
+        from megatron_terapipe.checkpoint.saved_weights import SavedWeights
         from megatron_terapipe.checkpoint.verify import verify_weights
 
         with ProgressLine() as line:
             verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
-            return _ready(
-                _empty(for_length(model, tokens)).load(directory, info, line.part("loading the model", VERIFIED, 1.0))
-            )
+            weights = SavedWeights(directory, info).whole
+            return _loaded(for_length(model, tokens), weights, line.part("loading the model", VERIFIED, 1.0))
 
     return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
 
@@ -224,25 +208,21 @@ def _model_folder(options: argparse.Namespace) -> _Source:
 
     def load(tokens: int) -> "WholeModel":
         with ProgressLine() as line:
-            empty = _empty(for_length(model, tokens))
-            loaded = empty.take(lambda index, _: weights.layer(index), line.part("loading the model"))
-        return _ready(loaded)
+            progress = line.part("loading the model")
+            return _loaded(for_length(model, tokens), lambda index, _: weights.layer(index), progress)
 
     return _Source(f"--load {folder}", model, tokenizer_of(folder), load)
 
 
-def _empty(model: ModelConfig) -> "WholeModel":
-    """A model whose weights nobody has drawn: on `meta` nothing is drawn only to be overwritten."""
+def _loaded(model: ModelConfig, weights: Callable[..., Mapping[str, Any]], progress: Progress) -> "WholeModel":
+    """Return a model with weights from files; on `meta` nothing is drawn only to be overwritten."""
     import torch
 
     from megatron_terapipe.inference import WholeModel
 
     with torch.device("meta"):
-        return WholeModel(model)
-
-
-def _ready(model: "WholeModel") -> "WholeModel":
-    return model.float().eval()
+        empty = WholeModel(model)
+    return empty.take(weights, progress).float().eval()
 
 
 if __name__ == "__main__":

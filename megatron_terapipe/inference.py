@@ -29,7 +29,6 @@ class WholeModel(nn.Module):
     """The layers of `gpt_layers`, one after the other.
 
     Args:
-        model: the model section, with its vocabulary size known.
         base_seed: layer i starts from seed `base_seed + i`, as on the ranks of a pipeline.
     """
 
@@ -51,21 +50,11 @@ class WholeModel(nn.Module):
         self._functions = [(function, takes_past(function)) for function in functions]
 
     def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
-        """Return the logits of the tokens of a token slice: [B, N, vocabulary].
-
-        Args:
-            tokens: [B, N].
-            token_slice: number of the token slice.
-        """
+        """Return the logits [B, N, vocabulary] of the tokens [B, N] of a token slice."""
         return self.output(tokens, state, token_slice).compute()
 
     def output(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Logits:
-        """Return the output of the last layer, from which logits [B, N, vocabulary] or a loss are computed.
-
-        Args:
-            tokens: [B, N].
-            token_slice: number of the token slice.
-        """
+        """Return the output of the last layer for tokens [B, N], from which logits or a loss are computed."""
         hidden: Any = tokens
         for index, (function, wants_past) in enumerate(self._functions):
             if wants_past:
@@ -75,24 +64,13 @@ class WholeModel(nn.Module):
         return hidden
 
     def load(self, directory: Path, info: CheckpointInfo | None = None, progress: Progress = unseen) -> "WholeModel":
-        """Load the weights of a checkpoint, whatever ranks it was saved by.
-
-        Args:
-            directory: directory of one checkpoint, such as `CHECKPOINTS/global_step100`.
-            info: facts of the run that saved it; None to read them there.
-            progress: is told how much of the model is loaded.
-        """
+        """Load the weights of one checkpoint's directory, whatever ranks it was saved by."""
         return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole, progress)
 
     def take(
         self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]], progress: Progress = unseen
     ) -> "WholeModel":
-        """Take the weights of all layers.
-
-        Args:
-            weights: gives those [...] of a layer by name, whole, from its number and the layer itself.
-            progress: is told how much of the model is loaded.
-        """
+        """Take the whole weights [...] of each layer by name from a function of its number and the layer itself."""
         for number, (index, layer) in enumerate(self.layers.items()):
             progress(number / len(self.layers))
             on_meta = any(weight.is_meta for weight in layer.parameters())
@@ -118,7 +96,6 @@ def generate(
     A growing text is a cut of its own: the prompt is the first token slice, each new token one more.
 
     Args:
-        prompt: token ids, at least one.
         vocab_size: tokens of the tokenizer; the padding of the vocabulary is never drawn.
         eod: id that ends the text; None to go on for ever.
         temperature: divides the logits; 0 takes the likeliest token always.
@@ -128,17 +105,13 @@ def generate(
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one character")
     if len(prompt) + max_new_tokens > max_positions:
+        room = max_positions - len(prompt)
         raise ConfigError(
             f"{len(prompt)} tokens of prompt and {max_new_tokens} new are more than the {max_positions} positions "
-            f"of the model: {_fewer(max_positions - len(prompt))}"
+            f"of the model: shorten the prompt{f', or ask for {room} new tokens or fewer' if room > 0 else ''}"
         )
     draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, draws=torch.Generator().manual_seed(seed))
     return _new_tokens(model, prompt, max_new_tokens, vocab_size=vocab_size, eod=eod, draw=draw)
-
-
-def _fewer(room: int) -> str:
-    """Return the remedy where the model has positions for so many new tokens."""
-    return f"shorten the prompt, or ask for {room} new tokens or fewer" if room > 0 else "shorten the prompt"
 
 
 @torch.no_grad()

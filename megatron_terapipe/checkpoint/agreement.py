@@ -19,9 +19,7 @@ def from_first_rank(
     """Return on every rank what an action returns on the first; every rank must call it at the same time.
 
     Args:
-        action: what the first rank alone does.
         group: of all ranks; None for that of the run.
-        error: what is raised on every rank alike.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

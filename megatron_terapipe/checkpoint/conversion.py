@@ -86,7 +86,6 @@ def export_checkpoint(
             that can express it.
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document, if it is known.
-        shard_bytes: bytes of tensors in one file.
     """
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)

@@ -242,7 +242,6 @@ def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
     Later ones, of a run that was set back, and others' files stay. One that is not whole does not count, and stays.
 
     Args:
-        iteration: the last that was saved.
         keep_last: number of checkpoints to keep; None for all.
     """
     for path in save.iterdir():

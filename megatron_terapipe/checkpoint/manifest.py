@@ -156,11 +156,7 @@ class DurableFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it, synced.
-
-        Args:
-            error: that ended the block, or None.
-        """
+        """Close it, synced."""
         with self._file:
             if self._fault is not None:
                 raise self._fault

@@ -173,11 +173,7 @@ class ParameterState:
 
 
 class SavedOptimizer:
-    """The state of an optimizer, read where it lies.
-
-    Args:
-        saved: places of each parameter's state.
-    """
+    """The state of an optimizer, read where it lies."""
 
     def __init__(self, directory: Path, info: CheckpointInfo, saved: SavedRun) -> None:
         self._directory, self._info, self._saved = directory, info, saved
@@ -185,11 +181,7 @@ class SavedOptimizer:
         self._named_states = cache(self._load_named_states)
 
     def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
-        """State of some elements of a parameter, or of a tensor-parallel rank's part of it.
-
-        Args:
-            elements: elements of the flattened part; at least one.
-        """
+        """State of some elements of a parameter, or of a tensor-parallel rank's part of it."""
         place = self._saved.places.get(name)
         if place is None:
             raise CheckpointError(

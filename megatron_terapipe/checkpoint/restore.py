@@ -27,11 +27,7 @@ from megatron_terapipe.model.gpt import vocabulary_parts
 def load_checkpoint(
     engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, config: CheckpointConfig
 ) -> None:
-    """Load a checkpoint that `find_checkpoint` found into an engine, on every rank.
-
-    Args:
-        saved: facts that the first rank read for all.
-    """
+    """Load a checkpoint that `find_checkpoint` found into an engine, on every rank."""
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     own_parts = vocabulary_parts(module._layer_specs)

@@ -147,7 +147,6 @@ def room_warning(save: Path, size: int, num_new: int, keep_last: int | None) -> 
     """Return a line for the log if the disk will be full before the run ends; None if it will not, as far as is known.
 
     Args:
-        size: bytes of a checkpoint.
         keep_last: checkpoints that are kept; None for all.
     """
     free = disk_usage(save).free
@@ -315,9 +314,6 @@ class BackgroundSaves:
 
     The threads agree in a process group of their own, over the network of the hosts, so that no message of training
     waits for them. What they do releases Python's lock: it hashes, writes and syncs bytes.
-
-    Args:
-        device: on which ranks ask each other between two steps.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -39,7 +39,6 @@ def find_checkpoint(
     """The checkpoint that a run continues from, known to fit; None to start afresh.
 
     Args:
-        model: the run's model section, with its vocabulary size known.
         looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
             checkpoint says of its run alone.
     """

@@ -31,11 +31,7 @@ def speech_files() -> list[Path]:
 
 
 def within(texts: Iterator[str], limit_bytes: float) -> Iterator[str]:
-    """Yield whole texts, at least one, while the sum of their sizes stays within the limit.
-
-    Args:
-        limit_bytes: limit of their sizes in UTF-8.
-    """
+    """Yield whole texts, at least one, while the sum of their sizes stays within the limit."""
     total = 0
     for text in texts:
         size = len(text.encode("utf-8"))

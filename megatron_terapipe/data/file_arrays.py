@@ -166,11 +166,7 @@ class IndexCache:
         return self._folder is not None
 
     def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Mapping[str, Numbers]:
-        """Return the arrays [length] that a description stands for, left on disk if they are kept.
-
-        Args:
-            description: all that decides the arrays, of types that JSON has.
-        """
+        """Return the arrays [length] that a description stands for, left on disk if they are kept."""
         if self._folder is None:
             return compute()
         key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]

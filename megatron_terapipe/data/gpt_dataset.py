@@ -56,7 +56,6 @@ class SampleOrder:
 
         Args:
             lengths: tokens of each of the documents, int32 [documents].
-            seed: of every shuffle, in [0, 2**32).
         """
         description = {
             "kind": "order of documents and samples, version 1",
@@ -126,7 +125,6 @@ class GPTDataset:
 
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
-            seed: of every shuffle, in [0, 2**32).
             vocab_size: every id is below it, which is checked whenever a sample is read; None for any id.
             cache: keeps the order; None keeps nothing.
         """

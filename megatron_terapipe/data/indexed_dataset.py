@@ -65,7 +65,6 @@ class IndexedDatasetWriter:
     name as it was.
 
     Args:
-        prefix: path of the two files without `.bin` and `.idx`.
         vocab_size: every id is below it; decides the type of the ids.
     """
 
@@ -196,7 +195,6 @@ class IndexedDataset:
         """Open the pair of files and check that they are whole and belong together.
 
         Args:
-            prefix: path of the two files without `.bin` and `.idx`.
             warm_up: read the ids once, so that the operating system has them in memory.
         """
         self.prefix = str(prefix)

@@ -109,7 +109,6 @@ class MicroBatchLoader(Iterator[Batch]):
         """Begin after the samples consumed.
 
         Args:
-            dataset: samples in the order of training.
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
             pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, run_command, write_json
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.data.workers import WorkerProcesses, map_ahead
@@ -37,8 +37,7 @@ from megatron_terapipe.errors import DataError, not_installed
 _RUN_BYTES = 1 << 17  # enough work per task that handing it over costs nothing beside it
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """Consecutive lines of the input."""
 
     first: int
@@ -50,15 +49,14 @@ class Lines:
 
 
 def read_lines(path: Path) -> Iterator[Lines]:
-    """Yield the file's lines in runs of about `_RUN_BYTES`.
-
-    Args:
-        path: plain, or compressed where its name ends in `.gz` or `.zst`.
-    """
+    """Yield the lines of a file, plain or .gz or .zst, in runs of about `_RUN_BYTES`."""
     try:
         with ExitStack() as stack:
-            raw = stack.enter_context(path.open("rb"))
-            file = stack.enter_context(_decompressed(path, raw))
+            file = raw = stack.enter_context(path.open("rb"))
+            if path.suffix == ".gz":
+                file = stack.enter_context(cast("IO[bytes]", gzip.GzipFile(fileobj=raw)))
+            elif path.suffix == ".zst":
+                file = stack.enter_context(cast("IO[bytes]", io.BufferedReader(_ZstandardFile(path, raw), _RUN_BYTES)))
             first = 1
             while lines := file.readlines(_RUN_BYTES):
                 yield Lines(first, lines, raw.tell())
@@ -68,14 +66,6 @@ def read_lines(path: Path) -> Iterator[Lines]:
         raise DataError(
             f"cannot read --input {path} ({reason}): give a file of JSON lines, plain, .gz or .zst"
         ) from None
-
-
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-    if path.suffix == ".zst":
-        return cast("IO[bytes]", io.BufferedReader(_ZstandardFile(path, raw), _RUN_BYTES))
-    return raw
 
 
 class _ZstandardFile(io.RawIOBase):
@@ -121,14 +111,11 @@ class _ZstandardFile(io.RawIOBase):
 _tokenizer = functools.cache(build_tokenizer)  # one per process: GPT-2's takes 0.2 s to read
 
 
-@dataclass(frozen=True)
-class EncodedLines:
+class EncodedLines(NamedTuple):
     """The documents of some lines."""
 
     num_bytes: int
-    """Size of the lines."""
     file_position: int
-    """See `Lines`."""
     documents: list[list[NDArray[np.integer[Any]]]]
     """Per JSON key the documents' ids, each [length]; a text without ids has none."""
     num_empty: int
@@ -140,21 +127,13 @@ class LineEncoder:
     """Encoder of lines; a description that each process turns into its own tokenizer."""
 
     source: Path
-    """The input's name, for messages."""
     json_keys: tuple[str, ...]
-    """Keys of the texts to encode in each object."""
     append_eod: bool
-    """Whether every document ends with the end-of-document id."""
     tokenizer: TokenizerSettings
-    """Type and files of the tokenizer."""
-
-    def built_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of this process."""
-        return _tokenizer(self.tokenizer)
 
     def __call__(self, lines: Lines) -> EncodedLines:
         """Encode every document of the lines."""
-        tokenizer = self.built_tokenizer()
+        tokenizer = _tokenizer(self.tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
         documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
         num_empty = 0
@@ -235,18 +214,15 @@ class Written:
 
 
 def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Written:
-    """Encode the encoder's source, write one indexed dataset per JSON key, and return what was written.
+    """Encode the encoder's source in some processes, and write one indexed dataset per JSON key.
 
-    Documents keep their order, so the files do not depend on the number of workers. Empty texts are
-    left out. Beside each dataset lies the record of its tokenizer.
-
-    Args:
-        workers: processes that encode; 1 encodes in this one.
+    Documents keep their order, so the files do not depend on the number of workers. Empty texts are left out. Beside
+    each dataset lies the record of its tokenizer.
     """
     if not encoder.source.is_file():
         raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
     began = time.perf_counter()
-    tokenizer = encoder.built_tokenizer()
+    tokenizer = _tokenizer(encoder.tokenizer)
     names = [f"{output_prefix}_{key}_document" for key in encoder.json_keys]
     output_prefix.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = num_empty = 0
@@ -355,12 +331,7 @@ def build_parser(prog: str) -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.data.preprocess") -> int:
-    """Run the command; return 0, or 2 after one line that says what is wrong.
-
-    Args:
-        argv: words that people type; None = those of this process.
-        prog: what they type before them.
-    """
+    """Run the command; return 0, or 2 after one line that says what is wrong."""
     return run_command(lambda: _run(argv, prog))
 
 

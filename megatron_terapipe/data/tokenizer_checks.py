@@ -37,11 +37,7 @@ _SILENT_S, _SPEAKS_EVERY_S = 5.0, 10.0
 
 
 def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexCache) -> None:
-    """Check that the ids of data files are ids of the tokenizer.
-
-    Args:
-        cache: keeps the range of each file until the file changes.
-    """
+    """Check that the ids of data files are ids of the tokenizer."""
     for prefix in prefixes:
         smallest, largest = token_range(prefix, cache)
         if smallest < 0 or largest >= tokenizer.vocab_size:
@@ -54,11 +50,7 @@ def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexC
 
 
 def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
-    """Return the smallest and the largest token id of a data file, or 0 where none is below or above it.
-
-    Args:
-        cache: keeps the answer, under the size of the file and the times at which it was written and changed.
-    """
+    """Return the smallest and the largest token id of a data file, or 0 where none is below or above it."""
     path = data_file(prefix).resolve()
     state = path.stat()
     # A copy may keep the time of writing; nobody can set that of the last change.
@@ -127,11 +119,7 @@ class TokenizerRecord:
 
     @classmethod
     def of(cls, prefix: str | Path, tokenizer: Tokenizer, *, ends: bool) -> Self:
-        """Return the record of a dataset that was just written.
-
-        Args:
-            ends: whether every document ends with the end-of-document id.
-        """
+        """Return the record of a dataset that was just written."""
         ids = _first_ids(prefix)
         eod = tokenizer.eod if ends else None
         return cls(
@@ -187,11 +175,7 @@ class TokenizerRecord:
 
 
 def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool) -> None:
-    """Check that data with a record of its tokenizer means the same to the tokenizer of a run.
-
-    Args:
-        reads_ends: whether the run looks for ends of documents.
-    """
+    """Check that data with a record of its tokenizer means the same to the tokenizer of a run."""
     for prefix in prefixes:
         record = TokenizerRecord.read(prefix)
         if record is not None:

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None, explained: str) -> None:
-    """Add the flags of a tokenizer to a parser.
-
-    Args:
-        default: tokenizer where none is named; None for none.
-    """
+    """Add the flags of a tokenizer to a parser."""
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",

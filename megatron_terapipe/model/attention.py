@@ -54,7 +54,6 @@ class Past(Protocol):
             query: [B, N, H, D].
             key: [B, N, key heads, D].
             value: [B, N, key heads, D].
-            scale: factor of the scores.
             first_head: number of the first of these heads among the heads of all ranks.
             window: tokens that a token attends to, itself included; None for all before it.
             softcap: limit of the scores; None for none.
@@ -67,7 +66,6 @@ class Past(Protocol):
 
         Args:
             inputs: [B, n, C], for some of these tokens.
-            site: number of the place in the layer.
             first_token: number of the first of these n tokens in the token slice.
             residual: [B, n, C] to add; None to add nothing.
         """
@@ -80,7 +78,6 @@ class SelfAttention(nn.Module):
     share the groups, and each holds whole ones.
 
     Args:
-        ranks: ranks that share the groups.
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
 
@@ -122,7 +119,6 @@ class SelfAttention(nn.Module):
         """Attend: [B, n, hidden] of the tokens this rank has between the matrices in, the same out.
 
         Args:
-            hidden: input of this layer, or of the norm before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """

@@ -98,7 +98,6 @@ class MLP(nn.Module):
     """Up, activation, down. With a gate, its matrix and that of what it gates are one parameter [2, ffn, hidden].
 
     Args:
-        ranks: ranks that share the hidden layer.
         recompute_activation: compute the output of the activation again in the backward instead of keeping it.
     """
 
@@ -118,7 +117,6 @@ class MLP(nn.Module):
         """Return the output [B, n, hidden] for the tokens that this rank has between the matrices.
 
         Args:
-            hidden: input of this layer, or of the norm before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, hidden] of this rank.
         """
@@ -149,8 +147,6 @@ def residual_dropout(
 
     Args:
         hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-        past: the tokens before, and the random numbers of this micro-batch.
-        ranks: ranks that share the tokens.
         residual: [B, n, hidden] to add; None to add nothing.
         multiplier: factor of `hidden` as it is added to the residual.
     """
@@ -173,7 +169,6 @@ class TransformerBlock(nn.Module):
     In the last form tensor-parallel ranks sum their parts of both at once, unless each has a mask of dropout.
 
     Args:
-        ranks: ranks that share its matrices.
         recompute_cheap: compute the outputs of norms and activation again in the backward instead of keeping them.
         rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
@@ -206,11 +201,7 @@ class TransformerBlock(nn.Module):
             self.mlp_post_norm = norm(model, ranks) if behind else None
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        """Return the output of the layer: [B, n, hidden].
-
-        Args:
-            hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-        """
+        """Return the output of the layer: [B, n, hidden]."""
         entering, attention_norm = hidden, self.attention_norm
         mlp_norm = self.attention_norm if self.shares_norm else self.mlp_norm
         if self.shares_norm and not self.recompute_cheap:

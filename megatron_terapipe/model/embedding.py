@@ -32,12 +32,7 @@ AT_AN_END = "at_an_end"
 
 
 class WordEmbedding(nn.Module):
-    """A vector for each word of the padded vocabulary, of which each rank holds some.
-
-    Args:
-        model: the model section, with its vocabulary size known.
-        ranks: ranks that share the vocabulary.
-    """
+    """A vector for each word of the padded vocabulary, of which each rank holds some."""
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
@@ -62,11 +57,7 @@ class WordEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to the embedded words, where the model has them, and applies dropout.
-
-    Args:
-        ranks: ranks that share the tokens.
-    """
+    """Adds learned positions to the embedded words, where the model has them, and applies dropout."""
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
@@ -91,11 +82,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Head:
-    """Settings of the logits, beside their weight.
-
-    Args:
-        model: the model section, with its vocabulary size known.
-    """
+    """Settings of the logits, beside their weight."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._live = LiveLogits(LOGITS_AT_ONCE)
@@ -118,37 +105,32 @@ class Head:
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
-    """Return the logits of the tokens [B, N, vocabulary], computed with the weight of the word embedding.
-
-    Args:
-        hidden: [B, n, hidden], output of the final norm.
-    """
+    """Return the logits of the tokens [B, N, vocabulary], computed with the weight of the word embedding."""
     return embedding.head.logits(hidden, embedding.weight, embedding.ranks)
 
 
 class OutputLayer(nn.Module):
-    """Logits from a weight of their own.
+    """Logits from a weight of their own, or from the rows of it that are part `number` of several."""
 
-    Args:
-        model: the model section, with its vocabulary size known.
-        ranks: ranks that share the vocabulary.
-    """
-
-    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, number: int = 0, num_parts: int = 1) -> None:
         super().__init__()
-        self.head = Head(model)
+        self.head, self.ranks, self.first_part = Head(model), ranks, number * ranks.size
+        if num_parts > 1:
+            # Layers are seeded one after the other, and all parts draw from one weight.
+            torch.manual_seed(torch.initial_seed() - number)
         self.linear = ColumnParallelLinear(
             model.hidden_size,
             model.padded_vocab_size(ranks.size),
-            ranks,
+            # Only cuts the weight: sums go over the tensor-parallel ranks of one part.
+            TensorParallelRanks(self.first_part + ranks.rank, num_parts * ranks.size),
             normal(model.init_method_std),
             bias=False,
         )
         setattr(self.linear.weight, AT_AN_END, True)
 
     def forward(self, hidden: Tensor) -> Logits:
-        """Logits of the tokens of [B, n, hidden]."""
-        return self.head.logits(hidden, self.linear.weight, self.linear.ranks)
+        """Return the logits of these rows, for the tokens of [B, n, hidden]."""
+        return self.head.logits(hidden, self.linear.weight, self.ranks, first_part=self.first_part)
 
 
 class VocabularySums(NamedTuple):
@@ -164,56 +146,19 @@ class VocabularySums(NamedTuple):
     """[B, N], the targets."""
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, [B, N], after the last part.
-
-        Args:
-            targets: token ids [B, N]; those of the labels.
-        """
+        """Return the cross-entropy of each token, [B, N], after the last part."""
         return self.log_sum - self.of_target
 
 
-class VocabularyRows(nn.Module):
-    """Some rows of the output layer's weight.
-
-    Args:
-        model: the model section, with its vocabulary size known.
-        ranks: ranks that share the rows of this part.
-    """
-
-    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, number: int, num_parts: int) -> None:
-        super().__init__()
-        self.head, self.ranks, self.first_part = Head(model), ranks, number * ranks.size
-        # Layers are seeded one after the other, and all parts draw from one weight.
-        torch.manual_seed(torch.initial_seed() - number)
-        self.linear = ColumnParallelLinear(
-            model.hidden_size,
-            model.padded_vocab_size(ranks.size),
-            # Only cuts the weight: sums go over the tensor-parallel ranks of one part.
-            TensorParallelRanks(self.first_part + ranks.rank, num_parts * ranks.size),
-            normal(model.init_method_std),
-            bias=False,
-        )
-        setattr(self.linear.weight, AT_AN_END, True)
-
-    def logits(self, hidden: Tensor) -> Logits:
-        """Return the logits of this part, for the tokens of [B, n, hidden]."""
-        return self.head.logits(hidden, self.linear.weight, self.ranks, first_part=self.first_part)
-
-
-class FirstVocabularyPart(VocabularyRows):
+class FirstVocabularyPart(OutputLayer):
     """The first part of the vocabulary, where the labels come in."""
 
     def forward(self, hidden: Tensor, labels: Tensor) -> VocabularySums:
-        """Return the sums over this part.
-
-        Args:
-            hidden: [B, n, hidden], output of the final norm.
-            labels: token ids [B, N].
-        """
-        return VocabularySums(hidden, *self.logits(hidden).sums(labels), labels)
+        """Return the sums over this part, for hidden states [B, n, hidden] and labels [B, N]."""
+        return VocabularySums(hidden, *super().forward(hidden).sums(labels), labels)
 
 
-class VocabularyPart(VocabularyRows):
+class VocabularyPart(OutputLayer):
     """A later part of the vocabulary."""
 
     def forward(self, before: tuple[Tensor, Tensor, Tensor, Tensor]) -> VocabularySums:
@@ -223,5 +168,5 @@ class VocabularyPart(VocabularyRows):
             before: output of the part before: hidden [B, n, hidden], log_sum, of_target and labels [B, N].
         """
         hidden, log_sum, of_target, labels = before
-        own_sum, own_target = self.logits(hidden).sums(labels)
+        own_sum, own_target = super().forward(hidden).sums(labels)
         return VocabularySums(hidden, torch.logaddexp(log_sum, own_sum), of_target + own_target, labels)

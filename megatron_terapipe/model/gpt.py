@@ -16,7 +16,6 @@ from megatron_terapipe.model.embedding import (
     OutputLayer,
     PositionEmbedding,
     VocabularyPart,
-    VocabularyRows,
     VocabularySums,
     WordEmbedding,
     tied_logits,
@@ -37,7 +36,6 @@ def gpt_layers(
     """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
     Args:
-        model: the model section, with its vocabulary size known.
         ranks: ranks that share the matrices of each layer; None for one rank alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
         vocabulary_parts: layers that share the rows of the output layer; more than 1 only where its weight is untied.
@@ -63,14 +61,12 @@ def gpt_layers(
         for block in model.blocks
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
-    outputs = [output] if vocabulary_parts == 1 else _output_parts(model, ranks, vocabulary_parts)
+    outputs = [output]
+    if vocabulary_parts > 1:
+        assert model.untie_embeddings_and_output_weights, "the configuration cuts a weight of its own only"
+        kinds = (FirstVocabularyPart, *[VocabularyPart] * (vocabulary_parts - 1))
+        outputs = [LayerSpec(kind, model, ranks, number, vocabulary_parts) for number, kind in enumerate(kinds)]
     return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, *outputs]
-
-
-def _output_parts(model: ModelConfig, ranks: TensorParallelRanks, count: int) -> list[LayerSpec]:
-    assert model.untie_embeddings_and_output_weights, "the configuration cuts a weight of its own only"
-    kinds = (FirstVocabularyPart, *[VocabularyPart] * (count - 1))
-    return [LayerSpec(kind, model, ranks, number, count) for number, kind in enumerate(kinds)]
 
 
 def layers_with_weights(model: ModelConfig) -> range:
@@ -87,7 +83,7 @@ def vocabulary_parts(layers: Sequence[Any]) -> range:
     indices = [
         index
         for index, layer in enumerate(layers)
-        if isinstance(layer, LayerSpec) and issubclass(layer.typename, VocabularyRows)
+        if isinstance(layer, LayerSpec) and issubclass(layer.typename, FirstVocabularyPart | VocabularyPart)
     ]
     return range(indices[0], indices[-1] + 1) if indices else range(0)
 
@@ -97,10 +93,6 @@ def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> Sta
 
     The embeddings go with the first transformer layer, the final norm with the last, and the output layer, too, unless
     its parts are stages of their own.
-
-    Args:
-        blocks: the transformer layers of each stage.
-        vocabulary_parts: layers that share the output layer.
     """
     inner = (bound + LAYERS_BEFORE_BLOCKS for bound in blocks.bounds[1:-1])
     output = output_layer(blocks.num_layers)
@@ -112,7 +104,6 @@ def gpt_loss(logits: Logits | VocabularySums, labels: tuple[Tensor, Tensor]) -> 
     """Mean cross-entropy of the tokens that bear loss; 0 if none does.
 
     Args:
-        logits: output of the last layer.
         labels: token ids [B, N] and the loss mask [B, N].
     """
     targets, loss_mask = labels

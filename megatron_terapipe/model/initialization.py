@@ -52,11 +52,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def normal_blocks(blocks: Tensor, key: int) -> Tensor:
-    """The standard normal numbers of blocks: float32 [..., 4] for int64 [...] of block numbers, at least 0.
-
-    Args:
-        key: in [0, 2**64).
-    """
+    """The standard normal numbers of blocks: float32 [..., 4] for int64 [...] of block numbers, at least 0."""
     zero = torch.zeros_like(blocks)
     first, second, third, fourth = philox((blocks & _WORD, blocks >> 32, zero, zero), key)
     radius = _root_of_minus_log(torch.stack((first, third), -1))

@@ -33,11 +33,7 @@ class LiveLogits:
         self._tiles: deque[weakref.ref[KeptTile]] = deque()
 
     def tiles(self, num_tokens: int, vocabulary: int) -> list[slice]:
-        """Split tokens into as few tiles of one size as the limit allows.
-
-        Args:
-            vocabulary: entries of the vocabulary on this rank.
-        """
+        """Split tokens into as few tiles of one size as the limit allows."""
         count = -(-num_tokens // max(self.limit // vocabulary, 1))
         size = -(-num_tokens // count)
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

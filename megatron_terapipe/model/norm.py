@@ -10,21 +10,26 @@ from megatron_terapipe.model.initialization import constant
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 
 
-class LayerNorm(nn.Module):
-    """Zero mean and unit variance over the last dimension, scaled and shifted.
+class _Norm(nn.Module):
+    """A norm over the last dimension, scaled.
 
     Args:
-        ranks: ranks that share the tokens.
         head_width: width of one head, where heads are normed each; None for the hidden state.
     """
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
         super().__init__()
-        width, of_heads = head_width or model.hidden_size, head_width is not None
-        self.one_plus = model.apply_layernorm_1p
-        self.weight = ranks.replicated(torch.full((width,), _first_weight(model)), of_heads=of_heads)
-        self.bias = ranks.replicated(torch.zeros(width), of_heads=of_heads)
+        width, self.one_plus = head_width or model.hidden_size, model.apply_layernorm_1p
+        self.weight = ranks.replicated(torch.full((width,), _first_weight(model)), of_heads=head_width is not None)
         self.epsilon = model.layernorm_epsilon
+
+
+class LayerNorm(_Norm):
+    """Zero mean and unit variance over the last dimension, scaled and shifted."""
+
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
+        super().__init__(model, ranks, head_width)
+        self.bias = ranks.replicated(torch.zeros_like(self.weight.data), of_heads=head_width is not None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] in, the same out."""
@@ -32,20 +37,8 @@ class LayerNorm(nn.Module):
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.epsilon)
 
 
-class RMSNorm(nn.Module):
-    """Unit mean square over the last dimension, scaled (Zhang and Sennrich, arXiv 1910.07467).
-
-    Args:
-        ranks: ranks that share the tokens.
-        head_width: width of one head, where heads are normed each; None for the hidden state.
-    """
-
-    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, head_width: int | None = None) -> None:
-        super().__init__()
-        width, of_heads = head_width or model.hidden_size, head_width is not None
-        self.one_plus = model.apply_layernorm_1p
-        self.weight = ranks.replicated(torch.full((width,), _first_weight(model)), of_heads=of_heads)
-        self.epsilon = model.layernorm_epsilon
+class RMSNorm(_Norm):
+    """Unit mean square over the last dimension, scaled (Zhang and Sennrich, arXiv 1910.07467)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] in, the same out."""
@@ -53,11 +46,7 @@ class RMSNorm(nn.Module):
 
 
 class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over the channels of all heads together, of which each rank has some (OLMo 2, arXiv 2501.00656).
-
-    Args:
-        ranks: ranks that share the heads.
-    """
+    """RMSNorm over the channels of all heads together, of which each rank has some (OLMo 2, arXiv 2501.00656)."""
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) -> None:
         super().__init__()

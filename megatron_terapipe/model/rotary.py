@@ -108,7 +108,6 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = 
     """Return heads [B, N, H, D], rotated.
 
     Args:
-        heads: [B, N, H, D].
         cosine: [1 or B, N, 1, R/2].
         interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
     """

@@ -83,10 +83,7 @@ class TensorParallelRanks:
         """This rank's part of a weight, whose values are the same for any number of ranks.
 
         Args:
-            shape: shape of the whole weight.
-            cut: dimension that ranks share.
             initialize: fills the part in place; None leaves it at 0.
-            device: its device; None for torch's default.
         """
         assert shape[cut] % self.size == 0, "the configuration lets ranks share only what they can share evenly"
         length = shape[cut] // self.size
@@ -100,11 +97,7 @@ class TensorParallelRanks:
         return parameter
 
     def replicated(self, weight: Tensor, *, of_heads: bool = False) -> nn.Parameter:
-        """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads.
-
-        Args:
-            of_heads: whether it is applied to heads.
-        """
+        """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads."""
         parameter = nn.Parameter(weight)
         # Read by whoever completes gradients: each rank then has a part of this one's.
         parameter.sequence_parallel = self.sequence_parallel or (of_heads and self.size > 1)
@@ -197,20 +190,10 @@ class AccumulatedGradient(Protocol):
     """Adds a weight's gradients up apart from the weight; whoever keeps the sums provides it."""
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Add `output_gradient.T @ inputs` to the accumulated gradient.
-
-        Args:
-            output_gradient: [rows, out].
-            inputs: [rows, in].
-        """
+        """Add `output_gradient.T @ inputs`, of [rows, out] and [rows, in], to the accumulated gradient."""
 
     def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
-        """Add each row of `output_gradient` to a row of the accumulated gradient.
-
-        Args:
-            indices: [rows], the row that each one is added to.
-            output_gradient: [rows, width].
-        """
+        """Add each row of `output_gradient` [rows, width] to the accumulated gradient's row in `indices` [rows]."""
 
 
 def linear(
@@ -408,9 +391,6 @@ class ColumnParallelLinear(nn.Module):
     Args:
         out_features: width of the whole output; two numbers for several outputs of one width, of each of which the
             rank computes its part.
-        ranks: ranks that share it.
-        initialize: fills the weight; the bias starts at 0.
-        bias: whether there is one.
     """
 
     def __init__(
@@ -433,7 +413,6 @@ class ColumnParallelLinear(nn.Module):
         """Return the output [B, N, out / size] of all tokens for the inputs [B, n, in] of this rank's tokens.
 
         Args:
-            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
         return linear(
@@ -447,13 +426,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`inputs @ weight.T + bias`, of which each rank multiplies some of the inputs; the sum goes to all.
-
-    Args:
-        ranks: ranks that share it.
-        initialize: fills the weight; the bias starts at 0.
-        bias: whether there is one.
-    """
+    """`inputs @ weight.T + bias`, of which each rank multiplies some of the inputs; the sum goes to all."""
 
     def __init__(
         self,
@@ -473,7 +446,6 @@ class RowParallelLinear(nn.Module):
         """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
 
         Args:
-            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, out] of this rank, of all tokens,
                 for `complete`.

@@ -1,14 +1,13 @@
 """A Llama trained on one layout goes on on another, then leaves for other programs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_terapipe.convert import main
 from tests.distributed import run_distributed
-from tests.end_to_end.launching import environment, flags, read_metrics, train_on_this_rank
+from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
 
 LLAMA = (
     "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -65,13 +64,9 @@ def test_the_log_names_the_checkpoint_it_goes_on_from(moved: Path) -> None:
 
 
 def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
-    def convert(*words: object) -> None:
-        command = [sys.executable, "-m", "megatron_terapipe.convert", *map(str, words)]
-        subprocess.run(command, check=True, env=environment(), cwd=moved)
-
-    convert("to-huggingface", "--load", "checkpoints", "--output", "exported")
-    convert("from-huggingface", "--load", "exported", "--output", "imported")
-    convert("to-huggingface", "--load", "imported", "--output", "again")
+    commands = (("to", "checkpoints", "exported"), ("from", "exported", "imported"), ("to", "imported", "again"))
+    for direction, load, output in commands:
+        assert main([f"{direction}-huggingface", "--load", str(moved / load), "--output", str(moved / output)]) == 0
     assert json.loads((moved / "exported" / "config.json").read_text())["model_type"] == "llama"
     # Whoever may read one of the files may read all.
     assert len({path.stat().st_mode for path in (moved / "exported").iterdir()}) == 1

@@ -10,6 +10,7 @@ import pytest
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import (
+    NO_EVALUATION,
     TIMEOUT_S,
     Launch,
     error_lines,
@@ -64,33 +65,38 @@ def test_resumed_it_gives_the_same_numbers_bit_for_bit(killed: Path, trained: Tr
     assert (killed / "checkpoints" / "latest").read_text() == "global_step6"
 
 
-RESUMED = [
-    ([], "--num-token-slices 1"),
-    ([], "--pipeline-schedule gpipe"),
-    (["--bf16"], "--bf16"),
-    (["--zero-stage", "0"], "--zero-stage 0"),
-    ([], "--pipeline-model-parallel-size 1"),
-    (["--pipeline-model-parallel-size", "1"], "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
-    ([], "--zero-stage 0 --stage-partition 0,1,4"),
-]
-
-
-@pytest.mark.parametrize(("saved_with", "resumed_with"), RESUMED, ids=[resumed for _, resumed in RESUMED])
-def test_a_run_goes_on_in_whatever_way_it_may(
-    data: Path, tmp_path: Path, saved_with: list[str], resumed_with: str
-) -> None:
-    """Token slices, schedule and layout may change; every optimizer comes back with its state."""
-    checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / name for name in ("whole.jsonl", "resumed.jsonl")]
-    whole = flags(data, *saved_with, "--save", checkpoints, "--save-interval", 3, "--metrics-file", metrics[0])
-    assert run_distributed(train_on_this_rank, 2, whole) == [0, 0]
-    (checkpoints / "latest").write_text("global_step3")
-    resumed = flags(data, *resumed_with.split(), "--load", checkpoints, "--metrics-file", metrics[1])
-    assert run_distributed(train_on_this_rank, 2, resumed) == [0, 0]
-    expected, found = (read_metrics(path)[0] for path in metrics)
+@pytest.mark.parametrize(
+    "resumed_with",
+    ["--num-token-slices 1 --pipeline-schedule gpipe", "--zero-stage 0 --stage-partition 0,1,4"],
+)
+def test_a_run_goes_on_in_whatever_way_it_may(trained: Trained, data: Path, tmp_path: Path, resumed_with: str) -> None:
+    """Token slices, schedule, stages and ZeRO may change; test_reshape.py has every pair of layouts."""
+    metrics = tmp_path / "metrics.jsonl"
+    words = [*resumed_with.split(), "--load", trained.checkpoints, "--load-tag", "global_step3"]
+    assert run_distributed(train_on_this_rank, 2, flags(data, *words, "--metrics-file", metrics)) == [0, 0]
+    expected, found = read_metrics(trained.metrics)[0], read_metrics(metrics)[0]
     assert [each["iteration"] for each in found] == [4, 5, 6]
-    same_order = saved_with == resumed_with.split()
     for mine, theirs in zip(found, expected[3:], strict=True):
-        assert mine["lm_loss"] == (theirs["lm_loss"] if same_order else pytest.approx(theirs["lm_loss"], rel=1e-6))
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+
+
+def test_a_run_goes_on_from_its_initial_weights_and_from_what_was_saved_between(data: Path, tmp_path: Path) -> None:
+    """`--extra-save-iterations`: checkpoints beside those of the interval, bit for bit, in bf16."""
+    checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / f"{name}.jsonl" for name in ("whole", "0", "2")]
+    common = [*NO_EVALUATION, "--bf16", "--train-iters", "4"]
+    saves = ["--save", checkpoints, "--save-interval", 3, "--extra-save-iterations", 0, 2, 9]
+    whole = flags(data, *common, *saves, "--metrics-file", metrics[0])
+    assert run_distributed(train_on_this_rank, 2, whole) == [0, 0]
+    assert {path.name for path in checkpoints.glob("global_step*")} == {f"global_step{each}" for each in (0, 2, 3, 4)}
+    expected = read_metrics(metrics[0])[0]
+    for path, iteration in zip(metrics[1:], (0, 2), strict=True):
+        loaded = ["--load", checkpoints, "--load-tag", f"global_step{iteration}"]
+        resumed = flags(data, *common, *loaded, "--metrics-file", path)
+        assert run_distributed(train_on_this_rank, 2, resumed) == [0, 0]
+        found = read_metrics(path)[0]
+        assert [each["iteration"] for each in found] == list(range(iteration + 1, 5))
+        for name in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
+            assert [each[name] for each in found] == [each[name] for each in expected[iteration:]]
 
 
 @pytest.mark.parametrize("stages", [1, 2])

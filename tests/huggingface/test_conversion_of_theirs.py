@@ -66,6 +66,15 @@ def _unread_rows(name: str) -> int:
     return 2 if name == "model.decoder.embed_positions.weight" else 0
 
 
+def test_a_model_in_several_files_gives_its_logits_here(tmp_path: Path, tokens: torch.Tensor) -> None:
+    theirs = tiny_model("llama")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(_logits(directory, tokens), theirs(tokens).logits, rtol=0, atol=TOLERANCE)
+
+
 def test_a_model_may_be_written_as_another_family_that_has_it(tmp_path: Path, tokens: torch.Tensor) -> None:
     theirs: Any = tiny_model("llama")
     theirs.save_pretrained(tmp_path / "theirs")

@@ -46,6 +46,7 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
     [
         (["--prompt", ""], "the prompt is empty: give at least one character"),
         (["--prompt", "a" * 30, "--max-new-tokens", "11"], "30 tokens of prompt and 11 new are more than the 40"),
+        (["--prompt", "a" * 41], "41 tokens of prompt and 1 new are more than the 40 positions of the model: shorten"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan"),

@@ -53,11 +53,7 @@ def rotations(
     """Return the setting of positions that rotate queries and keys.
 
     Args:
-        base: of the wavelengths, where it is left out.
-        base_key: its key outside the section.
         part: fraction of the head that is rotated where it is left out; None where it is always all of it.
-        part_key: its key outside the section.
-        scalings: scalings that the family has.
         original_length: tokens of sequences before scaling where the key for it, which the family has outside the
             section, is left out; None where it is within the section.
         older_names: names of `longrope` in older files.

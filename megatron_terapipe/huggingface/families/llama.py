@@ -62,13 +62,8 @@ def llama_like(
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
     Args:
-        rotation: setting of its rotations, if it is not the usual one.
-        bias: setting of the biases; by default no matrix has one.
         key_heads: key and value heads where the file does not say; None for as many as query heads.
         head_size: width of a head where the file does not say; None for hidden size over heads.
-        epsilon: of its norms, where the file does not say.
-        tensors: names of its tensors, if they are not those of Llama.
-        tied: whether the output layer shares the word embedding where the file does not say.
         **defaults: sizes where the file does not say, if they are not those of Llama.
     """
     return Family(

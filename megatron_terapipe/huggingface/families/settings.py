@@ -289,8 +289,6 @@ def sizes(renamed: Mapping[str, str] | None = None, /, *, tied: bool = False, **
 
     Args:
         renamed: keys by those of most families, where they differ.
-        tied: whether the output layer shares the word embedding where the file does not say.
-        **defaults: their values where they are left out, by their keys.
     """
     usual = (
         ("vocab_size", "vocab_size", COUNT),

@@ -1,6 +1,7 @@
 """A `config.json` is read with its types checked, and refused in one line where our models cannot be so."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,8 @@ def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words:
 def test_models_are_as_large_as_published(name: str, settings: dict[str, Any], published: float) -> None:
     model = replace(read(name, **settings), make_vocab_size_divisible_by=1)
     assert model_parameters(model) == pytest.approx(published, rel=5e-3)
+
+
+def test_the_chapter_lists_every_family() -> None:
+    chapter = Path(__file__).parents[3] / "docs" / "how-to" / "huggingface.md"
+    assert set(re.findall(r"^\| `(\w+)` \|", chapter.read_text(), re.MULTILINE)) - {"model_type"} == FAMILIES.keys()

@@ -19,7 +19,7 @@ from megatron_terapipe.model.logits import LiveLogits, Logits
 from megatron_terapipe.model.norm import LayerNorm
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRanks
 from tests.model.configs import model_config
-from tests.tensor_parallel.whole_and_parts import ALONE, assert_gradients, complete_gradients, drawn, fill, tokens_of
+from tests.model.whole_and_parts import ALONE, assert_gradients, complete_gradients, drawn, fill, tokens_of
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 MODEL = model_config(hidden_size=16, vocab_size=250, make_vocab_size_divisible_by=8)

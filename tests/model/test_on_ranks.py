@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.distributed import run_distributed
-from tests.tensor_parallel.checks import CHECKS
-from tests.tensor_parallel.whole_models import MODELS, whole_model
+from tests.model.rank_checks import CHECKS
+from tests.model.whole_and_parts import MODELS, whole_model
 
 NAMED = {**CHECKS, **{f"whole_model_{name}": partial(whole_model, name) for name in MODELS}}
 KINDS = {"tensor_parallel": False, "sequence_parallel": True}

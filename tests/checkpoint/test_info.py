@@ -1,4 +1,4 @@
-"""Each field of `run.json` has a rule, and one line says which is broken."""
+"""Each field of run.json has a rule, and one line says which is broken."""
 
 import json
 from dataclasses import asdict

@@ -16,7 +16,7 @@ from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
 from tests.model.configs import model_config
-from tests.tensor_parallel.test_recomputation import BEFORE, drawn, inputs_of, layers_of
+from tests.model.test_recomputation import BEFORE, drawn, inputs_of, layers_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 STEPS = 3
