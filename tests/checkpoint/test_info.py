@@ -93,6 +93,11 @@ def test_latest_holds_a_name_and_no_path(tmp_path: Path, content: bytes) -> None
         latest_checkpoint(tmp_path)
 
 
+def test_run_json_holds_what_was_written(tmp_path: Path) -> None:
+    checkpoint_info().write(tmp_path / "tag")
+    assert CheckpointInfo.read(tmp_path / "tag") == checkpoint_info()
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(sorted(asdict(checkpoint_info()))),

@@ -1,6 +1,7 @@
-"""What a checkpoint says of its run, and which runs may go on from it."""
+"""Which checkpoint a run goes on from, and which runs may go on from it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree
@@ -11,13 +12,14 @@ import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.directories import existing_checkpoint, latest_checkpoint
-from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.verify import find_checkpoint
-from megatron_terapipe.config import CheckpointConfig
+from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=1)
+ROTATED = replace(MODEL, position_embedding_type="rope")
+EXTENDED = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_attention_factor": 1.14}
 
 
 @pytest.fixture
@@ -30,185 +32,146 @@ def directory(tmp_path: Path) -> Path:
     return directory
 
 
-def refusal(directory: Path, model=MODEL, layout=LAYOUT, optimizer: str = "adam", **flags: object) -> str:
+def find(
+    load: Path, model: ModelConfig = MODEL, layout: ParallelLayout = LAYOUT, optimizer: str = "adam", **flags: Any
+):
+    return find_checkpoint(CheckpointConfig(load=str(load), **flags), model, layout, optimizer)
+
+
+def refusal(load: Path, *run: Any, **flags: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
-        find_checkpoint(CheckpointConfig(load=str(directory.parent), **flags), model, layout, optimizer)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line.replace(str(directory.parent), "CHECKPOINTS")
+        find(load, *run, **flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(load), "CHECKPOINTS")
 
 
-def test_run_json_says_what_was_written(tmp_path: Path) -> None:
-    checkpoint_info().write(tmp_path / "tag")
-    assert CheckpointInfo.read(tmp_path / "tag") == checkpoint_info()
-
-
-def test_a_checkpoint_that_fits_is_found(directory: Path) -> None:
-    found = find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam")
-    assert found == (directory, checkpoint_info())
-
-
-def test_bf16_optimizer_files_count(directory: Path) -> None:
+def _prefix_of_bf16(directory: Path) -> None:
     for path in directory.glob("zero_pp_rank_*"):
         path.rename(path.with_name("bf16_" + path.name))
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam") is not None
 
 
-def test_nothing_to_load_is_a_fresh_start(tmp_path: Path) -> None:
+def _no_optimizer_files(directory: Path) -> None:
+    for path in directory.glob("zero_pp_rank_*"):
+        path.unlink()
+
+
+def _of_an_older_version(directory: Path) -> None:
+    """In which models had no such parts."""
+    new = ("qk_norm", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "softmax_scale")
+    info = checkpoint_info()
+    replace(info, model={name: value for name, value in info.model.items() if name not in new}).write(directory)
+
+
+STDS = {"init_method_std": 0.1, "output_layer_init_std": 0.2, "embedding_init_method_std": 0.3}
+FITS: dict[str, tuple[Callable[[Path], object], tuple[Any, ...], dict[str, Any]]] = {
+    "as it was saved": (lambda d: None, (), {}),
+    "optimizer's files of bf16": (_prefix_of_bf16, (), {}),
+    "what shapes no weight": (lambda d: None, (replace(MODEL, seq_length=16, **STDS),), {}),
+    "an older version": (_of_an_older_version, (), {}),
+    "one stage": (lambda d: None, (MODEL, replace(LAYOUT, pipeline_parallel_size=1)), {}),
+    "four replicas": (lambda d: None, (MODEL, replace(LAYOUT, data_parallel_size=4)), {}),
+    "two tensor ranks": (lambda d: None, (MODEL, replace(LAYOUT, tensor_parallel_size=2)), {}),
+    "token slices": (lambda d: None, (MODEL, replace(LAYOUT, num_token_slices=8)), {}),
+    "another optimizer": (lambda d: None, (MODEL, LAYOUT, "sgd"), {"no_load_optim": True}),
+    "no optimizer, weights alone": (
+        lambda d: replace(checkpoint_info(), optimizer=None).write(d),
+        (),
+        {"no_load_optim": True},
+    ),
+    "no optimizer's files, weights alone": (_no_optimizer_files, (), {"finetune": True}),
+    "longer, where positions have no weights": (
+        lambda d: checkpoint_info(ROTATED).write(d),
+        (replace(ROTATED, max_position_embeddings=64),),
+        {},
+    ),
+    "extended positions": (
+        lambda d: checkpoint_info(ROTATED).write(d),
+        (replace(ROTATED, **EXTENDED),),
+        {"finetune": True, "extend_positions": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "run", "flags"), FITS.values(), ids=FITS)
+def test_a_checkpoint_that_fits_is_found(
+    directory: Path, change: Callable[[Path], object], run: tuple[Any, ...], flags: dict[str, Any]
+) -> None:
+    change(directory)
+    found = find(directory.parent, *run, **flags)
+    assert found is not None
+    assert found[0] == directory
+
+
+def test_nothing_to_load_is_a_fresh_start_unless_there_must_be_something(tmp_path: Path) -> None:
     assert find_checkpoint(CheckpointConfig(), MODEL, LAYOUT, "adam") is None
-    assert find_checkpoint(CheckpointConfig(load=str(tmp_path)), MODEL, LAYOUT, "adam") is None
-    assert find_checkpoint(CheckpointConfig(load=str(tmp_path / "missing")), MODEL, LAYOUT, "adam") is None
-
-
-@pytest.mark.parametrize("flag", ["exit_on_missing_checkpoint", "finetune"])
-def test_nothing_to_load_where_there_must_be_something(tmp_path: Path, flag: str) -> None:
-    line = refusal(tmp_path / "tag", **{flag: True})
-    assert line == "--load CHECKPOINTS holds no checkpoint: give a directory that a run saved to"
+    for load in (tmp_path, tmp_path / "missing"):
+        assert find(load) is None
+        for flag in ("exit_on_missing_checkpoint", "finetune"):
+            line = refusal(load, **{flag: True})
+            assert line == "--load CHECKPOINTS holds no checkpoint: give a directory that a run saved to"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("hidden_size", 64, "the checkpoint has --hidden-size 32, this run 64: set --hidden-size 32,"),
-        ("num_layers", 3, "the checkpoint has --num-layers 2, this run 3: set --num-layers 2,"),
-        ("num_key_value_heads", 4, "the checkpoint has --num-key-value-heads 2, this run 4:"),
-        ("vocab_size", 300, "the checkpoint has --vocab-size 257, this run 300:"),
-        ("max_position_embeddings", 32, "the checkpoint has --max-position-embeddings 40, this run 32:"),
-        (
-            "untie_embeddings_and_output_weights",
-            False,
-            "has --untie-embeddings-and-output-weights True, this run False",
-        ),
-        ("layernorm_epsilon", 1e-6, "the checkpoint has --layernorm-epsilon 1e-05, this run 1e-06:"),
+        ("hidden_size", 64, "--hidden-size 32, this run 64: set --hidden-size 32,"),
+        ("num_layers", 3, "--num-layers 2, this run 3:"),
+        ("num_key_value_heads", 4, "--num-key-value-heads 2, this run 4:"),
+        ("vocab_size", 300, "--vocab-size 257, this run 300:"),
+        ("max_position_embeddings", 32, "--max-position-embeddings 40, this run 32:"),
+        ("untie_embeddings_and_output_weights", False, "--untie-embeddings-and-output-weights True, this run False"),
+        ("layernorm_epsilon", 1e-6, "--layernorm-epsilon 1e-05, this run 1e-06:"),
+        ("qk_norm", "head", "--qk-norm none, this run head:"),
+        ("softmax_scale", 0.5, "--softmax-scale 0.35355339059327373, this run 0.5:"),
     ],
 )
 def test_another_model_is_named(directory: Path, name: str, value: object, said: str) -> None:
+    if name in ("qk_norm", "softmax_scale"):
+        _of_an_older_version(directory)
     for flags in ({}, {"finetune": True}, {"no_load_optim": True}):
-        assert said in refusal(directory, replace(MODEL, **{name: value}), **flags)
-
-
-def test_what_shapes_no_weight_may_change(directory: Path) -> None:
-    stds = {"init_method_std": 0.1, "output_layer_init_std": 0.2, "embedding_init_method_std": 0.3}
-    model = replace(MODEL, seq_length=16, **stds)
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, "adam") is not None
-
-
-ROTATED = replace(MODEL, position_embedding_type="rope")
-EXTENDED = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_attention_factor": 1.14}
+        assert f"the checkpoint has {said}" in refusal(directory.parent, replace(MODEL, **{name: value}), **flags)
 
 
 @pytest.mark.parametrize("change", [EXTENDED, {"rotary_base": 500_000.0}], ids=["yarn", "base"])
 def test_rotations_change_only_where_positions_are_extended(directory: Path, change: dict[str, Any]) -> None:
-    replace(checkpoint_info(), model=asdict(ROTATED)).write(directory)
-    model, load = replace(ROTATED, **change), {"load": str(directory.parent)}
-    name, value = next(iter(change.items()))
+    checkpoint_info(ROTATED).write(directory)
+    model, (name, value) = replace(ROTATED, **change), next(iter(change.items()))
     flag, theirs = "--" + name.replace("_", "-"), getattr(ROTATED, name)
     for flags in ({}, {"finetune": True}, {"extend_positions": True}):
-        assert refusal(directory, model, **flags) == (
+        assert refusal(directory.parent, model, **flags) == (
             f"the checkpoint has {flag} {theirs}, this run {value}: set {flag} {theirs}, or train on for longer "
             "sequences with --extend-positions --finetune"
         )
-    extended = CheckpointConfig(**load, finetune=True, extend_positions=True)
-    assert find_checkpoint(extended, model, LAYOUT, "adam") is not None
     wider = replace(model, hidden_size=64)
-    assert "--hidden-size 32" in refusal(directory, wider, finetune=True, extend_positions=True)
+    assert "--hidden-size 32" in refusal(directory.parent, wider, finetune=True, extend_positions=True)
 
 
-def test_what_a_checkpoint_does_not_name_it_does_not_have(directory: Path) -> None:
-    """As one of a version in which models had no such parts."""
-    info = checkpoint_info()
-    new = ("qk_norm", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "softmax_scale")
-    replace(info, model={name: value for name, value in info.model.items() if name not in new}).write(directory)
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam") is not None
-    assert "has --qk-norm none, this run head:" in refusal(directory, replace(MODEL, qk_norm="head"))
-    assert "has --softmax-scale 0.35355339059327373, this run 0.5:" in refusal(
-        directory, replace(MODEL, softmax_scale=0.5)
+def test_what_the_optimizer_or_the_ranks_cannot_use_is_named(directory: Path) -> None:
+    assert "--optimizer adam, this run uses sgd: set --optimizer adam" in refusal(
+        directory.parent, MODEL, LAYOUT, "sgd"
     )
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        replace(LAYOUT, pipeline_parallel_size=1),
-        replace(LAYOUT, data_parallel_size=4),
-        replace(LAYOUT, tensor_parallel_size=2),
-        replace(LAYOUT, num_token_slices=8),
-    ],
-)
-def test_another_layout_may_go_on(directory: Path, layout: ParallelLayout) -> None:
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, layout, "adam") is not None
-
-
-def test_another_optimizer_may_load_the_weights_alone(directory: Path) -> None:
-    line = refusal(directory, optimizer="sgd")
-    assert line == (
-        "the checkpoint has the state of --optimizer adam, this run uses sgd: set --optimizer adam, or load the "
-        "weights alone with --no-load-optim"
-    )
-    config = CheckpointConfig(load=str(directory.parent), no_load_optim=True)
-    assert find_checkpoint(config, MODEL, LAYOUT, "sgd") is not None
-
-
-def test_a_checkpoint_without_optimizer_loads_its_weights_alone(directory: Path) -> None:
+    line = refusal(directory.parent, MODEL, replace(LAYOUT, tensor_parallel_size=5))
+    assert "vocabulary is padded to 384 for tensor parallel size 1, this run's to 640 for 5" in line
     replace(checkpoint_info(), optimizer=None).write(directory)
-    assert refusal(directory).endswith("load the weights alone, with --no-load-optim or --finetune")
-    for flags in ({"finetune": True}, {"no_load_optim": True}):
-        config = CheckpointConfig(load=str(directory.parent), **flags)
-        assert find_checkpoint(config, MODEL, LAYOUT, "adam") is not None
+    assert refusal(directory.parent).endswith("load the weights alone, with --no-load-optim or --finetune")
 
 
-def test_a_vocabulary_that_is_padded_otherwise_is_refused(directory: Path) -> None:
-    line = refusal(directory, layout=replace(LAYOUT, tensor_parallel_size=5))
-    assert "vocabulary is padded to 384 for tensor parallel size 1, this run's to 640 for 5: use a tensor" in line
-
-
-def test_learned_positions_alone_have_a_weight_each(directory: Path) -> None:
-    rotary = replace(MODEL, position_embedding_type="rope")
-    checkpoint_info(rotary).write(directory)
-    longer = replace(rotary, max_position_embeddings=64)
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), longer, LAYOUT, "adam") is not None
-
-
-@pytest.mark.parametrize("flags", [{"load_tag": "global_step3"}, {"ckpt_step": 3}])
-def test_an_older_checkpoint_may_be_chosen(directory: Path, flags: dict[str, Any]) -> None:
+def test_an_older_checkpoint_may_be_chosen(directory: Path) -> None:
     older = directory.with_name("global_step3")
     copytree(directory, older)
     checkpoint_info(iteration=3).write(older)
-    config = CheckpointConfig(load=str(directory.parent), **flags)
-    assert find_checkpoint(config, MODEL, LAYOUT, "adam") == (older, checkpoint_info(iteration=3))
+    for flags in ({"load_tag": "global_step3"}, {"ckpt_step": 3}):
+        assert find(directory.parent, **flags) == (older, checkpoint_info(iteration=3))
+    line = refusal(directory.parent, ckpt_step=4)
+    assert line.startswith("there is no checkpoint global_step4 in CHECKPOINTS")
+    assert line.endswith("(global_step3, global_step5)")
 
 
-def test_a_tag_that_is_not_there_is_refused(directory: Path) -> None:
-    line = refusal(directory, ckpt_step=4)
-    assert line == "there is no checkpoint global_step4 in CHECKPOINTS: name one that is there (global_step5)"
-
-
-def test_a_missing_run_json(directory: Path) -> None:
-    (directory / "run.json").unlink()
-    line = refusal(directory)
-    assert line.startswith("checkpoint CHECKPOINTS/global_step5 has no readable run.json (")
-    assert line.endswith("): load one that this trainer saved whole")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"iteration": 5}'], ids=str)
-def test_a_broken_run_json(directory: Path, content: bytes) -> None:
-    (directory / "run.json").write_bytes(content)
-    assert refusal(directory).startswith("checkpoint CHECKPOINTS/global_step5 has no readable run.json (")
-
-
-def test_a_run_json_of_an_older_version_lacks_a_field(directory: Path) -> None:
-    path = directory / "run.json"
-    found = json.loads(path.read_text())
-    del found["partitioned"]
-    path.write_text(json.dumps(found))
-    assert "has no readable run.json (it lacks 'partitioned')" in refusal(directory)
-
-
-def test_latest_names_a_missing_tag(directory: Path) -> None:
-    (directory.parent / "latest").write_text("global_step9\n")
-    line = refusal(directory)
-    assert line == "CHECKPOINTS/latest names global_step9, which is not there: write an existing tag into it"
-    (directory.parent / "latest").write_text("global_step5\n")
+def test_latest_names_one_that_is_there(directory: Path) -> None:
+    latest = directory.parent / "latest"
+    latest.write_text("global_step9\n")
+    assert refusal(directory.parent).startswith("CHECKPOINTS/latest names global_step9, which is not there")
+    latest.write_text("global_step5\n")
     assert latest_checkpoint(directory.parent) == directory
 
 
@@ -221,44 +184,38 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(directory: Path, name: str) -> None:
-    """DeepSpeed goes on with a fresh optimizer when the optimizer's files are gone."""
-    (directory / name).unlink()
-    line = refusal(directory)
-    assert line.startswith(f"checkpoint CHECKPOINTS/global_step5 lacks {name}: put the file back, or let ")
-
-
-@pytest.mark.parametrize("keep", [0, 100, -1])
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_was_cut_short_is_named(directory: Path, name: str, keep: int) -> None:
-    """On the rank that reads it, it would be an error while the other ranks wait."""
+@pytest.mark.parametrize("keep", [None, 0, 100, -1])
+def test_a_file_that_is_missing_or_cut_short_is_named(directory: Path, name: str, keep: int | None) -> None:
+    """DeepSpeed would go on with a fresh optimizer, or a rank would fail where the others wait for it."""
     path = directory / name
-    path.write_bytes(path.read_bytes()[:keep])
-    line = refusal(directory)
-    assert line.startswith(f"checkpoint CHECKPOINTS/global_step5 is damaged: {name} is not whole: put the file back, ")
+    content = path.read_bytes()
+    path.unlink()
+    if keep is not None:
+        path.write_bytes(content[:keep])
+    said = f"lacks {name}: put the" if keep is None else f"is damaged: {name} is not whole: put the"
+    assert refusal(directory.parent).startswith(f"checkpoint CHECKPOINTS/global_step5 {said}")
 
 
-def test_weights_alone_need_no_optimizer_files(directory: Path) -> None:
-    for path in directory.glob("zero_pp_rank_*"):
-        path.unlink()
-    config = CheckpointConfig(load=str(directory.parent), finetune=True)
-    assert find_checkpoint(config, MODEL, LAYOUT, "adam") is not None
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"iteration": 5}', "partitioned"], ids=str
+)
+def test_a_broken_run_json_is_named(directory: Path, content: bytes | str | None) -> None:
+    path = directory / "run.json"
+    facts = json.dumps({name: value for name, value in asdict(checkpoint_info()).items() if name != content})
+    path.unlink()
+    if content is not None:
+        path.write_bytes(facts.encode() if isinstance(content, str) else content)
+    line = refusal(directory.parent)
+    assert line.startswith("checkpoint CHECKPOINTS/global_step5 has no readable run.json (")
+    assert not isinstance(content, str) or "(it lacks 'partitioned')" in line
 
 
-def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+def test_a_path_that_is_no_directory_of_checkpoints_is_named(directory: Path) -> None:
     """Taken for one without checkpoints, training would start afresh."""
-    (tmp_path / "corpus.jsonl").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"^--load \S+corpus.jsonl is a file: give the directory that a run saved to$"
-    ):
-        latest_checkpoint(tmp_path / "corpus.jsonl")
-
-
-def test_who_names_one_checkpoint_is_told_how(directory: Path) -> None:
+    file = directory / "run.json"
+    with pytest.raises(CheckpointError, match=rf"^--load {file} is a file: give the directory that a run saved to$"):
+        latest_checkpoint(file)
     remedy = rf"--load {directory} is one checkpoint: give --load {directory.parent} --load-tag {directory.name}$"
-    for look in (
-        lambda: existing_checkpoint(directory, None),
-        lambda: find_checkpoint(CheckpointConfig(load=str(directory)), MODEL, LAYOUT, "adam"),
-    ):
+    for look in (lambda: existing_checkpoint(directory, None), lambda: find(directory)):
         with pytest.raises(CheckpointError, match=remedy):
             look()

@@ -16,6 +16,8 @@ from tests.huggingface.models import MODELS, save, whole_model
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 GPT2, LLAMA = MODELS["gpt2"], MODELS["llama"]
+UNEVEN = json.dumps({"block_configs": [{}, {"mlp": {"ffn_hidden_size": 64}}, {}]})
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -38,26 +40,15 @@ def theirs(tmp_path: Path) -> Path:
     ("model", "said"),
     [
         (replace(GPT2, position_embedding_type="none"), "--position-embedding-type none, and Hugging Face's gpt2"),
-        (
-            replace(GPT2, normalization="rmsnorm"),
-            "--normalization rmsnorm, and Hugging Face's gpt2 --normalization lay",
-        ),
+        (replace(GPT2, normalization="rmsnorm"), "--normalization rmsnorm, and Hugging Face's gpt2 --norm"),
         (replace(GPT2, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-channels 8"),
-        (
-            replace(GPT2, num_key_value_heads=2),
-            "--num-key-value-heads 2, and Hugging Face's gpt2 --num-key-value-heads",
-        ),
+        (replace(GPT2, num_key_value_heads=2), "--num-key-value-heads 2, and Hugging Face's gpt2 --num-key"),
         (replace(GPT2, layernorm_epsilon=1e-6, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-chan"),
         (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
         (replace(LLAMA, rotary_interleaved=True), "--rotary-interleaved, and Hugging Face's llama no --rotary-inter"),
         (
-            replace(
-                LLAMA,
-                heterogeneous_layers_config_path=json.dumps(
-                    {"block_configs": [{}, {"mlp": {"ffn_hidden_size": 64}}, {}]}
-                ),
-            ),
-            "layers of several shapes, and Hugging Face's llama no layers of several shapes",
+            replace(LLAMA, heterogeneous_layers_config_path=UNEVEN),
+            "layers of several shapes, and Hugging Face",
         ),
     ],
 )
@@ -74,18 +65,12 @@ def test_what_they_cannot_express_is_named(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (
-            {"model_type": "bert"},
-            "config.json is a model of type bert, which cannot be trained here: give one of gpt2, llama",
-        ),
+        ({"model_type": "bert"}, "config.json is a model of type bert, which cannot be trained here: give one of"),
         ({"activation_function": "tanh"}, 'sets activation_function to "tanh", and our models have "gelu_new" or "gel'),
         ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
         ({"n_layer": 4}, "has no tensor transformer.h.3.attn.c_attn.bias, which its config.json asks for"),
         ({"n_layer": 2}, "has a tensor transformer.h.2.attn.c_attn.bias, for which a gpt2 of its config.json has no"),
-        (
-            {"n_embd": 96},
-            "has transformer.wte.weight (257, 48), which is not the (257, 96) that its config.json describes",
-        ),
+        ({"n_embd": 96}, "has transformer.wte.weight (257, 48), which is not the (257, 96) that its config.json"),
         ({"n_positions": 41}, "has transformer.wpe.weight (40, 48), which is not the (41, 48) that its config.json"),
         ({"n_head": 7}, "--hidden-size 48 is not a multiple of --num-attention-heads 7"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight, which its config.json asks for"),
@@ -128,81 +113,43 @@ def test_a_llama_that_is_not_ours_is_named(
     assert said in refusal(capsys, "from-huggingface", "--load", tmp_path / "theirs", "--output", tmp_path / "back")
 
 
-def test_a_family_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(whole_model(LLAMA), LLAMA, tmp_path / "ours")
-    words = ("to-huggingface", "--load", tmp_path / "ours", "--output", tmp_path / "theirs", "--family", "lama")
-    assert refusal(capsys, *words).startswith("error: --family lama is not known: choose gpt2, llama, ")
-
-
-def _no_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def _broken_config(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
-
-
-def _no_weights(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def _cut_short(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def _scribbled(directory: Path) -> None:
-    (directory / "model.safetensors").write_bytes(b"these were never tensors\n" * 9)
-
-
-def _index_of_nothing(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-
-
-def _index_without_map(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text("{}")
+def _rewritten(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_no_config, "config.json cannot be read (No such file or directory)"),
-        (_broken_config, "config.json is not JSON"),
-        (_no_weights, "holds neither model.safetensors nor model.safetensors.index.json"),
-        (_cut_short, "model.safetensors cannot be read"),
-        (_scribbled, "model.safetensors cannot be read"),
-        (_index_of_nothing, "gone.safetensors cannot be read"),
-        (_index_without_map, "model.safetensors.index.json cannot be read"),
+        (lambda d: (d / "config.json").unlink(), "config.json cannot be read (No such file or directory)"),
+        (_rewritten("config.json", "{"), "config.json is not JSON"),
+        (lambda d: (d / WEIGHTS).unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
+        (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-5]), "model.safetensors cannot be read"),
+        (_rewritten(WEIGHTS, "these were never tensors\n" * 9), "model.safetensors cannot be read"),
+        (_rewritten(INDEX, json.dumps({"weight_map": {"a": "gone.safetensors"}})), "gone.safetensors cannot be read"),
+        (_rewritten(INDEX, "{}"), "model.safetensors.index.json cannot be read"),
     ],
 )
 def test_damaged_files_are_named(
-    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], said: str
 ) -> None:
     damage(theirs)
     assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", tmp_path / "back")
 
 
-def test_an_output_that_holds_something_is_refused(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, output = tmp_path / "ours", tmp_path / "theirs"
+    words = ("to-huggingface", "--load", ours, "--output", output)
+    ours.mkdir()
+    assert refusal(capsys, *words).startswith(f"error: --load {ours} holds no checkpoint")
+    layer = save(whole_model(GPT2), GPT2, ours) / "layer_03-model_00-model_states.pt"
+    assert refusal(capsys, *words, "--family", "lama").startswith("error: --family lama is not known: choose gpt2, ")
+    torch.save({"weight": torch.zeros(3)}, layer)
+    assert "cannot load layer 3" in refusal(capsys, *words)
+    layer.unlink()
+    assert f"lacks {layer.name}" in refusal(capsys, *words)
+    assert not output.exists()
+    output.mkdir()
+    (output / "file").touch()
     for command in ("from-huggingface", "to-huggingface"):
-        line = refusal(capsys, command, "--load", theirs, "--output", theirs)
-        assert line == f"error: --output {theirs} is not an empty directory: name another\n"
-
-
-def test_nothing_to_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
-    assert line == f"error: --load {tmp_path} holds no checkpoint: give a directory that a run saved to\n"
-
-
-def test_a_checkpoint_that_lacks_a_layer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = save(whole_model(GPT2), GPT2, tmp_path)
-    (directory / "layer_03-model_00-model_states.pt").unlink()
-    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
-    assert "lacks layer_03-model_00-model_states.pt" in line
-
-
-def test_a_layer_of_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = save(whole_model(GPT2), GPT2, tmp_path)
-    torch.save({"weight": torch.zeros(3)}, directory / "layer_03-model_00-model_states.pt")
-    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
-    assert "cannot load layer 3" in line
-    assert not (tmp_path / "theirs").exists()
+        line = refusal(capsys, command, "--load", ours, "--output", output)
+        assert line == f"error: --output {output} is not an empty directory: name another\n"
