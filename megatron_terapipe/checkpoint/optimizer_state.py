@@ -5,8 +5,7 @@ stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ran
 into `index.json`; of a checkpoint without one, the first rank looks into the files.
 
 DeepSpeed flattens the parameters of a group into one tensor and deals that to the data-parallel ranks. A parameter's
-fragments, in the order of the ranks, are the parameter again: beside them stands where each begins. A file is opened
-when something in it is wanted.
+fragments, in the order of the ranks, are the parameter again. A file is opened when something in it is wanted.
 """
 
 import json

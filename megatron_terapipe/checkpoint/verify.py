@@ -66,8 +66,7 @@ def find_checkpoint(
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> Manifest | None:
     """Check that every file is there and was written to its end, so that no rank finds out alone.
 
-    What the manifest says of sizes is held against the directory; where there is none, each file is opened and read at
-    its end.
+    Sizes are those of the manifest; without one, each file is opened and read at its end.
 
     Returns:
         The part of the manifest with the files that are loaded; None if there is no manifest.

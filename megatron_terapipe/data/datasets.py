@@ -1,7 +1,4 @@
-"""The datasets of a run: samples for training, validation and test, out of the data that its flags name.
-
-First several datasets as one, each with its share of the samples; then the splits.
-"""
+"""The datasets of a run: samples for training, validation and test, out of the data that its flags name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

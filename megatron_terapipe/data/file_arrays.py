@@ -1,10 +1,8 @@
 """Arrays in files: read at given bytes, or computed once and kept on disk.
 
-Nothing is mapped into memory. Where a mapped file is cut short, the next look at its end is a bus error, which ends the
-process and says nothing; a read that comes back short is an error that names the file and the byte. And a read lets the
-other threads go on while it waits for the disk, which a look at a mapped page does not.
-
-`IndexCache` keeps arrays that follow from a description for the next run and the other ranks of this one.
+Nothing is mapped into memory: where a mapped file is cut short, an access to its end is a bus error, which ends the
+process without a line; a short read is an error that names the file and the byte. And a read lets the other threads go
+on while it waits for the disk.
 """
 
 import fcntl
@@ -148,9 +146,8 @@ class IndexCache:
     """A directory of arrays, each under the hash of all that decides it.
 
     Files get their names only when they are whole, and the list of an entry's arrays, with a checksum of each, comes
-    last: so an entry is there or not, whenever a process died, and what a disk has damaged since is computed again. Of
-    the processes of a host that want the same entry one computes it and the others wait; where the file system has no
-    locks, or another process keeps its lock too long, each computes it, and all write the same.
+    last: so an entry is there or not, whenever a process died, and damaged ones are computed again. Of the processes of
+    a host one computes an entry and the others wait; without locks, or where one is kept too long, each computes it.
 
     Args:
         folder: folder of the files, which need not be there; None keeps nothing.
@@ -258,11 +255,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold what only one process at a time holds; its end, however it ends, lets go.
-
-    A process that is stopped holds on to it, so patience ends; and a file system may have no locks. Either way the work
-    is then done more than once, and right.
-    """
+    """Hold a lock until the process ends, or go on without it where there are no locks or a stopped process has it."""
     with path.open("ab") as file:
         began, spoke = time.monotonic(), False
         with suppress(OSError):

@@ -1,80 +1,35 @@
 """Samples of equal length out of documents of any length, in Megatron's construction.
 
-`SampleOrder` draws the order of documents and of samples; `GPTDataset` reads the samples in it.
+`draw_order` draws the order of documents and of samples; `GPTDataset` reads the samples in it.
 """
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_terapipe.data.file_arrays import Arrays, IndexCache, Numbers
+from megatron_terapipe.data.file_arrays import Arrays, IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.errors import DataError
 
 _SECONDS_UNTIL_PROGRESS = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOrder:
-    """The shuffles of some epochs.
-
-    One epoch comes in exactly Megatron's order for the same seed. Further epochs are shuffled one
-    by one, where Megatron shuffles them together: so every epoch visits each token once, and a
-    longer run begins with the samples of a shorter one.
-    """
-
-    document_index: Numbers
-    """Documents in the order of the stream, int32 [epochs * documents]."""
-
-    shuffle_index: Numbers
-    """The stream's sample behind each sample, int64 [samples of all epochs]."""
-
-    stream_starts: Numbers
-    """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
-
-    Megatron stores where each sample begins; a binary search among these when the sample is wanted needs no such
-    index, and documents are fewer than samples or about as many.
-    """
-
-    @classmethod
-    def draw(
-        cls,
-        lengths: NDArray[np.int32],
-        documents: range,
-        *,
-        seq_length: int,
-        epochs: int,
-        seed: int,
-        cache: IndexCache,
-    ) -> Self:
-        """Draw the order, or take it from the cache.
-
-        Args:
-            lengths: tokens of each of the documents, int32 [documents].
-        """
-        description = {
-            "kind": "order of documents and samples, version 1",
-            "lengths": hashlib.sha256(np.ascontiguousarray(lengths, "<i4").data).hexdigest() if cache.keeps else "",
-            "documents": [documents.start, documents.stop],
-            "seq_length": seq_length,
-            "epochs": epochs,
-            "seed": seed,
-        }
-
-        def compute() -> Arrays:
-            return _shuffles(lengths, documents, seq_length, epochs, seed, show_progress=cache.keeps)
-
-        return cls(**cache.get(description, compute))
-
-
-def _shuffles(
-    lengths: NDArray[np.int32], documents: range, seq_length: int, epochs: int, seed: int, show_progress: bool
+def draw_order(
+    lengths: NDArray[np.int32], documents: range, seq_length: int, epochs: int, seed: int, *, show_progress: bool
 ) -> Arrays:
+    """Draw the shuffles of some epochs: the arrays of a `GPTDataset`, by their names there.
+
+    One epoch comes in exactly Megatron's order for the same seed. Further epochs are shuffled one by one, where
+    Megatron shuffles them together: so every epoch visits each token once, and a longer run begins with the samples of
+    a shorter one.
+
+    Args:
+        lengths: tokens of each of the documents, int32 [documents].
+    """
     tokens = int(lengths.sum(dtype=np.int64))
     document_index = np.empty((epochs, len(documents)), np.int32)
     shuffle_index = np.empty((epochs * tokens - 1) // seq_length, np.int64)
@@ -108,7 +63,7 @@ _DOCUMENTS_AT_ONCE = 32
 
 
 class GPTDataset:
-    """Samples of `seq_length + 1` tokens from a range of documents, in the order of a `SampleOrder`."""
+    """Samples of `seq_length + 1` tokens from a range of documents, in the order of `draw_order`."""
 
     def __init__(
         self,
@@ -130,19 +85,31 @@ class GPTDataset:
         """
         tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         lengths = indexed.sequence_lengths[documents.start : documents.stop]
+        epochs, cache = -(-(num_samples * seq_length + 1) // tokens), cache or IndexCache(None)
         self.seq_length = seq_length
         self._indexed, self._num_samples, self._vocab_size = indexed, num_samples, vocab_size
-        order = SampleOrder.draw(
-            lengths,
-            documents,
-            seq_length=seq_length,
-            epochs=-(-(num_samples * seq_length + 1) // tokens),
-            seed=seed,
-            cache=cache or IndexCache(None),
+        description = {
+            "kind": "order of documents and samples, version 1",
+            "lengths": hashlib.sha256(np.ascontiguousarray(lengths, "<i4").data).hexdigest() if cache.keeps else "",
+            "documents": [documents.start, documents.stop],
+            "seq_length": seq_length,
+            "epochs": epochs,
+            "seed": seed,
+        }
+        order = cache.get(
+            description,
+            lambda: draw_order(lengths, documents, seq_length, epochs, seed, show_progress=cache.keeps),
         )
-        self.document_index = order.document_index
-        self.shuffle_index = order.shuffle_index
-        self._stream_starts = order.stream_starts
+        self.document_index = order["document_index"]
+        """Documents in the order of the stream, int32 [epochs * documents]."""
+        self.shuffle_index = order["shuffle_index"]
+        """The sample of the stream for each sample, and those left of the last epoch, int64 [samples or more]."""
+        self._stream_starts = order["stream_starts"]
+        """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
+
+        Megatron stores where each sample begins; a binary search among these when the sample is wanted needs no such
+        index, and documents are fewer than samples or about as many.
+        """
 
     def __len__(self) -> int:
         return self._num_samples

@@ -79,17 +79,10 @@ _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
 class MicroBatchLoader(Iterator[Batch]):
     """Endless micro-batches of one data-parallel rank, prepared in the background.
 
-    After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ...,
-    then to micro-batch 1 of rank 0, and so on. So a global batch is a run of consecutive samples,
-    the same under every data-parallel size, and a resumed run goes on where it stopped. After the
-    last sample the first follows again.
-
-    Example:
-        >>> with MicroBatchLoader(train, 2, rank, ranks, consumed_samples=0) as micro_batches:
-        ...     batch = next(micro_batches)
-
-    An exception while a batch is prepared is raised by `next` in that batch's place, and ends the
-    iteration.
+    After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ..., then to micro-batch 1
+    of rank 0, and so on. So a global batch is a run of consecutive samples, the same under every data-parallel size,
+    and a resumed run goes on where it stopped. After the last sample the first follows again. An exception while a
+    batch is prepared is raised by `next` in that batch's place, and ends the iteration.
     """
 
     def __init__(
@@ -111,8 +104,7 @@ class MicroBatchLoader(Iterator[Batch]):
         Args:
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
-            pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
-                from there.
+            pin_memory: whether batches lie in page-locked memory; only with an accelerator that copies from there.
             seq_length: tokens of a sample; of long ones fewer are prepared ahead.
         """
         if not 0 <= data_parallel_rank < data_parallel_size:

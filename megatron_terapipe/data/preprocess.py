@@ -4,7 +4,7 @@ r"""JSON lines to indexed datasets.
         --tokenizer-type byte --append-eod --workers 2
 
 writes `corpus_text_document.bin` and `.idx`, which Megatron reads too, and `corpus_text_document.tokenizer.json`, by
-which the trainer sees that it has the tokenizer of the data. First the lines of a text file, compressed or not.
+which the trainer sees that it has the tokenizer of the data.
 """
 
 import argparse

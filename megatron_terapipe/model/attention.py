@@ -51,9 +51,7 @@ class Past(Protocol):
         """Return causal attention of these tokens to themselves and to those before: [B, N, H, D].
 
         Args:
-            query: [B, N, H, D].
-            key: [B, N, key heads, D].
-            value: [B, N, key heads, D].
+            query: [B, N, H, D]; keys and values are [B, N, key heads, D].
             first_head: number of the first of these heads among the heads of all ranks.
             window: tokens that a token attends to, itself included; None for all before it.
             softcap: limit of the scores; None for none.

@@ -89,12 +89,9 @@ class Head:
         self._multiplier, self._softcap, self._words = model.logit_multiplier, model.logit_softcap, model.vocab_size
 
     def logits(self, hidden: Tensor, weight: Tensor, ranks: TensorParallelRanks, *, first_part: int = 0) -> Logits:
-        """Return the logits of tokens.
+        """Return the logits of the tokens of [B, n, hidden], with the rows [rows, hidden] of this rank.
 
         Args:
-            hidden: [B, n, hidden].
-            weight: rows of this rank, [rows, hidden].
-            ranks: ranks that share the vocabulary, or a part of it.
             first_part: parts of the vocabulary before those of these ranks.
         """
         # A factor of the hidden state is one of the logits, of which there are many more.

@@ -52,11 +52,7 @@ class LiveLogits:
         self._tiles = deque(map(weakref.ref, kept))
 
     def keep(self, logits: Tensor) -> "KeptTile":
-        """Keep a tile until it is taken, its holder is gone, or its room is needed.
-
-        Args:
-            logits: [tokens of the tile, vocabulary].
-        """
+        """Keep a tile [tokens, vocabulary] until it is taken, its holder is gone, or its room is needed."""
         tile = KeptTile(logits)
         self._tiles.append(weakref.ref(tile))
         return tile
@@ -103,21 +99,13 @@ class Logits:
         return F.pad(logits[..., : self._own_words], (0, padding), value=float("-inf")) if padding else logits
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
-        """Cross-entropy of each token, [B, N] in at least fp32, the same on every rank.
-
-        Args:
-            targets: token ids [B, N], of the whole vocabulary.
-        """
+        """Cross-entropy of each token [B, N] in at least fp32, the same on every rank, for token ids [B, N]."""
         return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
 
     def sums(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return two sums over the rows of these ranks, each [B, N] in at least fp32, the same on each of them.
 
-        Args:
-            targets: token ids [B, N], of the whole vocabulary.
-
-        Returns:
-            The logarithm of the sum of exponentials of the logits; and the target's logit, 0 where it is another row.
+        The logarithm of the sum of exponentials of the logits; and the target's logit, 0 where it is another row.
         """
         return _PartSums.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
 
@@ -196,11 +184,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _PartSums(torch.autograd.Function):
-    """The output layer's product with some rows of its weight, and two sums over them, in one.
+    """The output layer's product with some rows of its weight, and the two sums of `Logits.sums`, in one.
 
-    The logarithm of the sum of exponentials of the logits, and the target's logit, which is 0 where the target is
-    another row. Sums of several parts of a vocabulary give the loss: a stage adds its own to those of the stages before
-    (arXiv 2411.05288).
+    Sums of several parts of a vocabulary give the loss: a stage adds its own to those before (arXiv 2411.05288).
     """
 
     @staticmethod

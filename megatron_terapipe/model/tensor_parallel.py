@@ -5,28 +5,21 @@
                   + Y2 @ [B2]         One sum per pair, forward and backward.
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198 section 4.2.2) that sum becomes a reduce-scatter along
-the tokens, and a gather before the next pair: the same traffic, and between the pairs each rank has its part of the
-tokens only.
+the tokens, and a gather before the next pair: the same traffic, and between the pairs each rank has only its tokens.
 
-First the ranks and their collectives. Then products and look-ups whose weight gradients add up inside the operation
-that computes them. Autograd computes the weight gradient of each token slice into a new tensor, then adds that to
-`weight.grad`: an allocation, a write and two reads of the size of the weight for every token slice. For a matrix
-product the sum costs nothing, `C += A B` being what the hardware does; for an embedding only the rows that were used
-need touching, not the whole vocabulary. So from the second token slice on, these functions add to `weight.grad`
-themselves and tell autograd that there is nothing left to do (Megatron's gradient accumulation fusion).
+Weight gradients add up inside the operation that computes them (Megatron's gradient accumulation fusion). Autograd
+would compute that of each token slice into a new tensor, and then add it to `weight.grad`. In a matrix product the sum
+costs nothing, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. Where
+gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
+`accumulated_gradient`, which gets every product, the first one too, and `weight.grad` stays None.
 
-Where gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
-`accumulated_gradient`. It is given every product, the first one too, and `weight.grad` stays None.
-
-A schedule may want weight gradients later than those of the inputs (zero bubble, arXiv 2401.10241 section 2). A weight
-then has an attribute `weight_gradients`; while that is `collecting`, it is given the product to compute later. What a
-product keeps until then is the gradient of its output and its own input, as this rank has it:
+A schedule may defer weight gradients (zero bubble, arXiv 2401.10241 section 2). A weight then has an attribute
+`weight_gradients`, which gets the product to compute later while it is `collecting`. Until then the product keeps the
+gradient of its output and its own input, as this rank has it:
 
     sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
     computed again       the result: as large as what the forward kept for it, or smaller, and the input gradient needs
                          it too; to keep the raw input instead would cost a third computation
-
-Last the linear layers of which each rank holds a part.
 """
 
 from collections.abc import Callable, Iterable
@@ -318,16 +311,13 @@ def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) ->
 
 
 def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weight: Tensor | None) -> Tensor | None:
-    """Add a product to the gradient of a weight: to the one that the weight has, or to one that autograd will add.
+    """Add a product of [..., out] and [..., in] to the gradient of a weight [out, in].
 
     Args:
-        weight: [out, in].
-        output_gradient: [..., out].
-        inputs: [..., in].
-        of_weight: what this returned for the products before, in the same backward; None for the first.
+        of_weight: result for the products before, in the same backward; None for the first.
 
     Returns:
-        What is left for autograd to add; None once it is added.
+        The gradient that autograd has to add; None once it is added to the one that the weight has.
     """
     if of_weight is None:
         return _weight_gradient(weight, output_gradient, inputs)

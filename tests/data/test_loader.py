@@ -123,12 +123,6 @@ def samples_of(count: int, *shape: int, size: int = 1000, num_workers: int = 0) 
         return [batch.tokens[:, 0].tolist() for batch in islice(batches, count)]
 
 
-def test_ranks_take_turns() -> None:
-    #        micro-batch 0     1
-    assert samples_of(2, 2, 0, 2) == [[0, 1], [4, 5]]
-    assert samples_of(2, 2, 1, 2) == [[2, 3], [6, 7]]
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     micro_batch_size=st.integers(1, 3),
@@ -163,25 +157,8 @@ def test_a_global_batch_is_the_same_samples_under_every_data_parallel_size(
         assert sorted(seen) == list(range(start, start + global_batch_size))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_resumed_run_goes_on_where_it_stopped(num_workers: int) -> None:
-    whole = samples_of(10, 2, 1, 2, 0, num_workers=num_workers)
-    resumed = samples_of(6, 2, 1, 2, 4 * 2 * 2, num_workers=num_workers)
-    assert whole[4:] == resumed
-
-
 def test_after_the_last_sample_comes_the_first() -> None:
     assert samples_of(3, 2, 0, 1, 3, size=5) == [[3, 4], [0, 1], [2, 3]]
-
-
-def test_batches_are_tensors_of_inputs_labels_and_loss_mask() -> None:
-    with MicroBatchLoader(Numbers(9), 2, 0, 1, masked_eod=2) as batches:
-        batch = next(batches)
-    assert batch.tokens.tolist() == [[0, 1], [1, 2]]
-    assert batch.labels.tolist() == [[1, 2], [2, 3]]
-    assert batch.loss_mask.tolist() == [[1.0, 1.0], [1.0, 0.0]]
-    assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
-    assert batch.document_starts == ((0,), (0,))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -219,13 +196,6 @@ def test_samples_are_consumed_in_order_whatever_changes_between_runs_and_steps(
             step = micro_batch_size * ranks * num_micro_batches
             assert in_order == [sample % 1000 for sample in range(consumed, consumed + step)]
             done, consumed = done + num_micro_batches, consumed + step
-
-
-def test_evaluations_read_the_same_samples_under_every_data_parallel_size() -> None:
-    alone = samples_of(6, 2, 0, 1)
-    together = [samples_of(3, 2, rank, 2) for rank in range(2)]
-    assert sorted(alone) == sorted(together[0] + together[1])
-    assert samples_of(6, 2, 0, 1) == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

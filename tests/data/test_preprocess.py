@@ -122,17 +122,20 @@ def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--split-sentences"], "--split-sentences is for BERT, and a GPT reads whole documents: drop it"),
-        (["--json-keys", "text", "text"], "--json-keys text text names a key twice: name each once"),
-        (["--tokenizer-type", "HuggingFaceTokenizer"], "HuggingFaceTokenizer needs --tokenizer-model: add it"),
+        (["--split-sentences"], "error: --split-sentences is for BERT"),
+        (["--json-keys", "text", "text"], "error: --json-keys text text names a key twice"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "error: HuggingFaceTokenizer needs --tokenizer-model"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "error: GPT2BPETokenizer needs --vocab-file"),
+        (["--tokenizer-type", "BERT"], "argument --tokenizer-type"),
+        (["--workers", "0"], "argument --workers"),
+        (["--input", "absent.jsonl"], "error: --input absent.jsonl is no file"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_what_cannot_be_done_is_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert run(corpus, tmp_path / "c", *options) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {message}")
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [corpus]
 
 
@@ -187,22 +190,6 @@ def test_input_that_cannot_be_used_is_one_clear_line(
     assert message in error
 
 
-def test_missing_files_are_one_clear_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "absent.jsonl", tmp_path / "c") == 2
-    assert "absent.jsonl is no file" in capsys.readouterr().err
-    assert run(corpus, tmp_path / "c", "--tokenizer-type", "GPT2BPETokenizer") == 2
-    assert "needs --vocab-file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options", [["--tokenizer-type", "BERT"], ["--workers", "0"]])
-def test_bad_options_exit_with_2(
-    corpus: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(corpus, tmp_path / "c", *options) == 2
-    assert f"argument {options[0]}" in capsys.readouterr().err
-    assert not list(tmp_path.glob("c_*"))
-
-
 def test_words_of_megatrons_scripts_that_are_so_anyway(corpus: Path, tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "c", "--dataset-impl", "mmap", "--log-interval", "1000") == 0
 
@@ -240,20 +227,20 @@ def test_lines_come_in_runs_with_their_numbers(tmp_path: Path, suffix: str, comp
     assert positions[-1] == path.stat().st_size
 
 
-@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard), ("zst", zstandard_frames)])
-def test_a_file_cut_short_is_no_shorter_file(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "damaged"),
+    [
+        ("gz", lambda: gzip.compress(CONTENT)[:-20]),
+        ("zst", lambda: zstandard(CONTENT)[:-20]),
+        ("zst", lambda: zstandard_frames(CONTENT)[:-20]),
+        ("gz", lambda: CONTENT),
+        ("zst", lambda: zstandard(b"") and CONTENT),
+    ],
+    ids=["gz cut short", "zst cut short", "frames cut short", "not gz", "not zst"],
+)
+def test_a_damaged_file_is_no_shorter_file(tmp_path: Path, suffix: str, damaged: Callable[[], bytes]) -> None:
     path = tmp_path / f"corpus.jsonl.{suffix}"
-    path.write_bytes(compress(CONTENT)[:-20])
-    with pytest.raises(DataError, match=rf"^cannot read --input .*\.{suffix} \(.+\): give a file"):
-        list(read_lines(path))
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_file_that_is_not_compressed_is_named(tmp_path: Path, suffix: str) -> None:
-    if suffix == "zst":
-        pytest.importorskip("zstandard")
-    path = tmp_path / f"corpus.jsonl.{suffix}"
-    path.write_bytes(CONTENT)
+    path.write_bytes(damaged())
     with pytest.raises(DataError, match=rf"^cannot read --input .*\.{suffix} \(.+\): give a file"):
         list(read_lines(path))
 
