@@ -180,11 +180,7 @@ def replace(offset: int, value: bytes):
             r"damaged at byte 66: sequence 2 begins .* 8 .* ends at byte 10",
         ),
         (index_file, replace(58, struct.pack("<q", -6)), r"damaged at byte 58: sequence 1 begins at byte -6 .*d\.bin"),
-        (
-            index_file,
-            replace(74, struct.pack("<q", 1 << 40)),
-            "damaged at byte 74: sequence 3 begins at byte 1099511627776",
-        ),
+        (index_file, replace(74, struct.pack("<q", 1 << 40)), "damaged at byte 74: sequence 3 begins at byte 1099"),
         (index_file, replace(90, struct.pack("<q", 3)), "damaged at byte 98: document bound 2 is 2, less than"),
         (index_file, replace(90, struct.pack("<q", -1)), "damaged at byte 90: document bound 1 is -1, less than"),
         (index_file, replace(114, struct.pack("<q", 3)), "bounds do not run from 0 to its 4"),

@@ -46,10 +46,7 @@ def theirs(tmp_path: Path) -> Path:
         (replace(GPT2, layernorm_epsilon=1e-6, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-chan"),
         (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
         (replace(LLAMA, rotary_interleaved=True), "--rotary-interleaved, and Hugging Face's llama no --rotary-inter"),
-        (
-            replace(LLAMA, heterogeneous_layers_config_path=UNEVEN),
-            "layers of several shapes, and Hugging Face",
-        ),
+        (replace(LLAMA, heterogeneous_layers_config_path=UNEVEN), "layers of several shapes, and Hugging Face"),
     ],
 )
 def test_what_they_cannot_express_is_named(
@@ -88,16 +85,10 @@ def test_what_we_cannot_express_is_named(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "leaves out low_freq_factor, which must be a number",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "leaves out low_freq_factor, which must be a"),
         ({"rope_scaling": {"type": "stretched", "factor": 2.0}}, "the rotations of positions as stretched, and our"),
         ({"hidden_act": "quick_gelu"}, 'sets hidden_act to "quick_gelu", and our models have "silu" or "swish"'),
-        (
-            {"attention_bias": True},
-            "has no tensor model.layers.0.self_attn.k_proj.bias, which its config.json asks for",
-        ),
+        ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.k_proj.bias, which its config.json asks"),
         ({"num_key_value_heads": 3}, "has model.layers.0.self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
         ({"intermediate_size": 96}, "has model.layers.0.mlp.gate_proj.weight (80, 48), which is not the (96, 48)"),
         ({"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have null'),

@@ -23,11 +23,7 @@ def read(name: str, **settings: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        (
-            "llama",
-            {"hidden_size": "64"},
-            'sets hidden_size to "64", and it must be a whole number above 0: correct the',
-        ),
+        ("llama", {"hidden_size": "64"}, 'sets hidden_size to "64", and it must be a whole number above 0'),
         ("llama", {"rope_parameters": "oops"}, 'sets rope_parameters to "oops", and it must be a JSON object'),
         ("llama", {"intermediate_size": [128, 128]}, "sets intermediate_size to [128, 128], and it must be a whole"),
         ("llama", {"num_attention_heads": None}, "sets num_attention_heads to null, and it must be a whole number"),
@@ -41,17 +37,9 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_scaling sets rope_type to 3, and it must be a word"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling leaves out factor, which must be a number above"),
         ("llama", {"partial_rotary_factor": 0.5}, "sets partial_rotary_factor to 0.5, and our models have 1 or null"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "proportional", "factor": 2}},
-            "as proportional, and our models not at all, or as linear, ",
-        ),
+        ("llama", {"rope_scaling": {"type": "proportional", "factor": 2}}, "as proportional, and our models not"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "sets truncate to false"),
-        (
-            "llama",
-            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
-            'rope_parameters sets full_attention to {"rope_theta": 500000.0}, and our models have null',
-        ),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters sets full_attention"),
         ("qwen2", {"use_sliding_window": "false"}, 'sets use_sliding_window to "false", and it must be true or false'),
         ("llama", {"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
