@@ -133,11 +133,7 @@ def model_document(model: ModelConfig) -> dict[str, Any]:
 
 
 def cluster_document(nodes: Sequence[Node], name: str = "") -> dict[str, Any]:
-    """Return the object of a cluster file; equal nodes next to each other share an entry.
-
-    Args:
-        name: of the cluster; empty = none.
-    """
+    """Return the object of a cluster file; equal nodes next to each other share an entry."""
     groups = [list(group) for _, group in groupby(nodes, key=lambda node: node.parts)]
     listed = [{"hosts": [node.name for node in group], **_described(group[0])} for group in groups]
     return {"name": name, "nodes": listed} if name else {"nodes": listed}

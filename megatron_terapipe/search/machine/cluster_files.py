@@ -424,20 +424,12 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
 
 
 def read_cluster(path: str, *, device: str | None = None) -> Cluster:
-    """Read a cluster; see `read_cluster_with_notes`.
-
-    Args:
-        device: device of every host of a hostfile; None for other files.
-    """
+    """Read a cluster; see `read_cluster_with_notes`."""
     return read_cluster_with_notes(path, device=device)[0]
 
 
 def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cluster, tuple[str, ...]]:
-    """Read a cluster, and what was assumed of it.
-
-    Args:
-        device: device, or machine, of the library that the hosts of a hostfile have.
-    """
+    """Read a cluster, and what was assumed of it."""
     if not Path(path).exists():
         raise ConfigError(
             f"{path} is no file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "

@@ -182,11 +182,7 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
 
 
 def place(file: str, *path: str | int) -> str:
-    """Place of a field for errors: the file, and the names and numbers on the way to the field.
-
-    Args:
-        *path: names and numbers, outermost first.
-    """
+    """Place of a field for errors: the file, and the names and numbers on the way to the field."""
     way = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
     return f"{file}: {way.lstrip('.')}".rstrip(": ")
 

@@ -48,11 +48,7 @@ fi
 
 
 def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None:
-    """See that the shells of other hosts leave the words of a launch as they are.
-
-    Args:
-        folder: where the launcher is started; None = not known yet.
-    """
+    """See that the shells of other hosts leave the words of a launch as they are."""
     wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
     if wrong is None and folder is not None and not _FOLDER.fullmatch(str(folder)):
         wrong = str(folder)
@@ -82,11 +78,7 @@ def launcher() -> str:
 
 
 def variables(*, on_cpu: bool) -> dict[str, str]:
-    """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords.
-
-    Args:
-        on_cpu: whether DeepSpeed must be told to take the CPU.
-    """
+    """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords."""
     found = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
     found = {name: value for name, value in found.items() if not name.startswith(SENT)}
     return found | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})

@@ -181,11 +181,7 @@ def library_device(name: str, where: str = "device") -> LibraryDevice:
 
 
 def names_one_device(name: str, other: str) -> bool:
-    """Whether two names are of one device; those that the library does not know are compared as they are spelled.
-
-    Args:
-        other: such as `NVIDIA A100-SXM4-80GB`.
-    """
+    """Whether two names are of one device; those that the library does not know are compared as they are spelled."""
 
     def found(spelled: str) -> str:
         try:

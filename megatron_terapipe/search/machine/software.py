@@ -130,11 +130,7 @@ class AttentionCore:
         return self.kernel == "scores"
 
     def prefix_bytes(self, element_bytes: int, kept_bytes: int) -> float:
-        """Return the bytes that a channel of an earlier key or value moves, as `prefix` says.
-
-        Args:
-            kept_bytes: bytes of a number that is kept between two backwards.
-        """
+        """Return the bytes that a channel of an earlier key or value moves, as `prefix` says."""
         in_fp32 = self.prefix.backward_bytes
         return self.prefix.bytes_backward(element_bytes) - in_fp32 + in_fp32 * kept_bytes / ELEMENT_BYTES["fp32"]
 

@@ -51,11 +51,7 @@ class _Step(NamedTuple):
 
 
 def measure_engine(model: ModelConfig, precision: str, num_token_slices: int, budget_s: float = inf) -> ProfiledEngine:
-    """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links.
-
-    Args:
-        budget_s: seconds after which no further step is begun, once there are enough.
-    """
+    """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links."""
     blocks = replace(model, heterogeneous_layers_config_path=None)
     small, large = (
         _measured_step(replace(blocks, num_layers=number), precision, num_token_slices, budget_s / 2)

@@ -82,11 +82,7 @@ class MeasuredLayers:
 def build_layers(
     model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device, *, recompute: str
 ) -> list[MeasuredLayers]:
-    """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends.
-
-    Args:
-        ranks: ranks that share the matrices [out, in].
-    """
+    """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends."""
     specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
     workload = gpt_workload(model)
 
@@ -262,11 +258,7 @@ class Stopwatch:
 
 
 def merged(points: Sequence[OpPoint], *, by_place: bool) -> tuple[OpPoint, ...]:
-    """Points of a layer; of one that does not attend, one for each size, whatever place it was measured at.
-
-    Args:
-        by_place: whether it matters where token slices begin.
-    """
+    """Points of a layer; of one that does not attend, one for each size, whatever place it was measured at."""
     if by_place:
         return tuple(points)
     sizes: dict[tuple[int, int], list[OpPoint]] = {}

@@ -119,10 +119,7 @@ def measure_machine(sizes: MeasuredSizes, num_processes: int) -> Iterator[Progre
 
 
 def engine_here(sizes: MeasuredSizes, num_processes: int) -> ProfiledEngine:
-    """Return the time of the engine on this machine.
-
-    Every rank is a run of its own, so that no message is in its times; and all at once, as in a run.
-    """
+    """Return the time of the engine on this machine."""
     (engine,) = run_on_ranks(_measure_engine, num_processes, sizes, together=False)
     assert isinstance(engine, ProfiledEngine)
     return engine

@@ -37,11 +37,7 @@ LINES_SHOWN = 15
 
 
 def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Iterator[Progress | Profile]:
-    """Measure on all slots of a hostfile, and yield how far it is; the profile comes last.
-
-    Args:
-        on_cpu: whether DeepSpeed must be told to take the CPU.
-    """
+    """Measure on all slots of a hostfile, and yield how far it is; the profile comes last."""
     environment = variables(on_cpu=on_cpu)
     # The launcher hands it on to the other hosts, where the package lies in the same place.
     package = str(Path(__file__).parents[3])

@@ -66,10 +66,7 @@ class MeasuredSizes:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"model": model}
 
     def runs(self, tensor_parallel_size: int, recompute: str) -> Iterator["MeasuredRun"]:
-        """Runs of one size of the ranks, in an order in which the first ones alone tell most: the extremes come first.
-
-        What lies between measured sizes is interpolated; what lies beyond them is a guess.
-        """
+        """Runs of one size of the ranks, the most telling first: the extremes, between which times are interpolated."""
         batches, counts = self.micro_batch_sizes, self.nums_token_slices
         extremes = [(size, count) for size in (min(batches), max(batches)) for count in (min(counts), max(counts))]
         others = [] if recompute != "none" else [(size, count) for size in sorted(batches) for count in sorted(counts)]

@@ -5,7 +5,7 @@ rank nothing is allocated or freed), and with the working memory of a running op
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from math import inf
 from typing import NamedTuple
 
@@ -55,11 +55,7 @@ class TokenMemory(NamedTuple):
     """What the backward computes again of all layers of the stage at once, and holds while it runs."""
 
     def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
-        """Return the bytes of a layer whose stage is computed again; here nothing was.
-
-        Args:
-            still_kept: of `activations`, what is kept all the same; an array as they are [...].
-        """
+        """Return the bytes of a layer whose stage is computed again; here nothing was."""
         waiting = self.activations - self.freed_by_input_gradient
         return self._replace(
             activations=still_kept,
@@ -157,24 +153,21 @@ def _loss_working_bytes(element_bytes: int) -> int:
     return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
 
 
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """The parts of a block, in bytes of one token."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        software: Software,
-        element_bytes: int,
-        gradient_bytes: int,
-        size: ScalarOrArray,
-        whole: ScalarOrArray,
-        sharing: ScalarOrArray,
-        reads_output: bool,
-    ) -> None:
-        self.layer, self.software = layer, software
-        self.element_bytes, self.gradient_bytes = element_bytes, gradient_bytes
-        self.size, self.whole, self.sharing = size, whole, sharing
-        self.reads_output = reads_output
+    layer: Layer
+    software: Software
+    element_bytes: int
+    gradient_bytes: int
+    size: ScalarOrArray
+    """Ranks that share the matrices."""
+    whole: ScalarOrArray
+    """Share of the tokens between the matrices that a rank holds."""
+    sharing: ScalarOrArray
+    """Sequence-parallel ranks."""
+    reads_output: bool
 
     def keys_and_values(self, attention: Attention) -> ScalarOrArray:
         """Keys and values."""
@@ -357,11 +350,7 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
 
 
 def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[HostCopy] = ()) -> Held:
-    """The most that ranks hold, by what it is: [...].
-
-    Args:
-        order: their ops, arrays of [..., ops].
-    """
+    """The most that ranks hold, by what it is: [...]."""
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]
     change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]

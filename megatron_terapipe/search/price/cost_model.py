@@ -7,6 +7,7 @@ Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimula
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,13 +75,7 @@ class CostModel:
         precision: str = "bf16",
         simulator: ScheduleSimulator | None = None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            efficiency: what is reached of data sheets; None = the defaults.
-            op_times: times of layers; None = the roofline.
-            simulator: keeps the orders of schedules that other models have met; None = a new one.
-        """
+        """Prepare."""
         self.workload = workload
         self.cluster = cluster
         self.software = software
@@ -90,11 +85,7 @@ class CostModel:
         self.element_bytes = ELEMENT_BYTES[precision]
         self.counter = LayerCounter(workload)
         self.prices = LayerPrices(
-            self.counter.kinds,
-            self.op_times,
-            self.efficiency,
-            self.element_bytes,
-            software.communication,
+            self.counter.kinds, self.op_times, self.efficiency, self.element_bytes, software.communication
         )
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(cluster)
@@ -102,11 +93,7 @@ class CostModel:
         self._simulator = simulator or ScheduleSimulator()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
-        """Return the cost model of the same model and cluster with other constants; orders of schedules are shared.
-
-        Args:
-            op_times: other times of layers; None = those of now, a roofline with the other constants.
-        """
+        """Return the cost model of the same model and cluster with other constants; orders of schedules are shared."""
         if op_times is None:
             same = self.op_times
             op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
@@ -121,11 +108,7 @@ class CostModel:
         )
 
     def with_factors(self, factors: ProfileFactors) -> "CostModel":
-        """Return the cost model of training, where this one prices ops, links and the rest as a profile measured them.
-
-        Args:
-            factors: seconds in training per second of the profile.
-        """
+        """Return the cost model of training, where this one has the times of a profile."""
         return self.with_efficiency(factors.efficiency(self.efficiency), ScaledTimes(self.op_times, factors.ops))
 
     def predict_time(
@@ -273,11 +256,7 @@ class CostModel:
         return self.groups_of(strategy.layout, strategy.placement)
 
     def groups_of(self, layout: ParallelLayout, placement: tuple[int, ...] | None = None) -> RankGroups:
-        """Links of the groups of a layout; those of ranks in the order of the hostfile are kept.
-
-        Args:
-            placement: device of the cluster for each rank; None = in the order of the hostfile.
-        """
+        """Links of the groups of a layout; those of ranks in the order of the hostfile are kept."""
         if placement is not None:
             return RankGroups(self._table, layout, placement)
         if layout not in self._known_groups:
@@ -414,37 +393,26 @@ class Pricing:
         workload: Workload,
         cluster: Cluster,
         *,
-        software: Software = TERAPIPE,
-        efficiency: HardwareEfficiency | None = None,
-        memory_overheads: MemoryOverheads | None = None,
-        op_times: OpTimes | None = None,
-        precision: str = "bf16",
         measured_cluster: Cluster | None = None,
+        memory_overheads: MemoryOverheads | None = None,
+        **options: Any,
     ) -> None:
         """Prepare.
 
         Args:
-            efficiency: what is reached of data sheets; None = the defaults.
-            memory_overheads: what no count of tensors says; None = the defaults of its devices.
-            op_times: times of layers; None = the roofline.
             measured_cluster: the same nodes with links as they were measured; None = as data sheets say.
+            memory_overheads: what no count of tensors says; None = the defaults of its devices.
+            options: as `CostModel` has them.
         """
         self.workload = workload
         self.cluster = cluster
-        self.cost_model = CostModel(
-            workload,
-            measured_cluster or cluster,
-            software=software,
-            efficiency=efficiency,
-            op_times=op_times,
-            precision=precision,
-        )
+        self.cost_model = CostModel(workload, measured_cluster or cluster, **options)
         self.memory_model = MemoryModel(
             workload=workload,
             cluster=cluster,
-            software=software,
-            precision=precision,
-            overheads=memory_overheads or default_overheads(cluster, software),
+            software=self.cost_model.software,
+            precision=self.cost_model.precision,
+            overheads=memory_overheads or default_overheads(cluster, self.cost_model.software),
         )
 
     def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
@@ -469,11 +437,7 @@ class Pricing:
     def why_it_does_not_fit(
         self, strategy: Strategy, memory: tuple[RankMemory, ...], headroom: float = 0.0
     ) -> str | None:
-        """Return which pipeline rank needs more memory than its smallest device has; None if none does.
-
-        Args:
-            headroom: share of each device that must stay free.
-        """
+        """Return which pipeline rank needs more memory than its smallest device has; None if none does."""
         usable_share = self.memory_model.overheads.usable_share * (1 - headroom)
         kept_free = f", {100 * headroom:.3g} % kept free" if headroom else ""
         for rank, devices in enumerate(self.cost_model.groups(strategy).devices):

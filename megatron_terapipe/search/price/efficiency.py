@@ -32,11 +32,7 @@ def constant(default: float, prior_width: float | None = None, *, most: float = 
 
 
 def factors(number: int, prior_width: float) -> Any:
-    """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ...
-
-    Args:
-        prior_width: standard deviation of the logarithm of each before any trial was seen.
-    """
+    """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ..."""
     return field(default=(1.0,) * number, metadata={"prior_width": prior_width, "most": inf})
 
 
@@ -95,11 +91,7 @@ class Prior(Generic[Constants]):
         return _with_values(self.start, {name: _value(self.start, name) * float(np.exp(log)) for name, log in values})
 
     def only(self, which: NDArray[np.bool_]) -> "Prior[Constants]":
-        """Return the prior of some of the constants; the others stay as they are.
-
-        Args:
-            which: [p] whether a constant is fitted.
-        """
+        """Return the prior of some of the constants; the others stay as they are."""
         names = tuple(name for name, chosen in zip(self.names, which, strict=True) if chosen)
         return replace(self, names=names, widths=self.widths[which], most=self.most[which])
 
@@ -110,11 +102,7 @@ def is_factor(name: str) -> bool:
 
 
 def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
-    """Return constants of which some have other logarithms.
-
-    Args:
-        logarithm: by how much the logarithm of each grows.
-    """
+    """Return constants of which some have other logarithms."""
     return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
 
 

@@ -71,11 +71,7 @@ class LayerQuery(OpSizes):
 
 
 def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
-    """Heads of key and value [...] that ranks hold together: more than there are, where more ranks share the heads.
-
-    Args:
-        ranks: [...] ranks that share its heads, tensor-parallel times sequence-parallel.
-    """
+    """Heads of key and value [...] that ranks hold together: more than there are, where more ranks share the heads."""
     return np.maximum(attention.key_value_heads, ranks)
 
 

@@ -416,12 +416,7 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
 def transfer_bandwidth(
     bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
 ) -> ScalarOrArray:
-    """Bytes per second that a message between stages reaches; arguments broadcast.
-
-    Args:
-        bandwidth: bytes per second of the link.
-        crosses_nodes: whether the message goes to another node.
-    """
+    """Bytes per second that a message between stages reaches; arguments broadcast."""
     return bandwidth * np.where(
         crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
     )
@@ -434,13 +429,7 @@ def transfer_s(
     crosses_nodes: ScalarOrArray | Flags,
     efficiency: HardwareEfficiency,
 ) -> ScalarOrArray:
-    """Seconds of one message between stages; arguments broadcast.
-
-    Args:
-        bandwidth: bytes per second of its link, by the data sheet.
-        latency_s: seconds of latency of its link.
-        crosses_nodes: whether the link is a network, not one inside a node.
-    """
+    """Seconds of one message between stages; arguments broadcast."""
     return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s
 
 
@@ -456,11 +445,7 @@ class Messages(NamedTuple):
 
 
 def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
-    """Return the seconds of messages, until all tensor-parallel ranks of the next stage have them; arguments broadcast.
-
-    Args:
-        in_parts: whether each tensor-parallel rank sends its part, which the receivers gather.
-    """
+    """Return the seconds until all tensor-parallel ranks of the next stage have messages, sent `in_parts` or not."""
     num_bytes, bandwidth, latency_s, crosses_nodes = sent
     if not in_parts:
         return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, efficiency), dtype=float)

@@ -60,12 +60,7 @@ class Scale(NamedTuple):
     moving: float = 1.0
 
     def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
-        """Return this scale if it keeps the limit; else one that reaches it.
-
-        Args:
-            products_s: seconds of the products.
-            moving_s: seconds of the memory traffic.
-        """
+        """Return this scale if it keeps the limit; else one that reaches it."""
         if self.products * products_s + self.moving * moving_s <= limit_s:
             return self
         return Scale.reaching(products_s, moving_s, limit_s)
@@ -87,11 +82,6 @@ class Scale(NamedTuple):
         return Scale(share, share)
 
 
-def is_divided(layer: Layer) -> bool:
-    """Whether tensor-parallel ranks divide a layer: any of its matrices."""
-    return any(product.parallel != "none" for product in layer.products)
-
-
 def device_times(
     roofline: Roofline,
     layer: Layer,
@@ -107,7 +97,7 @@ def device_times(
     as a whole by every tensor-parallel rank.
     """
     sharing = tensor_parallel_size
-    if layer.products and not is_divided(layer):
+    if layer.products and not layer.is_divided:
         sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
 
     def computed(what: Layer) -> LayerTimes:
@@ -165,14 +155,6 @@ class MeasuredDevice:
     """Seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Measurements of a layer on a device, by tensor-parallel size."""
-
-    scale: Mapping[int, Scale]
-    launch_s: Mapping[int, float]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayers:
     """Times of the layers of one model on devices that it was measured on; an `OpTimes`."""
@@ -181,7 +163,8 @@ class MeasuredLayers:
     """The model; its layers have different names."""
     devices: Mapping[str, MeasuredDevice]
     element_bytes: int = 2
-    _known: dict[tuple[str, str], _Known] = field(init=False, default_factory=dict, repr=False)
+    _scales: dict[tuple[str, str], Mapping[int, Scale]] = field(init=False, default_factory=dict, repr=False)
+    _launch_s: dict[tuple[str, str], Mapping[int, float]] = field(init=False, default_factory=dict, repr=False)
     _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,9 +177,11 @@ class MeasuredLayers:
                     )
         limits = self._launch_limits()
         for layer in self.workload.layers:
-            scale = {size: self._scale(layer, limits, size) for size in _sizes(self.devices, layer)}
+            sizes = {size for measured in self.devices.values() for size in measured.forward_s[layer.name]}
+            scale = {size: self._scale(layer, limits, size) for size in sizes}
             for name, measured in self.devices.items():
-                self._known[name, layer.name] = self._take_apart(measured, layer, scale)
+                key = name, layer.name
+                self._scales[key], self._launch_s[key] = self._take_apart(measured, layer, scale)
 
     @property
     def includes_collectives(self) -> bool:
@@ -209,18 +194,18 @@ class MeasuredLayers:
         measured = self.devices.get(device.name)
         if measured is None:
             raise DataError(f"no profile of {device.name}: the profiles are of {', '.join(self.devices)}")
-        known = self._known[device.name, layer.name]
+        scales, launch_s = self._scales[device.name, layer.name], self._launch_s[device.name, layer.name]
         sizes = np.asarray(query.tensor_parallel_size, dtype=float)
-        missing = sorted(set(np.unique(sizes).tolist()) - set(known.scale))
+        missing = sorted(set(np.unique(sizes).tolist()) - set(scales))
         if missing:
             raise DataError(
                 f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
-                f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
+                f"{missing[0]:g}: choose among {', '.join(map(str, scales))}"
             )
         times = self._device_times(measured, layer, sizes, query.sequences, query.start, query.end)
-        of_products = _at({size: scale.products for size, scale in known.scale.items()}, sizes)
-        of_moving = _at({size: scale.moving for size, scale in known.scale.items()}, sizes)
-        launch = _at(known.launch_s, sizes)
+        of_products = _at({size: scale.products for size, scale in scales.items()}, sizes)
+        of_moving = _at({size: scale.moving for size, scale in scales.items()}, sizes)
+        launch = _at(launch_s, sizes)
         reduced = self._one_reduction_s(measured, layer, sizes, query.rows)
         entering, leaving = reductions(layer)
         # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
@@ -235,10 +220,7 @@ class MeasuredLayers:
         return LayerTimes(forward, whole * (1 - of_weights) + again, whole * of_weights)
 
     def _launch_limits(self) -> Limits:
-        """By structure the seconds that launching takes at most, by tensor-parallel size.
-
-        More tensor-parallel ranks launch the same kernels, and reductions besides.
-        """
+        """By structure the seconds that launching takes at most, by tensor-parallel size."""
         fastest: dict[Structure, dict[int, float]] = {}
         for measured in self.devices.values():
             for layer in self.workload.layers:
@@ -256,7 +238,7 @@ class MeasuredLayers:
         What tensor-parallel ranks divide is scaled as it is undivided: with several ranks, late hosts and reductions
         are in what was measured. What they do not divide is scaled by its own measurement with as many ranks.
         """
-        if is_divided(layer):
+        if layer.is_divided:
             size = 1
         found = []
         for measured in self.devices.values():
@@ -266,8 +248,11 @@ class MeasuredLayers:
                 found.append(Scale.reaching(*self._one_sequence_s(measured, layer, size), without(seconds, limit)))
         return max(found, key=lambda scale: (scale.moving, scale.products), default=Scale())
 
-    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: Mapping[int, Scale]) -> _Known:
-        scales, launches = {}, {}
+    def _take_apart(
+        self, measured: MeasuredDevice, layer: Layer, scale: Mapping[int, Scale]
+    ) -> tuple[Mapping[int, Scale], Mapping[int, float]]:
+        """Scales of a layer on a device, and the host time of its forward, by tensor-parallel size."""
+        scales, launch_s = {}, {}
         for size, seconds in measured.forward_s[layer.name].items():
             products, moving = self._one_sequence_s(measured, layer, size)
             one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
@@ -275,8 +260,8 @@ class MeasuredLayers:
             # Nothing that was computed took longer than all of it.
             scales[size] = scale[size].within(products, moving, max(seconds - reduced, 0.0))
             computed = scales[size].products * products + scales[size].moving * moving
-            launches[size] = without(seconds, computed + reduced)
-        return _Known(scales, launches)
+            launch_s[size] = without(seconds, computed + reduced)
+        return scales, launch_s
 
     def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> tuple[float, float]:
         """Roofline's seconds of products, and of the rest, of the forward that was measured."""
@@ -310,30 +295,15 @@ class MeasuredLayers:
 
 
 def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray) -> ScalarOrArray:
-    """Seconds of work of a device that a host launches ahead of it: about the longer of the two; arguments broadcast.
-
-    Args:
-        device_s: seconds of the device.
-        launch_s: seconds of the host.
-    """
+    """Seconds of a device's work that a host launches ahead of it: about the longer of both; arguments broadcast."""
     longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
     return longer * (1 + (shorter / np.maximum(longer, 1e-12)) ** HIDING) ** (1 / HIDING)
 
 
 def without(whole_s: float, part_s: float) -> float:
-    """Seconds of the other part of what takes `whole_s`, one part being known: the inverse of `hidden`.
-
-    Args:
-        whole_s: seconds of both parts.
-        part_s: seconds of the known part.
-    """
+    """Seconds of the other part of what takes `whole_s`, one part being known: the inverse of `hidden`."""
     share = min(part_s / whole_s, 1.0)
     return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
-
-
-def _sizes(devices: Mapping[str, MeasuredDevice], layer: Layer) -> set[int]:
-    """Tensor-parallel sizes with which a layer was measured on any device."""
-    return {size for measured in devices.values() for size in measured.forward_s[layer.name]}
 
 
 def _structure(layer: Layer) -> Structure:

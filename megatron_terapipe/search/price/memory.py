@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs.host_copies import HostCopy, HostCopyPlan, HostCopySettings
+from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.arrays import OpColumns
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -82,12 +82,6 @@ def host_copy_settings(
         host_bytes=SHARE_OF_HOST * min(node.host.memory_bytes / node.num_devices for node in nodes),
         windows=tuple(_widest_window(kinds, row) for row in counts.per_stage),
     )
-
-
-def host_bytes(copies: tuple[HostCopy, ...]) -> float:
-    """Return the most bytes that the copies of a rank take of its host at a time."""
-    changes = sorted(change for copy in copies for change in ((copy.offload, copy.size), (copy.reader, -copy.size)))
-    return float(max(np.cumsum([size for _, size in changes]), default=0.0))
 
 
 def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:
@@ -213,7 +207,7 @@ class MemoryModel:
     cluster: Cluster
     software: Software = TERAPIPE
     precision: str = "bf16"
-    overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
+    overheads: MemoryOverheads = None  # type: ignore[assignment]
     """What no count of tensors says; left out, the defaults of the cluster's devices."""
     counter: LayerCounter = field(init=False, repr=False)
     _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
@@ -241,12 +235,7 @@ class MemoryModel:
     def count(
         self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
     ) -> list[Counted]:
-        """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`.
-
-        Args:
-            activation_limit: largest activation memory of an `optimised` schedule; None = its default.
-            copies: what waits on hosts; None = nothing.
-        """
+        """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
         counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
@@ -259,11 +248,7 @@ class MemoryModel:
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
     def states(self, parameters: Floats, *, layout: ParallelLayout, zero_stage: int) -> Counted:
-        """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators.
-
-        Args:
-            parameters: [...] parameters of each rank.
-        """
+        """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators."""
         copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
         groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
         kept = ("weights", "gradients", "optimizer", "step")
@@ -288,11 +273,7 @@ class MemoryModel:
     def token_bytes(
         self, layout: ParallelLayout, recompute: str, sequence_parallel: bool, key_value_gradients: str = "fp32"
     ) -> Floats:
-        """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
-
-        Args:
-            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
-        """
+        """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K]."""
         sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
         key = *sizes, recompute, sequence_parallel, key_value_gradients
         if key not in self._tokens:

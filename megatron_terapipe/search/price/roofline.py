@@ -159,15 +159,7 @@ class FusedAttention:
         heads: ScalarOrArray,
         reach: ScalarOrArray,
     ) -> tuple[ScalarOrArray, ScalarOrArray]:
-        """Pairs [...] of tokens that would take as long, forward and backward, if the share were reached at once.
-
-        Args:
-            pairs: [...] pairs of a token and one that it sees, of one head.
-            rows: [...] tokens of all sequences.
-            tokens: [...] those of one sequence.
-            heads: [...] heads of all sequences.
-            reach: [...] tokens that those of one sequence see, together.
-        """
+        """Pairs [...] of tokens that would take as long, forward and backward, if the share were reached at once."""
         filled = np.maximum(self.tile / tokens, 1.0)
         # The backward has a tile for each so many keys; a forward with fewer tiles than that divides the keys, too.
         filled = filled * (1 + self.processors * self.tile / (heads * np.maximum(reach, self.tile)))

@@ -99,12 +99,7 @@ class LayerCounter:
         *,
         vocabulary_stages: bool = False,
     ) -> LayerCounts:
-        """Return the counts of a stage partition.
-
-        Args:
-            partition: the layers of each stage.
-            vocabulary_stages: whether each rank has one more stage, with its part of the head.
-        """
+        """Return the counts of a stage partition."""
         bounds = np.array(partition.bounds) + self._workload.first_dealt
         bounds[0], bounds[-1] = 0, len(self._workload.layers)
         per_stage = np.diff(self._before[bounds], axis=0)
@@ -174,11 +169,7 @@ class LayerPrices:
         element_bytes: int,
         communication: Communication,
     ) -> None:
-        """Prepare.
-
-        Args:
-            communication: which share of the messages between ranks that share a layer products hide.
-        """
+        """Prepare."""
         self._kinds, self._op_times = kinds, op_times
         self._efficiency, self._element_bytes = efficiency, element_bytes
         self._communication = communication
@@ -239,11 +230,7 @@ def layer_ops(
     communication: Communication,
     element_bytes: int,
 ) -> StageOps:
-    """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it.
-
-    Args:
-        communication: which share of their messages products hide.
-    """
+    """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
     kernels = op_times(query)
     forward_reduction: ScalarOrArray = 0.0
     backward_reduction: ScalarOrArray = 0.0
@@ -372,12 +359,7 @@ class PlacedStrategy:
         return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
 
     def sizes(self, start: Floats, end: Floats) -> OpSizes:
-        """Return what the ops of token slices depend on.
-
-        Args:
-            start: [T] where they begin, as shares of the sequence.
-            end: [T] where they end.
-        """
+        """Return what the ops of token slices depend on."""
         return OpSizes(
             tensor_parallel_size=float(self.strategy.tensor_parallel_size),
             sequence_parallel_size=float(self.strategy.sequence_parallel_size),

@@ -247,12 +247,7 @@ WORD_EMBEDDING = "word embedding"
 
 
 def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
-    """Return the layers of a GPT: embedding, transformer layers, last norm, head.
-
-    Args:
-        model: its shape; the vocabulary size must be known.
-        name: for tables; empty = by its sizes.
-    """
+    """Return the layers of a GPT: embedding, transformer layers, last norm, head."""
     words = model.padded_vocab_size() * model.hidden_size
     positions = flops.embedding_parameters(model) - words
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDING

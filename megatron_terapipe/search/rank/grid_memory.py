@@ -90,11 +90,7 @@ class GridMemory:
     def fits(
         self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], headroom: float = 0.0
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not.
-
-        Args:
-            headroom: share of each device that must stay free for the second.
-        """
+        """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not."""
         fits, roomy = np.zeros(self._grid.shape, dtype=bool), np.zeros(self._grid.shape, dtype=bool)
         for place, total, limit in self._totals(groups, counts, only_possible=True):
             fits[place] = np.all(total <= limit, axis=0)
@@ -210,12 +206,7 @@ def live_token_slices(
     num_micro_batches: Floats,
     num_token_slices: Floats,
 ) -> Floats:
-    """Return how many token slices, of one stage each, are live on a rank when it holds most.
-
-    Args:
-        rank: the rank, or an array that broadcasts.
-        num_token_slices: token slices of each; broadcasts.
-    """
+    """Return how many token slices, of one stage each, are live on a rank when it holds most."""
     most = model_chunks * num_micro_batches * num_token_slices + 0.0 * np.asarray(rank)
     if schedule in KEEPING_ALL:
         return most
@@ -228,11 +219,7 @@ def live_token_slices(
 
 
 def group_size(num_ranks: int, num_micro_batches: Floats, num_token_slices: Floats) -> Floats:
-    """Return the micro-batches of the longest group that passes a model chunk together (`plan.schedules.interleaved`).
-
-    Args:
-        num_token_slices: token slices of each; broadcasts.
-    """
+    """Return the micro-batches of the longest group that passes a model chunk (`plan.schedules.interleaved`)."""
     least = np.ceil(num_ranks / num_token_slices)
     return np.asarray(np.ceil(num_micro_batches / np.maximum(num_micro_batches // least, 1)))
 

@@ -171,11 +171,7 @@ def rank_ops(
     counts: LayerCounts,
     op_s: float,
 ) -> RankOps:
-    """Return the ops of the ranks of a stage partition.
-
-    Args:
-        of_kind: times of layers, for each kind of ranks on each of its devices.
-    """
+    """Return the ops of the ranks of a stage partition."""
     per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
     row_of_rank = np.empty(ranks, np.int64)
@@ -264,11 +260,7 @@ class MessageTimes(NamedTuple):
 def message_times(
     grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: LayerCounts, splits: Splits
 ) -> MessageTimes:
-    """Return the times of messages between stages, as `CostModel` gives them to the simulator.
-
-    Args:
-        splits: lengths of the token slices.
-    """
+    """Return the times of messages between stages, as `CostModel` gives them to the simulator."""
     ranks, boundaries = grid.pipeline_parallel_size, len(counts.last_layers)
     shape = (len(grid.micro_batch), len(grid.token_slices), 1, len(grid.sequence_parallel))
     if ranks == 1 or not model.software.communication.overlaps_transfers:

@@ -162,11 +162,7 @@ class StrategyGrid:
         return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
 
     def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "StrategyGrid":
-        """Return the grid with some of the values of one axis.
-
-        Args:
-            kept: [values of the axis] whether a value stays.
-        """
+        """Return the grid with some of the values of one axis."""
         values = getattr(self, axis)
         changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
         return replace(self, **changed)
@@ -189,11 +185,7 @@ class StrategyGrid:
         return self.sequence_parallel_size * (self.tensor_parallel_size if sequence_parallel else 1)
 
     def cut(self, num_token_slices: int, sequence_parallel: bool, seq_length: int) -> tuple[int, ...] | None:
-        """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences.
-
-        Args:
-            sequence_parallel: whether tensor-parallel ranks share the tokens of each.
-        """
+        """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences."""
         if self.lengths is not None:
             return self.lengths
         if num_token_slices == 1:

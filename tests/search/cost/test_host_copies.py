@@ -13,7 +13,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
 from megatron_terapipe.search.price.activations import StageBytes, peak_held, rank_order
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.memory import SHARE_OF_HOST, host_bytes
+from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
@@ -29,6 +29,14 @@ GPT = gpt_workload(
         vocab_size=1024,
     )
 )
+
+
+def host_bytes(copies):
+    """The most bytes that the copies of a rank take of its host at a time."""
+    changes = sorted(change for copy in copies for change in ((copy.offload, copy.size), (copy.reader, -copy.size)))
+    return max(np.cumsum([size for _, size in changes]))
+
+
 STRATEGY = Strategy(
     pipeline_parallel_size=2,
     sequence_parallel_size=2,
