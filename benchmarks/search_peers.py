@@ -35,7 +35,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "search-peers_202611.md"
-PUBLISHED = ROOT / "tests" / "search" / "cost" / "published_runs.jsonl"
+PUBLISHED = ROOT / "tests" / "search" / "price" / "published_runs.jsonl"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tests.architecture.sources import ROOT
 from tests.file_formats.forms import check_reader, validate
 from tests.run_report.made_up import iteration, whole_run
 from tests.search.learn.synthetic import STRATEGIES, measured
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 ROWS = [[1.0, 2.0], [3.0, 4.0]]

@@ -17,7 +17,7 @@ from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.auto_plan import STRATEGY_FILE, find_strategy
 from tests.search.learn.test_profile_calibration import CLUSTER, STRATEGIES, WORKLOAD, truth_s
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size"
 TRAINER = "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --strategy auto --global-batch-size 16"

@@ -17,7 +17,7 @@ from megatron_terapipe.search.answer.flags import problem_of
 from megatron_terapipe.search.learn.costs import costs_of
 from megatron_terapipe.search.price.profile import write_profile
 from megatron_terapipe.strategy import Strategy
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 LARGE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --vocab-size 32000"
 MEASURED = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 256"

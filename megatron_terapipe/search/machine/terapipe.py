@@ -1,6 +1,6 @@
 """This trainer, as it is on main: without options that change kernels, on a GPU with triton.
 
-Kernels and bytes are counted by `benchmarks.kernel_counts`, and again by `tests/search/software/test_terapipe.py`:
+Kernels and bytes are counted by `benchmarks.kernel_counts`, and again by `tests/search/machine/test_terapipe.py`:
 what autograd's operators and compiled functions (docs/adr/0023) read and write, in the middle of a sequence, with four
 query heads to a key head. `--compile-pointwise never` launches more.
 """

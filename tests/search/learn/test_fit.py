@@ -12,7 +12,7 @@ from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, is_factor
 from megatron_terapipe.strategy import Strategy
-from tests.search.cost.machines import GPT, nodes, strategy
+from tests.search.price.machines import GPT, nodes, strategy
 
 PRIOR = Prior.of(HardwareEfficiency())
 CLUSTER = nodes(2)

@@ -26,7 +26,7 @@ from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.search.answer.documents import checked
-from tests.search.op_times.profiles import MODEL, profile
+from tests.search.price.profiles import MODEL, profile
 
 CLUSTER = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "test")[0]
 WORKLOAD = gpt_workload(MODEL)

@@ -9,7 +9,13 @@ import torch
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.measure_command import numbers
-from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, default_numbers_of_token_slices
+from megatron_terapipe.search.measure.sizes import (
+    MeasuredRun,
+    MeasuredSizes,
+    Nodes,
+    default_numbers_of_token_slices,
+    link_classes,
+)
 from megatron_terapipe.search.price.profile import LayerShape, OpPoint, ProfiledLink
 from megatron_terapipe.search.price.workload import gpt_workload
 from tests.distributed import run_distributed
@@ -167,3 +173,40 @@ def test_lists_of_numbers() -> None:
             ConfigError, match=r"--micro-batch-size .* is not a list of whole numbers from 1: write it as"
         ):
             numbers(text, "--micro-batch-size")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([[0]], []),
+        ([[0, 1, 2]], ["all-reduces of the 3 ranks of a node", "messages inside a node"]),
+        ([[0], [1]], ["all-reduces of one rank of each of 2 nodes", "messages between nodes"]),
+        (
+            [[0, 1], [2, 3, 4], [5, 6]],
+            [
+                "all-reduces of the 2 ranks of a node",
+                "messages inside a node",
+                "all-reduces of one rank of each of 3 nodes",
+                "messages between nodes",
+                "all-reduces of one rank of each of 3 nodes, 2 at a time",
+                "all-reduces of all 6 ranks",
+                "messages between nodes, 2 at a time",
+            ],
+        ),
+    ],
+)
+def test_each_class_is_measured_once(nodes: Nodes, words: list[str]) -> None:
+    assert [each.words for each in link_classes(nodes)] == words
+
+
+def test_flows_share_the_cards_of_their_node() -> None:
+    node_of = {rank: rank // 2 for rank in range(8)}
+    for each in link_classes([[0, 1], [2, 3], [4, 5], [6, 7]]):
+        ranks = [rank for group in each.groups for rank in group]
+        assert len(set(ranks)) == len(ranks), "a rank is in one group"
+        for group in each.groups:
+            of_nodes = [sum(node_of[rank] == node for rank in group) for node in {node_of[rank] for rank in group}]
+            assert set(of_nodes) == {each.ranks_per_node}
+            assert (len(of_nodes) > 1) == (each.where == "network")
+            at_once = [other for other in each.groups if {node_of[r] for r in other} & {node_of[r] for r in group}]
+            assert len(at_once) == each.flows

@@ -12,7 +12,7 @@ from megatron_terapipe.search.measure.on_hosts import measure_hosts
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.price.profile import profile_to_json
 from tests.search.measure.test_measure import sizes
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 LAUNCHER = """#!{python}
 import sys

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.rank.stage_partition import SolvedPartition, best_partition
+from megatron_terapipe.search.rank.stage_partition import SolvedPartition, balanced_partition, best_partition
+from tests.search.problems import small_problem
 
 
 def enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed):
@@ -107,3 +108,46 @@ def test_of_many_thresholds_the_best_is_found(seed):
     solved = best_partition(layers, 4, num_micro_batches, cut_times_s=cuts)
     assert solved.objective_s == pytest.approx(enumerated(layers, 4, num_micro_batches, cuts, False, None))
     assert objective(solved, layers, num_micro_batches, cuts, False) == pytest.approx(solved.objective_s)
+
+
+def slowest_s(times: np.ndarray, bounds: tuple[int, ...], model_chunks: int) -> float:
+    """Seconds of the slowest rank; the layer before the dealt ones is on the first, those behind on the last."""
+    ranks = len(times)
+    loads = np.zeros(ranks)
+    for stage in range(len(bounds) - 1):
+        loads[stage % ranks] += times[stage % ranks, 1 + bounds[stage] : 1 + bounds[stage + 1]].sum()
+    loads[0] += times[0, 0]
+    loads[-1] += times[-1, bounds[-1] + 1 :].sum()
+    return float(loads.max())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("model_chunks", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_are_alike(ranks: int, model_chunks: int, seed: int) -> None:
+    problem = small_problem(num_layers=9)
+    rng = np.random.default_rng(seed)
+    speeds = rng.uniform(0.5, 2, ranks)
+    times = np.outer(speeds, [0.4, *[1.0] * 9, 0.1, rng.uniform(0, 3)])
+    found = balanced_partition(problem, times, ranks, model_chunks, num_micro_batches=8)
+    assert found.num_stages == ranks * model_chunks and found.num_layers == 9
+    others = [(0, *cuts, 9) for cuts in combinations(range(1, 9), ranks * model_chunks - 1)]
+    best = min(slowest_s(times, bounds, model_chunks) for bounds in others)
+    assert slowest_s(times, found.bounds, model_chunks) == pytest.approx(best)
+
+
+def test_layers_that_differ() -> None:
+    problem = small_problem(num_layers=9)
+    times = np.ones((3, 12))
+    times[:, 4] = 5.0
+    found = balanced_partition(problem, times, 3, 1, num_micro_batches=64)
+    others = [(0, *cuts, 9) for cuts in combinations(range(1, 9), 2)]
+    assert slowest_s(times, found.bounds, 1) == min(slowest_s(times, bounds, 1) for bounds in others)
+
+
+def test_a_heavy_head_has_fewer_layers_beside_it() -> None:
+    problem = small_problem(num_layers=9)
+    times = np.ones((3, 12))
+    times[:, -1] = 3.0
+    sizes = np.diff(balanced_partition(problem, times, 3, 1, num_micro_batches=8).bounds)
+    assert sizes[-1] < sizes[0]

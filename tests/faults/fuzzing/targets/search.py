@@ -12,7 +12,7 @@ from megatron_terapipe.search.price.profile import profile_to_json, read_profile
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.faults.fuzzing.target import Target
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -125,7 +125,7 @@ TARGETS = (
         seeds=(
             _json(TRIAL) + b"\n",
             _json(TRIAL | {"measured": {"longer_than_s": 1e999}}) + b"\n",
-            b"\n".join((EXAMPLES.parent / "tests/search/cost/published_runs.jsonl").read_bytes().splitlines()[:2]),
+            b"\n".join((EXAMPLES.parent / "tests/search/price/published_runs.jsonl").read_bytes().splitlines()[:2]),
         ),
         found=(_json(TRIAL | {"model": GPT | {"num_layers": 2**31}}), _json(TRIAL | {"model": {"model_preset": -1}})),
     ),

@@ -17,7 +17,7 @@ from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.cost.machines import NODE
+from tests.search.price.machines import NODE
 
 GPT = gpt_workload(
     ModelConfig(

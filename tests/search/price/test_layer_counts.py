@@ -7,7 +7,7 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.price.stages import LayerCounter
 from megatron_terapipe.search.price.workload import Workload
-from tests.search.cost.machines import GPT
+from tests.search.price.machines import GPT
 
 EMBEDDING = GPT.layers[0].shared_parameters
 
@@ -35,13 +35,6 @@ def test_tensor_parallel_ranks_divide_it() -> None:
     total, shared = held(2, 2, tensor=4)
     assert shared == [EMBEDDING / 4] * 2
     assert sum(total) < (GPT.parameters + EMBEDDING) / 4 * 1.01
-
-
-def test_an_untied_head_is_its_own() -> None:
-    layers = tuple(replace(layer, shared_weight=None, shared_parameters=0) for layer in GPT.layers)
-    total, shared = held(1, 1, workload=replace(GPT, layers=layers))
-    assert total == [GPT.parameters + EMBEDDING]
-    assert shared == [0.0]
 
 
 def test_layers_are_counted_by_kind() -> None:

@@ -1,15 +1,32 @@
+from itertools import pairwise
+from math import inf
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.timeline import Span, Timeline
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
-from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.memory import ON_CPU, Counted, MemoryModel, MemoryOverheads, assemble, total_bytes
+from megatron_terapipe.search.machine.trainers import MEGATRON_LM, SOFTWARE
+from megatron_terapipe.search.price.activations import (
+    SCORE_LIMIT,
+    LogitLimits,
+    StageBytes,
+    peak_held,
+    rank_order,
+    steady_micro_batches,
+)
+from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, assemble, total_bytes
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.strategy import Strategy
+from tests.search.price.machines import GPT, nodes
 
 MIB = 2**20
 COUNTS_ALONE = MemoryOverheads(
@@ -89,14 +106,6 @@ def test_parts_add_up_for_every_rank() -> None:
     assert min(ranks[0].weights, ranks[3].weights) > max(ranks[1].weights, ranks[2].weights)
 
 
-def test_a_shared_weight_is_there_once_on_a_rank_that_has_both_ends() -> None:
-    strategy = Strategy(zero_stage=0)
-    (alone,) = MemoryModel(workload=workload(), cluster=cluster(1), precision="fp32", overheads=COUNTS_ALONE).predict(
-        strategy
-    )
-    assert alone.weights == 4 * workload().parameters
-
-
 def test_ranks_of_bloom() -> None:
     """176 B parameters (arXiv 2211.05100 section 3.1): 70 layers of 12 h^2 + 13 h, 250,880 words; 4 x 12 ranks.
 
@@ -114,18 +123,6 @@ def test_ranks_of_bloom() -> None:
     assert ranks[1].weights == pytest.approx(2 * 6 * block)
     assert ranks[0].weights == pytest.approx(2 * (5 * block + words * hidden / size + 2048 * hidden))
     assert ranks[1].optimizer == pytest.approx(12 * 6 * block)
-
-
-def test_zero_shares_the_optimizer_alone() -> None:
-    def rank(zero_stage: int, size: int):  # type: ignore[no-untyped-def]
-        strategy = Strategy(data_parallel_size=size, zero_stage=zero_stage, global_batch_size=8)
-        return MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON_LM, precision="fp16").predict(
-            strategy
-        )[0]
-
-    assert rank(1, 4).optimizer == pytest.approx(rank(1, 2).optimizer / 2)
-    assert rank(1, 4).weights == rank(0, 4).weights
-    assert rank(0, 4).optimizer == rank(0, 2).optimizer
 
 
 def test_a_limit_on_activations() -> None:
@@ -156,10 +153,6 @@ def test_grids_of_counts_broadcast() -> None:
     for index in np.ndindex(3, 4):
         one = Counted(*(part[index] for part in counted))
         assert grid[index] == pytest.approx(assemble(one, overheads).total)
-
-
-def test_processes_on_cpus_have_no_context_of_a_device() -> None:
-    assert MemoryModel(workload=workload(), cluster=cluster(is_gpu=False)).overheads == ON_CPU
 
 
 def test_what_does_not_fit() -> None:
@@ -208,3 +201,118 @@ def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_
     assert held(tensor_parallel_size=2) < held()
     assert held(tensor_parallel_size=2, sequence_parallel=True) <= held(tensor_parallel_size=2)
     assert held() <= held(micro_batch_size=2) * (1 + 1e-9)
+
+
+def states(software: str, precision: str, zero_stage: int, parameters: float) -> Counted:
+    """Bytes of a rank of four replicas."""
+    model = MemoryModel(workload=GPT, cluster=nodes(2), software=SOFTWARE[software], precision=precision)
+    return model.states(parameters, layout=ParallelLayout(data_parallel_size=4), zero_stage=zero_stage)
+
+
+@pytest.mark.parametrize(
+    ("software", "precision", "zero_stage", "total"),
+    [
+        # ZeRO, arXiv 1910.02054 section 3.1: 2 + 2 + 12 = 16 bytes a parameter in half precision.
+        ("terapipe", "fp16", 0, 16),
+        ("terapipe", "fp16", 1, 2 + 2 + 12 / 4),
+        ("deepspeed", "fp16", 1, 2 + 2 + 12 / 4),
+        # Sums in fp32 take 4 bytes more, which no rank shares; ours has them alone.
+        ("deepspeed", "bf16", 1, 2 + 6 + 12 / 4),
+        ("terapipe", "bf16", 1, 2 + 4 + 12 / 4),
+        # fp32: two moments of 4 bytes each; ZeRO 1 keeps a copy of the weights beside them.
+        ("terapipe", "fp32", 0, 16),
+        ("terapipe", "fp32", 1, 8 + 12 / 4),
+    ],
+)
+def test_bytes_of_a_parameter(software: str, precision: str, zero_stage: int, total: float) -> None:
+    counted = states(software, precision, zero_stage, 1.0)
+    assert counted.weights + counted.gradients + counted.optimizer == pytest.approx(total)
+
+
+def test_buckets_are_no_larger_than_the_model() -> None:
+    assert states("deepspeed", "fp16", 1, 1e12).buffers == 2 * 2 * 500e6
+    assert states("terapipe", "bf16", 1, 1e6).buffers == 2 * 4 * 1e6
+    assert states("deepspeed", "fp16", 0, 1e12).buffers == 0
+
+
+CASES = [
+    ("1f1b", 4, 1, 1, (8,)),
+    ("1f1b", 4, 3, 1, (4, 3, 1)),
+    ("gpipe", 3, 2, 1, (5, 3)),
+    ("zero-bubble", 4, 2, 1, (5, 3)),
+    ("interleaved", 2, 1, 3, (8,)),
+    ("interleaved", 4, 2, 2, (2, 6)),
+    ("breadth-first", 2, 2, 2, (2, 6)),
+]
+
+
+def stage_bytes(stages: int, freed: float = 0.0) -> StageBytes:
+    own = np.arange(1.0, stages + 1)
+    logits = np.zeros(stages)
+    logits[-1] = 7.0
+    return StageBytes(10 * own, own, 2 * own, logits, np.zeros(stages), 10 * own * freed)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
+def test_the_plans_own_account(
+    schedule: str, ranks: int, token_slices: int, model_chunks: int, lengths: tuple[int, ...]
+) -> None:
+    """`plan.memory` counts the same over a timeline in which every op takes one second."""
+    shape = PipelineShape(ranks * model_chunks, 6, token_slices, model_chunks)
+    freed = 0.4 if schedule == "zero-bubble" else 0.0
+    bytes_of = stage_bytes(shape.num_stages, freed)
+    bytes_of = bytes_of._replace(limits=LogitLimits(20.0, inf))
+    by_stage = (tuple(each) for each in (bytes_of.activations, bytes_of.key_values, bytes_of.key_value_gradients))
+    token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0)
+    orders = [list(SCHEDULES[schedule](shape, rank)) for rank in range(ranks)]
+    spans = tuple(tuple(Span(op, index, index + 1) for index, op in enumerate(order)) for order in orders)
+    curves = memory_over_time(Timeline(shape, spans), lengths, token_bytes)
+    for rank, curve in enumerate(curves):
+        found = peak_held(rank_order(schedule, shape, rank), lengths, bytes_of)
+        assert sum(found) == pytest.approx(peak(curve))
+
+
+def test_what_a_bi_leaves_may_be_more() -> None:
+    """Two micro-batches on one rank, F BI BW each: 1 is kept by a forward, and 3 between BI and BW."""
+    ones = StageBytes(np.ones(1), *[np.zeros(1)] * 4, -2 * np.ones(1))
+    held = peak_held(rank_order("zero-bubble", PipelineShape(1, 2), 0), (1,), ones)
+    assert held.activations == 3
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 9, 26, 31])
+def test_more_micro_batches_repeat_the_peak(
+    schedule: str, ranks: int, token_slices: int, model_chunks: int, lengths: tuple[int, ...], num_micro_batches: int
+) -> None:
+    enough = steady_micro_batches(schedule, ranks, token_slices, num_micro_batches)
+    peaks = []
+    for number in (enough, num_micro_batches):
+        shape = PipelineShape(ranks * model_chunks, number, token_slices, model_chunks)
+        held = [rank_order(schedule, shape, rank) for rank in range(ranks)]
+        peaks.append([sum(peak_held(order, lengths, stage_bytes(ranks * model_chunks))) for order in held])
+    assert peaks[0] == pytest.approx(peaks[1])
+    assert schedule == "gpipe" or enough <= max(num_micro_batches, 1)
+
+
+def test_1f1b_in_closed_form() -> None:
+    """min(P - i - 1 + S, M S) token slices on stage i (arXiv 2406.03488 section 3.2)."""
+    ranks, token_slices = 6, 4
+    shape = PipelineShape(ranks, 8, token_slices)
+    ones = StageBytes(np.ones(ranks), *[np.zeros(ranks)] * 5)
+    held = [peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, ones).activations for rank in range(ranks)]
+    assert held == [ranks - rank - 1 + token_slices for rank in range(ranks)]
+    assert all(first > second for first, second in pairwise(held))
+
+
+def test_gradients_in_the_reach_of_windows_are_there_while_backwards_run() -> None:
+    """Bytes whatever the length, where a sequence has several token slices; F0 F1 B1 B0 of one micro-batch."""
+    nothing = StageBytes(*[np.zeros(1)] * 6, window_gradients=5.0 * np.ones(1))
+    for lengths, expected in (((6, 2), 5.0), ((8,), 0.0)):
+        shape = PipelineShape(1, 1, len(lengths))
+        assert peak_held(rank_order("1f1b", shape, 0), lengths, nothing).key_values == expected
+
+
+def test_scores_have_a_limit() -> None:
+    nothing = StageBytes(*[np.zeros(1)] * 4, 3.0 * np.ones(1), np.zeros(1), scores=SCORE_LIMIT / 4 * np.ones(1))
+    for length, expected in ((2, SCORE_LIMIT / 2 + 6), (8, SCORE_LIMIT + 24)):
+        assert peak_held(rank_order("1f1b", PipelineShape(1, 1), 0), (length,), nothing).working == expected

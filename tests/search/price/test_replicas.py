@@ -18,7 +18,7 @@ from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.cost.machines import A100
+from tests.search.price.machines import A100
 
 MODEL = gpt_workload(ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=128, vocab_size=1024))
 FAST = Node(

@@ -19,7 +19,7 @@ from megatron_terapipe.search.price.memory import MemoryModel
 from megatron_terapipe.search.price.stages import BACKWARD, FORWARD, head_exchange_s
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.strategy import Strategy
-from tests.search.cost.machines import A100, nodes
+from tests.search.price.machines import A100, nodes
 
 TOKENS, HEADS, KEYS, HEAD_SIZE = 8192, 16, 4, 128
 GROUPED = gpt_workload(
@@ -142,15 +142,6 @@ def test_ranks_share_activations_but_copy_heads_of_keys() -> None:
     assert (four[1], eight[1]) == pytest.approx((one[1] / 4, one[1] / 4))
     # Sequence-parallel ranks have the same weights: ZeRO 1 divides the optimizer among them.
     assert eight[2] == pytest.approx(one[2] / 8)
-
-
-def test_what_is_sent_to_the_next_stage_is_a_part_of_the_token_slice() -> None:
-    model = CostModel(GROUPED, nodes(2))
-    whole, part = (
-        model.messages(model.placed(strategy(sequence_parallel_size=size, pipeline_parallel_size=2))).num_bytes
-        for size in (1, 4)
-    )
-    assert part == pytest.approx(whole / 4)
 
 
 def test_gradients_are_reduced_over_them() -> None:

@@ -13,7 +13,7 @@ from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, Point, Surface
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
-from tests.search.op_times.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
+from tests.search.price.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
 
 CPU = device("cpu-core")
 BLOCK = workload().layers[1]

@@ -19,7 +19,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.price.stages import reductions
 from megatron_terapipe.search.price.workload import gpt_workload
-from tests.search.cost.machines import A100, GPT, NODE, nodes, strategy
+from tests.search.price.machines import A100, GPT, NODE, nodes, strategy
 from tests.search.problems import small_model
 
 TWO = nodes(2)
@@ -95,19 +95,6 @@ def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: S
     assert sent[1] == pytest.approx(sent[0] / 4)
     transfers = [model.predict_time(one).breakdown.transfer_s for one in (whole, parts)]
     assert transfers[1] < transfers[0]
-
-
-def test_one_rank_with_both_ends_steps_the_tied_embedding_once() -> None:
-    model = CostModel(GPT, TWO)
-    counts = model.placed(strategy(data_parallel_size=16, tensor_parallel_size=1, pipeline_parallel_size=1)).counts
-    total, shared = counts.parameters, counts.shared_parameters
-    assert (total.tolist(), shared.tolist()) == ([GPT.parameters], [0.0])
-
-
-def test_zero_divides_the_optimizer_step() -> None:
-    model = CostModel(GPT, TWO, software=MEGATRON_LM)
-    plain, divided = (model.predict_time(strategy(zero_stage=stage)).breakdown for stage in (0, 1))
-    assert divided.optimizer_s == pytest.approx(plain.optimizer_s / 2)
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,7 +8,6 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import ClusterTable, GroupTopology, RankGroups, all_reduce_s, transfer_s
 from megatron_terapipe.search.price.profile import Profile, ProfiledLink
 from megatron_terapipe.search.price.profile_times import (
@@ -19,7 +18,7 @@ from megatron_terapipe.search.price.profile_times import (
     profile_notes,
 )
 from megatron_terapipe.search.price.step import step_costs
-from tests.search.op_times.profiles import profile
+from tests.search.price.profiles import profile
 
 LINK = Link(bandwidth=5e9, latency_s=2e-5)
 CLUSTER = Cluster(
@@ -53,12 +52,6 @@ def test_the_optimizer_is_then_priced_as_measured() -> None:
     )
     assert step.optimizer == pytest.approx(1e6 * 1e-9, rel=1e-6)
     assert efficiency.iteration_s == 1e-3
-
-
-def test_what_was_not_measured_stays() -> None:
-    base = HardwareEfficiency(network_efficiency=0.123, gemm_efficiency=0.456)
-    efficiency = measured_efficiency(profile(), CLUSTER, base)
-    assert (efficiency.network_efficiency, efficiency.gemm_efficiency) == (0.123, 0.456)
 
 
 NETWORK_BYTE_S, NETWORK_LATENCY_S = 1 / 1.25e8, 1e-3

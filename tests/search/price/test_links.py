@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,41 +11,28 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster, Link
-from megatron_terapipe.search.price.links import ClusterTable, RankGroups
-from tests.search.cost.machines import A100, NODE, nodes
+from megatron_terapipe.search.price.efficiency import (
+    BYTES,
+    NUM_REDUCTION_FACTORS,
+    RANKS,
+    HardwareEfficiency,
+    reduction_factor,
+)
+from megatron_terapipe.search.price.links import (
+    ClusterTable,
+    GroupTopology,
+    RankGroups,
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+    transfer_s,
+)
+from tests.search.price.machines import A100, NODE, nodes
 
 
 def groups(count: int, dp: int, tp: int, pp: int, **changes: object) -> RankGroups:
     layout = ParallelLayout(data_parallel_size=dp, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     return RankGroups(ClusterTable.of(nodes(count, **changes)), layout)
-
-
-def test_a_tensor_group_inside_a_node_crosses_no_network() -> None:
-    tensor = groups(4, dp=2, tp=8, pp=2).tensor
-    assert tensor.num_nodes.tolist() == [1, 1]
-    assert tensor.inside_bandwidth.tolist() == [300e9, 300e9]
-
-
-def test_data_groups_of_a_node_share_its_cards() -> None:
-    # Eight groups leave each node with one rank each: four cards between them, half a card for each.
-    data = groups(4, dp=4, tp=8, pp=1).data
-    assert data.num_nodes.tolist() == [4]
-    assert data.network_bandwidth.tolist() == [25e9 * 4 / 8]
-
-
-def test_a_group_with_a_whole_node_has_all_its_cards() -> None:
-    data = groups(4, dp=32, tp=1, pp=1).data
-    assert (data.num_nodes.tolist(), data.network_bandwidth.tolist()) == ([4], [4 * 25e9])
-
-
-def test_a_rank_alone_in_its_node_drives_one_card() -> None:
-    data = groups(2, dp=2, tp=8, pp=1, num_network_cards=16).data
-    assert data.network_bandwidth.tolist() == [25e9]
-
-
-def test_a_tensor_group_over_two_nodes() -> None:
-    tensor = groups(2, dp=1, tp=16, pp=1).tensor
-    assert (tensor.num_nodes.tolist(), tensor.network_bandwidth.tolist()) == ([2], [4 * 25e9])
 
 
 def test_sequence_parallel_ranks_stand_between_tensor_and_data_parallel_ones() -> None:
@@ -209,3 +197,91 @@ def test_replicas_that_do_not_count_still_use_the_links() -> None:
     assert len(unlike.by_replica) == 2
     for each in unlike.by_replica:
         assert each.pipe.bandwidth[0] == 12.5e9
+
+
+PERFECT = HardwareEfficiency(
+    inside_efficiency=1.0,
+    network_efficiency=1.0,
+    transfer_network_efficiency=1.0,
+    transfer_inside_efficiency=0.5,
+    collective_s=0.0,
+    transfer_s=0.0,
+)
+INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
+
+
+def test_a_ring_sends_two_rounds_of_its_share() -> None:
+    assert all_reduce_s(3e9, INSIDE, PERFECT) == pytest.approx(2 * 7 / 8 * 3e9 / 300e9)
+    assert reduce_scatter_s(3e9, INSIDE, PERFECT) == pytest.approx(7 / 8 * 3e9 / 300e9)
+    assert all_gather_s(3e9, INSIDE, PERFECT) == reduce_scatter_s(3e9, INSIDE, PERFECT)
+
+
+def test_one_rank_has_nothing_to_tell() -> None:
+    alone = INSIDE._replace(size=1)
+    assert all_reduce_s(3e9, alone, HardwareEfficiency()) == 0
+    assert reduce_scatter_s(3e9, alone, HardwareEfficiency()) == 0
+
+
+def test_a_ring_over_nodes_is_as_fast_as_its_slowest_link() -> None:
+    across = GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
+    assert all_reduce_s(1e9, across, PERFECT) == pytest.approx(2 * 23 / 24 * 1e9 / 100e9)
+    # One rank a node: nothing travels inside nodes, however slow they are.
+    thin = GroupTopology(2, 2, 1.0, 0.0, 100e9, 0.0)
+    assert all_reduce_s(1e9, thin, PERFECT) == pytest.approx(2 * 1 / 2 * 1e9 / 100e9)
+
+
+def test_two_nodes_exchange_what_each_has_summed() -> None:
+    pair = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
+    assert all_reduce_s(1e9, pair, PERFECT) == pytest.approx(1e9 / 100e9)
+    # Gathering has no sums that could be sent in place of their terms.
+    assert all_gather_s(1e9, pair, PERFECT) == pytest.approx(15 / 16 * 1e9 / 100e9)
+    # What the nodes do inside takes its time, too.
+    slow_inside = GroupTopology(16, 2, 10e9, 0.0, 100e9, 0.0)
+    assert all_reduce_s(1e9, slow_inside, PERFECT) == pytest.approx(2 * 15 / 16 * 1e9 / 10e9)
+
+
+def test_learned_factors_are_of_reductions_inside_a_node() -> None:
+    learned = replace(PERFECT, reductions=tuple(float(index) for index in range(2, 2 + len(PERFECT.reductions))))
+    inside, across = GroupTopology(2, 1, 300e9, 0.0, 1.0, 0.0), GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
+    assert all_reduce_s(2**20, inside, learned) == pytest.approx(2 * all_reduce_s(2**20, inside, PERFECT))
+    assert all_reduce_s(2**20, across, learned) == pytest.approx(all_reduce_s(2**20, across, PERFECT))
+
+
+def test_small_messages_wait_for_latencies() -> None:
+    topology = GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6)
+    assert all_reduce_s(0.0, topology, PERFECT) == pytest.approx(2 * (7e-6 + 10e-6))
+
+
+def test_a_message_inside_a_node_reaches_less_of_its_link() -> None:
+    crosses = np.array([False, True])
+    assert transfer_s(1e9, 10e9, 1e-3, crosses, PERFECT).tolist() == pytest.approx([0.201, 0.101])
+
+
+NOTHING = HardwareEfficiency().reductions
+
+
+def learned(ranks: int, num_bytes: int, factor: float) -> tuple[float, ...]:
+    factors = list(NOTHING)
+    factors[RANKS.index(ranks) * len(BYTES) + BYTES.index(num_bytes)] = factor
+    return tuple(factors)
+
+
+def test_before_any_trial_every_factor_is_one() -> None:
+    assert len(NOTHING) == NUM_REDUCTION_FACTORS
+    assert reduction_factor(NOTHING, 5e6, 3) == 1.0
+
+
+def test_a_factor_holds_where_it_was_learned_and_fades_to_the_next() -> None:
+    factors = learned(4, 2**22, 2.0)
+    assert reduction_factor(factors, 2**22, 4) == pytest.approx(2.0)
+    assert reduction_factor(factors, 2**23, 4) == pytest.approx(1.0)
+    assert reduction_factor(factors, 2**22, np.array([2, 8])) == pytest.approx(1.0)
+    # Half way between in the logarithm of bytes, and of ranks.
+    assert reduction_factor(factors, 2**22.5, 4) == pytest.approx(2**0.5)
+    assert reduction_factor(factors, 2**22, 2**1.5) == pytest.approx(2**0.5)
+
+
+def test_beyond_the_outermost_it_stays_the_same() -> None:
+    factors = learned(8, BYTES[-1], 1.5)
+    assert reduction_factor(factors, np.array([BYTES[-1], 1e10]), 64) == pytest.approx(1.5)
+    assert reduction_factor(learned(2, BYTES[0], 0.5), 0.0, 2) == pytest.approx(0.5)

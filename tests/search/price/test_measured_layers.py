@@ -101,29 +101,6 @@ def test_a_device_bound_forward_grows_in_proportion():
     assert 1.3 * once < forward(op_times, layer, SLOW, 1.0)[1] < 2.1 * once
 
 
-def test_many_sequences_end_every_launch_bound():
-    layer = block("a")
-    op_times = measured((layer,), fast=lambda name, tp: 5e-3, slow=lambda name, tp: 5e-3)
-    large = [forward(op_times, layer, FAST, size)[0] / size for size in (1e4, 2e4)]
-    assert large[0] == pytest.approx(large[1], rel=1e-3)
-
-
-def test_what_a_roofline_misses_on_one_device_it_misses_on_the_other():
-    layer = block("a")
-    known = measured((layer,), fast=lambda name, tp: 2e-3, slow=lambda name, tp: 20e-3)
-    alone = measured((layer,), fast=lambda name, tp: 2e-3)
-    assert forward(known, layer, FAST, 64.0)[0] > 2 * forward(alone, layer, FAST, 64.0)[0]
-
-
-def test_reductions_grow_with_the_micro_batch_and_launches_do_not():
-    layer = block("a")
-    op_times = measured((layer,), fast=lambda name, tp: 2e-3)
-    num_bytes = 2 * 1000 * TOKENS * 512
-    # One reduction in the forward, of 1,000 sequences over a slow link: 2 (n - 1)/n of the bytes.
-    reduced = num_bytes / (LINK.bandwidth * HardwareEfficiency().inside_efficiency)
-    assert forward(op_times, layer, FAST, 1000.0, 2.0)[0] > reduced
-
-
 def test_a_layer_whose_matrices_are_whole_is_computed_by_every_rank():
     whole, divided = block("a", ("none", "none")), block("b")
     slow = measured((whole, divided), fast=lambda name, tp: 1e-3, slow=lambda name, tp: 20e-3)
@@ -138,13 +115,6 @@ def test_the_loss_comes_on_top_of_the_head():
     op_times = measured((layer,), fast=lambda name, tp: 1e-3 / tp)
     without_loss = measured((replace(layer, kind="other"),), fast=lambda name, tp: 1e-3 / tp)
     assert forward(op_times, layer, FAST)[0] > forward(without_loss, replace(layer, kind="other"), FAST)[0]
-
-
-def test_a_layer_without_any_shape_is_scaled_as_it_was_measured():
-    view = Layer(name="view", kind="other", tokens=TOKENS, hidden_size=512, parameters=0)
-    copy = replace(view, name="copy")
-    op_times = measured((view, copy), fast=lambda name, tp: 1e-5 if name == "view" else 1e-3)
-    assert forward(op_times, copy, FAST, 10.0)[0] == pytest.approx(10e-3, rel=0.01)
 
 
 def test_grids_are_priced_as_numbers_are():

@@ -1,0 +1,181 @@
+"""Descriptions of trainers, and files that change one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.dimensions import Dimension
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.answer.flags import TRAINERS
+from megatron_terapipe.search.machine.library import device
+from megatron_terapipe.search.machine.software import Communication, Software
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.machine.trainers import DEEPSPEED_EAGER, SOFTWARE, find_software
+from megatron_terapipe.search.price.cost_model import Pricing
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.layer_times import LayerQuery
+from megatron_terapipe.search.price.roofline import Roofline
+from megatron_terapipe.search.price.workload import gpt_workload
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from tests.search.problems import small_problem
+
+
+def written(tmp_path: Path, document: object) -> str:
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_the_flag_names_all_of_them() -> None:
+    assert TRAINERS == tuple(SOFTWARE)
+
+
+@pytest.mark.parametrize("name", SOFTWARE)
+def test_a_description_is_whole(name: str) -> None:
+    software = SOFTWARE[name]
+    known: dict[str, Dimension] = {each.name: each for each in DIMENSIONS}
+    assert {dimension for dimension, _ in software.runs} <= set(known)
+    for precision in ("fp32", "fp16", "bf16"):
+        for zero_stage in (0, 1):
+            if software.can_run("zero_stage", zero_stage):
+                state = software.state(precision, zero_stage).parameter
+                # A weight, a gradient and Adam's two moments at least.
+                assert state.weights + state.gradients + state.optimizer >= (16 if precision != "bf16" else 14)
+    assert 0 <= software.communication.tensor_parallel_overlap < 1
+
+
+def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
+    document = {"like": "megatron-core", "communication": {"tensor_parallel_overlap": 0.8}, "launch_factor": 0.5}
+    ours, like = find_software(written(tmp_path, document)), SOFTWARE["megatron-core"]
+    assert (ours.name, ours.launch_factor, ours.communication.tensor_parallel_overlap) == ("ours", 0.5, 0.8)
+    assert (ours.operators, ours.states, ours.runs) == (like.operators, like.states, like.runs)
+    assert hash(ours) != hash(like)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({}, "like null is not a known trainer: choose among terapipe, megatron-lm"),
+        ({"like": "megatron"}, "did you mean megatron-lm?"),
+        ([], "is not an object"),
+        ({"like": "fsdp", "launches": 1}, "launches is not known: choose among name"),
+        ({"like": "fsdp", "operators": {"rmsnrom": {}}}, "operators.rmsnrom is not known: did you mean rmsnorm?"),
+        ({"like": "fsdp", "operators": 3}, "operators 3 is not an object: give fields of it: layernorm"),
+        ({"like": "fsdp", "launch_factor": -1}, "launch_factor -1 is not a number from 0"),
+        (
+            {"like": "fsdp", "communication": {"tensor_parallel_overlap": 1.8}},
+            "communication.tensor_parallel_overlap 1.8 is not a share up to 1: give one",
+        ),
+        ({"like": "fsdp", "launch_factor": "fast"}, 'launch_factor "fast" is wrong'),
+        ({"like": "fsdp", "attention": {"kernel": "flash-9"}}, 'attention.kernel "flash-9" is wrong'),
+    ],
+)
+def test_errors_name_the_field(tmp_path: Path, document: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_software(written(tmp_path, document))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_neither_a_file_nor_a_name() -> None:
+    with pytest.raises(ConfigError, match="--software megatron is neither a file nor a known trainer: did you mean"):
+        find_software("megatron")
+
+
+GPT_NEO = gpt_workload(
+    ModelConfig(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, vocab_size=128256)
+)
+BLOCK, GH200 = GPT_NEO.layers[1], device("GH200-96GB")
+EFFICIENCY = HardwareEfficiency()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "forward_s", "backward_s", "within"), [(16, 36.5e-3, 97.8e-3, 0.02), (1, 2.13e-3, 5.83e-3, 0.1)]
+)
+def test_a_layer_takes_what_its_authors_measured(
+    sequences: int, forward_s: float, backward_s: float, within: float
+) -> None:
+    query = LayerQuery(BLOCK, GH200, tensor_parallel_size=1.0, micro_batch_size=float(sequences), start=0.0, end=2048.0)
+    times = Roofline(EFFICIENCY, DEEPSPEED_EAGER, "fp16")(query)
+    assert times.forward == pytest.approx(forward_s, rel=within)
+    assert times.input_gradient + times.weight_gradient == pytest.approx(backward_s, rel=within)
+
+
+def test_a_step_takes_what_its_authors_measured() -> None:
+    moved = EFFICIENCY.optimizer_passes * DEEPSPEED_EAGER.step_bytes * BLOCK.parameters
+    seconds = moved / (reachable_bandwidth(GH200) * EFFICIENCY.memory_efficiency)
+    assert seconds == pytest.approx(2.86e-3, rel=0.02)
+
+
+LAYOUT = Strategy(
+    data_parallel_size=2,
+    pipeline_parallel_size=2,
+    tensor_parallel_size=1,
+    zero_stage=1,
+    recompute="selective",
+    global_batch_size=8,
+)
+ON_TWO = replace(LAYOUT, data_parallel_size=1, tensor_parallel_size=2)
+
+
+def priced(software: Software, strategy: Strategy) -> tuple[float, float]:
+    problem = small_problem()
+    prediction = Pricing(problem.workload, problem.cluster, software=software).predict(strategy)
+    return prediction.iteration_time_s, prediction.peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launch_factor": 50.0},
+        {"allocator_factor": 2.0},
+        {"step_bytes": 180.0},
+        {"bucket_elements": 1000},
+        {"selective_recomputes": "attention"},
+        {"residual_dropout": True},
+        {"logits_at_once": 100},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_facts(changes: dict[str, object]) -> None:
+    assert priced(replace(TERAPIPE, **changes), LAYOUT) != priced(TERAPIPE, LAYOUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy"),
+    [
+        ({"overlaps_transfers": False}, LAYOUT),
+        ({"overlaps_gradient_reduction": False}, LAYOUT),
+        ({"overlaps_weight_gather": True}, LAYOUT),
+        ({"reduction_bytes": 8}, LAYOUT),
+        ({"shards_weights": True}, LAYOUT),
+        ({"tensor_parallel_overlap": 0.5}, ON_TWO),
+        ({"overlaps_transfers": False, "shares_transfers": True}, ON_TWO),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_communication(changes: dict[str, object], strategy: Strategy) -> None:
+    def with_communication(changes: dict[str, object]) -> Software:
+        communication: Communication = replace(TERAPIPE.communication, **changes)  # type: ignore[arg-type]
+        return replace(TERAPIPE, communication=communication)
+
+    without_last = dict(list(changes.items())[:-1])
+    assert priced(with_communication(changes), strategy) != priced(with_communication(without_last), strategy)
+
+
+def test_operators() -> None:
+    costly = {
+        name: replace(getattr(TERAPIPE.operators, name), forward=1e3)
+        for name in ("layernorm", "residual", "activation", "heads", "loss", "embedding")
+    }
+    for name, operator in costly.items():
+        changed = replace(TERAPIPE, operators=replace(TERAPIPE.operators, **{name: operator}))
+        assert priced(changed, LAYOUT)[0] > priced(TERAPIPE, LAYOUT)[0], name
+
+
+def test_trainers_differ() -> None:
+    unsliced = replace(LAYOUT, recompute="none")
+    assert len({priced(software, unsliced) for software in SOFTWARE.values()}) == len(SOFTWARE)
