@@ -50,10 +50,30 @@ def test_a_repeatable_run_needs_more() -> None:
     assert environment == OURS | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Tree"}
 
 
-@pytest.mark.parametrize("name", ["CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"])
-def test_a_value_that_leaves_the_order_of_sums_open_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"^{name}=anything leaves the order of sums open, .*: unset it, or set "):
-        prepare_cuda_environment({name: "anything"}, num_pipeline_ranks=1, deterministic=True, has_device=True)
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        *((name, "anything", "leaves the order of sums open") for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")),
+        *((HARDWARE_QUEUES, value, "is not a number from 1 to 32") for value in ("0", "33", "many", "")),
+        ("CUDA_LAUNCH_BLOCKING", "1", "makes every launch wait for the device"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "makes every release of memory wait for the device"),
+    ],
+)
+def test_values_with_which_a_run_locks_or_is_not_repeatable_are_refused(name: str, value: str, fault: str) -> None:
+    environment = {name: value}
+    with pytest.raises(UserError, match=rf"^{name}='?{value}'? {fault}.*: unset it, or "):
+        prepare_cuda_environment(environment, num_pipeline_ranks=2, deterministic=True, has_device=True)
+    assert environment == {name: value}
+
+
+def test_without_a_pipeline_nothing_locks() -> None:
+    for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        assert prepared({name: "0"})
+        assert prepared({name: "1"}, num_pipeline_ranks=1)
+
+
+def test_hardware_queues_are_those_of_the_driver_unless_stated() -> None:
+    assert [hardware_queues(each) for each in ({}, {HARDWARE_QUEUES: "1"}, OURS)] == [8, 1, 32]
 
 
 @pytest.mark.parametrize(
@@ -74,15 +94,6 @@ def test_where_cuda_is_not_used_nothing_is_set(environment: dict[str, str], has_
     assert bool(lines) == (environment != before) == used
 
 
-def test_hardware_queues_are_those_of_the_driver_unless_said() -> None:
-    assert hardware_queues({}) == 8
-    assert hardware_queues({HARDWARE_QUEUES: "1"}) == 1
-    assert hardware_queues(OURS) == 32
-    for value in ("0", "33", "many", ""):
-        with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}='{value}' is not a number from 1 to 32: unset it"):
-            hardware_queues({HARDWARE_QUEUES: value})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "warns"),
     [
@@ -97,16 +108,6 @@ def test_unwise_values_are_warned_of_where_ranks_exchange_messages(name: str, va
     warnings = prepared({name: value})[1:]
     assert [line.startswith(f"warning: {name}={value} ") for line in warnings] == [True] * warns
     assert len(prepared({name: value}, num_pipeline_ranks=1)) == 1
-
-
-@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
-def test_values_under_which_a_pipeline_locks_are_refused(name: str) -> None:
-    environment = {name: "1"}
-    with pytest.raises(UserError, match=rf"^{name}=1 makes every .* wait for the device, and a receive .*: unset it, "):
-        prepared(environment)
-    assert environment == {name: "1"}
-    assert prepared({name: "0"})
-    assert prepared({name: "1"}, num_pipeline_ranks=1)
 
 
 def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_told() -> None:

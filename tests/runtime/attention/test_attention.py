@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention, kernel_for, sequence_state
 from deepspeed_ext.runtime.attention import token_slice_attention as attention
-from deepspeed_ext.runtime.attention import token_slice_attention as key_values
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
@@ -252,7 +251,7 @@ def test_a_sequence_in_one_piece_leaves_nothing_between_forward_and_recomputatio
 
 
 def test_keys_and_values_are_views_of_one_buffer() -> None:
-    state = key_values.KeysOfSequence(12)
+    state = attention.KeysOfSequence(12)
     for start, tokens in ((0, 5), (5, 7)):
         state.write(torch.full((1, tokens, 2, 4), float(start)), torch.ones(1, tokens, 2, 4), start)
     (short, _), (long, _) = state.read(0, 5), state.read(5, 12)
@@ -264,7 +263,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     cut = TokenSlices((2,) * 12)
     past_gradients = []
 
-    class Watched(key_values.KeysOfSequence):
+    class Watched(attention.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
             past_gradients.append([each for _, pair in self._pending._pending.values() for each in pair])

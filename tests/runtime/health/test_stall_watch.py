@@ -126,19 +126,16 @@ def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None
     alone.watch.end()
 
 
-def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_that_is_not_alone_is_watched_and_nothing_is_left_of_a_watch_that_ended(
+    tmp_path: Path, world_size: int
+) -> None:
     before = {*threading.enumerate()}
-    watched = Rank(0, dist.HashStore(), tmp_path)
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == ["stall watch"] * 2
+    watched = Rank(0, dist.HashStore(), tmp_path, world_size=world_size)
+    begun = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert begun == ["stall watch"] * 2 * (world_size > 1)
     watched.watch.end()
     assert before.issuperset(threading.enumerate())
-
-
-def test_a_rank_that_is_alone_is_not_watched(tmp_path: Path) -> None:
-    before = {*threading.enumerate()}
-    watched = Rank(0, dist.HashStore(), tmp_path, world_size=1)
-    assert before.issuperset(threading.enumerate())
-    watched.watch.end()
 
 
 def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
