@@ -24,7 +24,7 @@ import torch
 from deepspeed_ext.plan.errors import UserError
 
 VARIABLE = "TERAPIPE_COMPILE_POINTWISE"
-"""Variable of the environment that says where functions are compiled."""
+"""Variable of the environment for where functions are compiled."""
 
 CHOICES = ("auto", "always", "never")
 """Its values, the default first."""

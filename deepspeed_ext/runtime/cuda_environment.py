@@ -15,14 +15,14 @@ __all__ = ["prepare_cuda_environment"]
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _DRIVERS_QUEUES, _MOST_QUEUES = 8, 32
-"""Queues that the driver makes if nobody asks for a number, and the most that it makes."""
+"""Queues that the driver makes by default, and the most that it makes."""
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Files by which the driver is reached: on Linux, and on Linux under Windows."""
 
 
 class Variable(NamedTuple):
-    """A variable that this package sets where nobody else has."""
+    """A variable that this package sets where it is not set."""
 
     name: str
     value: str
@@ -49,13 +49,13 @@ VARIABLES = (
 REPEATABLE = (
     # Products choose their algorithm by the memory that is free, unless it has a fixed size (cuBLAS, reproducibility).
     Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)),
-    # NCCL would choose an order of its sums by what it measures of the links.
+    # NCCL would choose an order of its sums by measurements of the links.
     Variable("NCCL_ALGO", "Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
 )
 """Variables that a run needs in which every sum has the same order each time."""
 
 _LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release of memory"}
-"""Variables that are for debugging, and what they make wait."""
+"""Variables for debugging, and the calls that they make wait."""
 
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
@@ -67,11 +67,11 @@ def prepare_cuda_environment(
     deterministic: bool = False,
     has_device: bool | None = None,
 ) -> list[str]:
-    """Set what is not set yet, and check what is. Call it before torch is imported.
+    """Set variables that are not set yet, and check those that are. Call it before torch is imported.
 
     Args:
         num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
-        deterministic: whether to set what makes a run repeatable to the bit.
+        deterministic: whether to set the variables that make a run repeatable to the bit.
         has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
 
     Returns:
@@ -154,7 +154,7 @@ def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks
 
 
 def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Compare what the ranks of a run have, and return a line of warning for each variable in which two differ.
+    """Compare the variables of all ranks of a run, and return a line of warning for each variable in which two differ.
 
     Args:
         by_rank: result of `compared_variables` on each rank.

@@ -62,7 +62,7 @@ Variables = Mapping[str, str]
 
 
 Meeting = tuple[str | None, int | None]
-"""Host of the first rank, and a port there; None for what nobody states."""
+"""Host of the first rank, and a port there; None where neither is known."""
 
 
 class Launcher(NamedTuple):
@@ -105,7 +105,7 @@ def number(variables: Variables, name: str) -> int | None:
 
 
 def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
-    """Refuse a process of a batch script or of an allocation: it would wait for tasks that nobody started."""
+    """Refuse a process of a batch script or of an allocation: it would wait for tasks that were never started."""
     tasks = None if SLURM.sign in variables or TORCH.size in variables else number(variables, "SLURM_NTASKS")
     if tasks is not None and tasks > 1:
         raise UserError(
@@ -165,7 +165,7 @@ LAUNCHERS = (TORCH, OPEN_MPI, MVAPICH, MPICH, SLURM)
 
 
 def _local_size(launcher: Launcher, variables: Variables) -> int | None:
-    """Return the number of processes on this host, as the variables tell it; None if they do not."""
+    """Return the number of processes on this host, as the variables give it; None if they do not."""
     if launcher is SLURM:
         counts, node = variables.get("SLURM_STEP_TASKS_PER_NODE"), number(variables, "SLURM_NODEID")
         return None if counts is None or node is None else tasks_of_node(counts, node)
@@ -183,7 +183,7 @@ class LaunchEnvironment:
     local_size: int
     """Number of processes on this host."""
     meeting: Meeting = (None, None)
-    """Where they meet, as far as the launcher knows it."""
+    """Where they meet, as far as the launcher gives it."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, *, local_rank: int | None = None) -> "LaunchEnvironment":
@@ -207,7 +207,7 @@ class LaunchEnvironment:
             rank=rank,
             world_size=world_size,
             local_rank=(local_rank or 0) if on_this_host is None else on_this_host,
-            # Where the launcher does not say: the most there can be, so that no two ranks share a core.
+            # Where the launcher does not give it: the most there can be, so that no two ranks share a core.
             local_size=_local_size(launcher, environment) or world_size,
             meeting=launcher.meeting(environment),
         )
@@ -225,7 +225,7 @@ class LaunchEnvironment:
     def of_dry_run(
         cls, environment: Mapping[str, str] = os.environ, *, stated: int | None, least: int
     ) -> "LaunchEnvironment":
-        """Return the place of a dry run: as its launcher says, or the first of ranks that nobody launched.
+        """Return the place of a dry run: as its launcher says, or the first of ranks that were not launched.
 
         Args:
             environment: variables. Without a rank, they are not a launcher's, but may say how many ranks there will be.
@@ -244,10 +244,10 @@ class LaunchEnvironment:
         return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read, the place to meet only where nobody has."""
+        """Set the variables that torch and deepspeed read, the place to meet only where it is not set."""
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
-        # Alone, torch's store takes any free port; nobody else needs to know it.
+        # The store of a single rank takes any free port; no other needs it.
         meeting = ("127.0.0.1", 0) if self.world_size == 1 else self.meeting
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), meeting, strict=True):
             if value is not None:

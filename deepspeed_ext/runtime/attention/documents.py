@@ -23,7 +23,7 @@ class Documents:
     starts: tuple[tuple[int, ...], ...]
     """For each row, the positions at which a document begins, ascending; the first is 0."""
     attend_apart: bool = True
-    """Tokens see their own document alone."""
+    """Whether tokens attend only to their own document."""
     positions_restart: bool = True
     """Positions count from the start of the document."""
     whole: Tensor | None = field(default=None, compare=False, repr=False)
@@ -71,7 +71,7 @@ class Documents:
                 runs.append((start, first_key, *map(_longest, of_row)))
                 ends += of_row
         numbers = torch.tensor([each for part in ends for each in part], dtype=torch.int32)
-        # One copy for all of them, which nobody waits for.
+        # One copy for all of them, without a wait.
         tensors = iter(to_device(numbers, device).split([len(part) for part in ends]))
         seen: dict[int, tuple[SeenKeys, ...]] = defaultdict(tuple)
         for start, first_key, *longest in runs:
@@ -107,7 +107,7 @@ class SeenKeys(NamedTuple):
         out_of_reach = start + 1 - window - self.first_key
         if out_of_reach <= 0:
             return self
-        # The first run loses keys, so all ends move; computed on the device, which nobody waits for.
+        # The first run loses keys, so all ends move; computed on the device, without a wait.
         keys = (self.runs.keys - out_of_reach).clamp_(min=0)
         longest = min(self.runs.longest_keys, window - 1 + self.runs.longest_queries)
         return SeenKeys(self.first_key + out_of_reach, self.runs._replace(keys=keys, longest_keys=longest))

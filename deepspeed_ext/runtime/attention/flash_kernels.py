@@ -183,7 +183,7 @@ def capability_of(device: torch.device) -> Capability:
 
 def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
     """Whether flash attention computes forward and backward for such heads."""
-    # On these, the backward of these sizes wants more shared memory than there is.
+    # On these, the backward of these sizes needs more shared memory than there is.
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     too_large = 192 < head_size <= 224 if small else False
     fits = head_size % 8 == 0 and head_size <= 256 and not too_large
@@ -263,9 +263,9 @@ class CudaFlash:
 
 
 class MemoryEfficient:
-    """The memory-efficient kernel, for fp32 and for what flash attention does not take.
+    """The memory-efficient kernel, for fp32 and for heads that flash attention does not take.
 
-    It knows no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
+    It has no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
     three products of tensor cores (`OpMultiplyAddFastF32`), which loses little.
 
     Args:
@@ -285,7 +285,7 @@ class MemoryEfficient:
             scale=scale,
             window_size=self._window,
         )
-        # It is padded, as the backward wants it: a view keeps the strides.
+        # It is padded, as the backward needs it: a view keeps the strides.
         return Attended(output, log_sum_exp[..., : query.shape[1]])
 
     def backward(
@@ -310,7 +310,7 @@ class MemoryEfficient:
 
 
 def _padded(log_sum_exp: Tensor) -> Tensor:
-    """A log-sum-exp whose rows are padded as those that the forward gave; what came of pieces is not."""
+    """A log-sum-exp whose rows are padded as those of the forward; one put together of pieces is not."""
     if log_sum_exp.stride(1) % LOG_SUM_EXP_ROW == 0:
         return log_sum_exp
     return F.pad(log_sum_exp, (0, -log_sum_exp.shape[-1] % LOG_SUM_EXP_ROW), value=float("inf"))
@@ -346,7 +346,7 @@ def kernel_for(
 
     Args:
         window: keys that a query sees, itself included; None for all up to its own.
-        softcap: limit of the scores, which no fused kernel of torch's knows; None for none.
+        softcap: limit of the scores, which no fused kernel of torch has; None for none.
     """
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)

@@ -9,7 +9,7 @@ sees the keys 0 .. E - N + n, which is causal attention aligned to the bottom ri
     x x x x | x x .
     x x x x | x x x
 
-With a sliding window of W tokens it sees the last W of these alone, itself included; so E need be no more than
+With a sliding window of W tokens it sees only the last W of these, itself included; so E need be no more than
 W - 1 + N. With W = 4:
 
     . x x x | x . .
@@ -37,7 +37,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a token slice's attention, in tensors that nobody else holds."""
+    """Gradients of a token slice's attention, in tensors without another owner."""
 
     query: Tensor
     """[B, N, H, D]."""
@@ -105,10 +105,10 @@ class AttentionDropout:
 
 
 class PlainAttention:
-    """Attention written out, for what no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
+    """Attention written out, for all that no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
 
     Scores [B, G, H/G, n, E] of a tile of n queries exist while it is computed; the backward computes them again. A tile
-    reads the keys in reach of its queries alone.
+    reads only the keys in reach of its queries.
 
     Args:
         dropout: on the probabilities; None for none.
@@ -224,7 +224,7 @@ class PlainAttention:
 
     @staticmethod
     def _scores(rows: Tensor, columns: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Products [B, G, R, N, E] of what queries [B G, R N, D] and keys [B G, E, D] have."""
+        """Products [B, G, R, N, E] of tensors like the queries [B G, R N, D] and the keys [B G, E, D]."""
         shape = query.shape[0], key.shape[2], -1, query.shape[1], key.shape[1]
         return torch.bmm(rows, columns.transpose(1, 2)).view(shape)
 

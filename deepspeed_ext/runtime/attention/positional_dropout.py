@@ -93,7 +93,7 @@ def dropout(
     Args:
         inputs: [B, N, C].
         first_channel: channel of the first column, where a rank holds some of the channels.
-        residual: [B, N, C], what the result is added to; None for nothing.
+        residual: [B, N, C], to which the result is added; None for nothing.
     """
     if not probability:
         return inputs if residual is None else residual + inputs

@@ -116,7 +116,7 @@ def _all_heads(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple
 
 
 def _exchanged(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> list[Tensor]:
-    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return what came, by rank: views of one message."""
+    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return those received, by rank: views of one message."""
     sent = torch.cat([tensor.flatten(3) for tensor in tensors], dim=3)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks.group)
@@ -132,7 +132,7 @@ class SequenceState:
     """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
 
     Args:
-        ranks: ranks that share the tokens of each token slice; None for one alone.
+        ranks: ranks that share the tokens of each token slice; None for one.
         sequences: number of each row, by which its masks differ from those of all other sequences.
         documents: starts of the documents; None if every row is one document.
         forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
@@ -176,7 +176,7 @@ class SequenceState:
         return Past(self.parts.prefix_len(token_slice), layer, self)
 
     def forget_shared(self, token_slice: int) -> None:
-        """Let go of what layers share of a token slice; the next layer that asks makes it again."""
+        """Drop the values that layers share of a token slice; the next layer that needs one makes it again."""
         start = self.parts.prefix_len(token_slice)
         self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
 
@@ -232,8 +232,8 @@ class SequenceState:
 class Past:
     """The tokens before a token slice, for one layer. A layer gets it by having an argument named `past`.
 
-    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. `attend` alone knows
-    of the others.
+    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. Only `attend`
+    reaches the others.
     """
 
     prefix_len: int
@@ -324,14 +324,14 @@ class Past:
         first_channel: int = 0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Dropout whose mask depends on the place of each element alone.
+        """Dropout whose mask depends only on the place of each element.
 
         Args:
             inputs: [B, N, C], of tokens that the layer is given.
             site: a number, from 1, for each use of dropout in a layer.
             first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.
-            residual: [B, N, C], what the result is added to, in the same pass; None for nothing.
+            residual: [B, N, C], to which the result is added in the same pass; None for nothing.
         """
         place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
         return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
@@ -342,7 +342,7 @@ class Past:
     def _kernel(
         self, query: Tensor, start: int, dropout: float, first_head: int, window: int | None, softcap: float | None
     ) -> AttentionKernel:
-        """Return what attends with the queries [B, N, H, D] of all tokens of the token slice, from `start` on."""
+        """Return the kernel for the queries [B, N, H, D] of all tokens of the token slice, from `start` on."""
         documents, sequences = self._sequence.documents, self._sequence.sequences
         apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
         end = start + query.shape[1]

@@ -11,11 +11,11 @@ The chain rule across token slices, with one backward per token slice, last to f
 When the backward of a token slice runs, all later ones have run, so the gradients of its keys and values are complete
 and flow on into the layer's projections like any other gradient: no surrogate loss, no retained graph.
 
-With a sliding window a token slice reads, and finds gradients for, the keys in its reach alone; the table below shows
+With a sliding window a token slice reads, and finds gradients for, only the keys in its reach; the table below shows
 which keys and gradients are then kept.
 
 A sequence in one piece has no other token slice to keep anything for. Its keys and values are autograd's, as in any
-other operation: nothing is copied, and what computes the layer again keeps none of them.
+other operation: nothing is copied, and a recomputation keeps none of them.
 
     layer                       keys and values                                      gradients
     whole sequence              one buffer; reading gives views                      of all tokens before the last
@@ -23,7 +23,7 @@ other operation: nothing is copied, and what computes the layer again keeps none
     window, in training;        a copy of each token slice's, freed by its own       of the tokens before it, or of the
     copied to the host          backward, which is the last to read them; reading    W - 1 before it
                                 puts the keys in reach together
-    window, forward alone       those in reach of the token slice; the others are    none
+    window, forward only        those in reach of the token slice; the others are    none
                                 freed as the next one writes
 
 A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back. Gradients are
@@ -76,7 +76,7 @@ class PendingGradients:
         if start in self._pending:
             due, found = self._pending.pop(start)
             for own, later in zip(gradients.own, found, strict=True):
-                # In place, since nobody else holds it; the sum is rounded once, from fp32.
+                # In place, since it has no other owner; the sum is rounded once, from fp32.
                 own[:, due - start :].add_(later)
         reached = start - gradients.prefix[0].shape[1]
         for begin, end in self._ends.items():
@@ -87,7 +87,7 @@ class PendingGradients:
         return gradients.own
 
     def _sums(self, begin: int, first: int, found: tuple[Tensor, Tensor]) -> tuple[int, tuple[Tensor, Tensor]]:
-        """What is pending for the token slice from `begin`, and what was found from its token `first` on."""
+        """Gradients pending for the token slice from `begin`, added to those found from its token `first` on."""
         known_first, known = self._pending.get(begin, (0, None))
         if known is not None and first >= known_first:
             for total, each in zip(known, found, strict=True):
@@ -161,7 +161,7 @@ class KeysOfTokenSlices(KeyValueState):
 
     Args:
         window: tokens that a token attends to, itself included; None for all before it.
-        forward_only: whether no backward follows, so that a write frees what is out of reach.
+        forward_only: whether no backward follows, so that a write frees the keys out of reach.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class KeysOfTokenSlices(KeyValueState):
         """Keys and values [B, N, G, D] by first token; forward only, those in reach of the last token slice."""
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Store copies of keys and values; what was written of the same tokens before is freed."""
+        """Store copies of keys and values, and free those that were written of the same tokens before."""
         end = start + key.shape[1]
         if self._forward_only and start:
             first = self._first_in_reach(start)
@@ -236,7 +236,7 @@ class TokenSliceAttention(torch.autograd.Function):
             state.write(key, value, start)
             keys = state.read(start, start + query.shape[1])
         attended = kernel.forward(query, *keys, scale)
-        # Kernels leave the heads before the tokens; the next layer wants them after, and would keep a copy of its own.
+        # Kernels leave the heads before the tokens; the next layer needs them after, and would keep a copy of its own.
         output = attended.output.contiguous()
         ctx.save_for_backward(output, attended.log_sum_exp, *kept)
         ctx.state, ctx.start, ctx.scale, ctx.kernel = state, start, scale, kernel
@@ -257,7 +257,7 @@ def _kept(*heads: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values to keep: as they are if they hold nothing else alive, else copies.
 
     Cut from one product, all three together are that product. Where a norm has replaced the queries and keys, the
-    values would keep the others alive, which nobody reads.
+    values would keep the others alive without use.
 
     Args:
         *heads: each [B, N, heads, D]; no two share an element.

@@ -1,14 +1,14 @@
 """The ledger of a rank: instructions done, the current one and its peer, started collectives, the place in the code.
 
-An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
-until the accelerator has come to the same place in its queue:
+An accelerator is later than the host, which enqueues a wait and goes on. So there the ledger keeps the places of the
+host until the accelerator has come to the same place in its queue:
 
     host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
     accelerator   ......... done 0, waiting for rank 1                  the position
     told by       event               message   event
 
-An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
-costs it nothing, such as to post a message, it has done as soon as it has done what was before.
+An event after each op shows where an accelerator is. Transfers show by themselves whether they are over; an instruction
+that costs it nothing, such as to post a message, is done with the one before.
 
 Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same.
 Torch counts the collectives that a rank has started, so a step does nothing for it. Of two ranks of a group, the one
@@ -106,7 +106,7 @@ class Collectives:
 
 
 Reached = Callable[[], bool]
-"""Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
+"""Whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
 
 Mark = Callable[[], Reached]
 """Marks the place in the accelerator's queue at which the host is."""
@@ -147,7 +147,7 @@ class OpLedger:
         before = self._said
         self._say(before._replace(phase=name, number=before.number + 1), self._mark)
         yield
-        # Not in a `finally`: where it fails, it is what the ledger should say.
+        # Not in a `finally`: where it fails, the ledger should keep it.
         self._say(self._said._replace(phase=before.phase, number=self._said.number + 1), self._mark)
 
     @property
@@ -166,11 +166,11 @@ class OpLedger:
         """Around a wait for another rank.
 
         Args:
-            over: says whether the accelerator has what it waits for; None to mark the place.
+            over: whether the wait of the accelerator is over; None to mark the place.
         """
         self._say(self._said._replace(waits_for=rank), None)
         yield
-        # Not in a `finally`: where the wait fails, it is what the ledger should say.
+        # Not in a `finally`: where the wait fails, the ledger should keep it.
         self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
 
     def position(self) -> Position:
@@ -196,7 +196,7 @@ class OpLedger:
         return position, state.program
 
     def _say(self, state: _State, mark: Mark | None) -> None:
-        """Note where the host is; None marks nothing: the accelerator gets there with what was said before."""
+        """Note where the host is; None marks nothing: the accelerator gets there with the place before."""
         self._said = state
         with self._lock:
             if self._mark is None:

@@ -100,7 +100,7 @@ def ancestors() -> list[Ancestor]:
 
 
 def birth_of(process: psutil.Process) -> float:
-    """Return the time at which a process started: on Linux in ticks of a clock that nobody sets, else in seconds.
+    """Return the time at which a process started: on Linux in ticks of a clock that cannot be set, else in seconds.
 
     Raises:
         psutil.NoSuchProcess: if it is gone.
@@ -238,7 +238,7 @@ _SLOT = struct.Struct("=iii")
 
 
 class Mark(IntEnum):
-    """What a rank says of itself."""
+    """State of a rank, as it notes it."""
 
     ABSENT = 0
     """It has not come yet."""
@@ -250,12 +250,12 @@ class Mark(IntEnum):
     """It has done its work."""
 
     ENDING = 3
-    """It ends before its work is done, and the reason is said or known."""
+    """It ends before its work is done, for a reason that is printed or known."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRank:
-    """What a rank says of itself."""
+    """Entry of a rank on the page."""
 
     rank: int
     pid: int
@@ -277,7 +277,7 @@ class HostRanks:
             os.close(descriptor)
 
     def write(self, local_rank: int, rank: HostRank) -> None:
-        """Write what a rank says of itself."""
+        """Write the entry of a rank."""
         _SLOT.pack_into(self._page, local_rank * _SLOT.size, rank.rank, rank.pid, rank.mark)
 
     def read(self) -> dict[int, HostRank]:
@@ -310,10 +310,10 @@ class ProcessEnd:
     """Ends this process with its exit code, also where daemon threads are left.
 
     The interpreter ends a daemon thread when it comes back from a call, and before Python 3.14 it does so by unwinding
-    its stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code says SIGABRT
-    in place of what happened. Nobody can wait for such a thread, because it may wait for a rank that is gone.
+    its stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is that of
+    SIGABRT and hides the cause. Such a thread cannot be joined, because it may wait for a rank that is gone.
 
-    Make it first of all: what was registered last at `atexit` is called first, and nothing is called after this.
+    Make it first of all: functions that were registered last at `atexit` are called first, and none after this.
     """
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ first; a second connection of every rank would be too many for the rank that kee
 thread of its own: the connection of the process group is locked while the main thread waits for another rank, perhaps
 the dead one.
 
-If nobody is left on a host, nobody tells. So the listening ranks also give signs of life. These are read only once a
-rank has lost a connection: a rank that is merely stopped is the business of the stall watch.
+A host on which no rank is left cannot report it. So the listening ranks also give signs of life. These are read only
+once a rank has lost a connection: a rank that is only stopped is left to the stall watch.
 """
 
 import json
@@ -49,7 +49,7 @@ _LOOK_AT_STORE_S = 1.0
 """Seconds between two looks at the store."""
 
 _TELL_S = 2.0
-"""Longest time to wait until news is told: a store that is there answers sooner."""
+"""Longest time to wait until news is stored: a store that lives answers sooner."""
 
 _SILENT_S = 4.0
 """Seconds without a sign of life after which a rank is taken for dead, where a connection has been lost, too."""
@@ -58,7 +58,7 @@ _CONNECT_S = 5.0
 """Longest time of one attempt to connect."""
 
 _PARTING_S = _CONNECT_S + 1.0
-"""Longest time to wait for a thread that is to end: what it asks a store that answers takes less."""
+"""Longest time to wait for a thread that is to end: calls to a store that answers take less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Gone:
     what: str
     """Who, and how: the beginning of the line for the user."""
     said: bool = False
-    """Whether the user has been told, so that nobody else need say it."""
+    """Whether a line for the user has been printed."""
 
 
 class HostNews:
@@ -76,8 +76,8 @@ class HostNews:
 
     Args:
         attempt: how often the ranks were started: a store may outlive them.
-        heard: called with what another host tells, in the thread of the connection.
-        keeps_store: whether this rank keeps the store, so that nobody can ask it once this rank is gone.
+        heard: called with the news of another host, in the thread of the connection.
+        keeps_store: whether this rank keeps the store, which is gone with it.
     """
 
     def __init__(self, attempt: str, *, heard: Callable[[Gone], object], keeps_store: bool) -> None:
@@ -143,7 +143,7 @@ class HostNews:
                 return
             elif signs is not None and (silent := signs.give_and_read(compare=self.compares)):
                 own = json.dumps(asdict(Gone(f"{silent} died")))
-                # Ranks of several hosts may find out; the first one says it.
+                # Ranks of several hosts may find out; only the first one prints it.
                 first = store.compare_set(self._key, "", own)
                 self._heard(Gone(**json.loads(first) | {"said": first != own.encode()}))
                 return
@@ -191,7 +191,7 @@ _LOOK_FOR_RANKS_S = 0.5
 """Seconds between two looks for ranks of the host that have not come yet."""
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that was told to end, as shells know it."""
+"""Exit code of a rank that ends by SIGTERM, as shells give it."""
 
 DIED_TOO = 1
 """Exit code of a rank that ends because another one is gone."""
@@ -207,7 +207,7 @@ class RankWatch:
         request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
         leave: ends the process with an exit code, at once.
         ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
-            rank, and on one that speaks because others are gone.
+            rank, and on one that prints the line because others are gone.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class RankWatch:
         self.tells_end = place.rank == 0
         """Whether this rank is the one that notes how the run ends."""
         self.gone: Gone | None = None
-        """Who is gone, so that this rank ends; None as long as nobody is known to be."""
+        """Who is gone, so that this rank ends; None while all are there."""
         self._concluding, self._known = threading.Lock(), threading.Event()
         self._left = threading.Event()
         self._wake, waking = socket.socketpair()
@@ -263,7 +263,7 @@ class RankWatch:
         self._left.set()
         with suppress(OSError):
             self._waking.send(b"\0")
-        # Whoever has found out who is gone says so, and tells the other hosts, before this rank ends.
+        # A thread that has found out who is gone prints it and tells the other hosts before this rank ends.
         self._thread.join()
         with self._concluding:
             pass
@@ -278,13 +278,13 @@ class RankWatch:
         self._waking.close()
 
     def meet(self, address: str, port: int) -> None:
-        """Tell and hear from now on what happens on other hosts, over the store where the ranks meet."""
+        """Exchange news with other hosts from now on, over the store where the ranks meet."""
         if self._news is not None:
             name = _name(self.place.rank, os.getpid())
             self._news.begin(address, port, name=name, listens=self.place.local_rank == 0)
 
     def reason_of_a_lost_connection(self, seconds: float) -> Gone | None:
-        """Return who is gone, as soon as it is known; None if nobody is found to be."""
+        """Return who is gone, as soon as it is known; None if none is found within the time."""
         if self._news is not None:
             self._news.compares = True
         self._known.wait(seconds)
@@ -296,7 +296,7 @@ class RankWatch:
             self._news.end()
 
     def end_is_explained(self) -> None:
-        """Say that this rank is about to end, and that the user has been told why."""
+        """Mark this rank as about to end for a reason that has been printed."""
         self._mark(Mark.ENDING)
 
     # ------------------------------------------------------------------ the thread
@@ -339,7 +339,7 @@ class RankWatch:
             self._ends.add(place, marks[place].pid)
         for place in sorted(marks):
             if place in ended and marks[place].mark in (Mark.HERE, Mark.ENDING):
-                # Only those that are left speak, the first of them.
+                # Of those that are left, only the first one prints.
                 before = (other for other in marks if other < self.place.local_rank)
                 first = all(other in ended and marks[other].mark is Mark.HERE for other in before)
                 self._rank_gone(marks[place], speaks=first)
@@ -371,7 +371,7 @@ class RankWatch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, gone: Gone) -> None:
-        """Take what another host tells, or that the store is lost."""
+        """Handle news of another host, or the loss of the store."""
         self._conclude(gone, says=not gone.said)
 
     def _conclude(
@@ -384,7 +384,7 @@ class RankWatch:
             self.gone = gone
             self.tells_end = self.tells_end or says
             self._known.set()
-            # First of all: nobody may read what is said below, and to write it would take for ever.
+            # First of all: a line that is not read would block the thread that writes it.
             timer = threading.Timer(patience_s, self._leave_told, (gone.what, DIED_TOO))
             timer.daemon = True
             timer.start()

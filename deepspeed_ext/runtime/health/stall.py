@@ -29,7 +29,7 @@ class Position:
     rank: int
     """Global rank."""
     batch: str
-    """Number of the optimizer step, or what else the rank is at."""
+    """Number of the optimizer step, or of another batch."""
     done: int
     """Instructions done."""
     total: int
@@ -115,7 +115,7 @@ class RollCall:
         return settled, by == self._rank
 
     def count_heard(self, more: int = 0) -> int:
-        """Number of ranks that have heard the conclusion."""
+        """Number of ranks that have taken over the conclusion."""
         return int(self._store.add(self._key("heard"), more))
 
     def next(self) -> None:
@@ -131,7 +131,7 @@ def _host_key(rank: int) -> str:
 
 
 MOST_RANKS_NAMED = 8
-"""Ranks that a line names; of more it tells the number."""
+"""Ranks that a line names; of more it has the number."""
 
 
 Hosts = Callable[[Sequence[int]], Mapping[int, str]]
@@ -159,7 +159,7 @@ def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hos
     for rank in standing:
         reached, ends = waits.chain(rank)
         if ends == [rank] or not living.keys() >= set(ends):
-            continue  # It does not wait, or for one of which nothing is known yet.
+            continue  # It does not wait, or for one that has not answered yet.
         if not ends:
             return (
                 f"ranks {_list(reached)} wait for each other{waits.told_by(standing)}: a connection between them "
@@ -196,7 +196,7 @@ class _Waits:
         self._least = {group: min(positions[rank].collectives[group] for rank in of) for group, of in members.items()}
 
     def chain(self, rank: int) -> tuple[list[int], list[int]]:
-        """Ranks that one waits for, directly or not, itself included; and those of them that wait for nobody."""
+        """Ranks that one waits for, directly or not, itself included; and those of them that wait for no rank."""
         reached, to_follow, ends = {rank}, [rank], []
         while to_follow:
             others = self._awaited_by(rank := to_follow.pop())

@@ -4,7 +4,7 @@ Ranks that stand still cannot talk over their communicators, on which they wait 
 rank looks after it, and the threads talk over a connection of their own to the store by which the ranks met:
 
     rank 0   stands still too long    --> asks -----> reads the answers: "rank 2 is behind"; writes its ledger, ends
-    rank 1   stands still                     '-> answers, hears the same; writes its ledger, ends
+    rank 1   stands still                     '-> answers, reads the same; writes its ledger, ends
     rank 2   computes for ever                '-> answers, hears the same; writes its ledger, ends
 
     0 ------------------ timeout / 2 ------------------- timeout ---------- + 5 s --------- + 30 s
@@ -13,7 +13,7 @@ rank looks after it, and the threads talk over a connection of their own to the 
 
 A collective that hangs on an accelerator never raises, so the thread ends the process. A rank that was stopped cannot
 end itself, and is killed by a timer of the kernel. The store is kept by a rank, too, which may be the one that has
-stopped. So a second thread, which asks nobody, keeps the time; it ends a rank to which the store no longer answers.
+stopped. So a second thread, which uses no store, keeps the time; it ends a rank to which the store no longer answers.
 
 A process that was stopped, or whose threads cannot run, ends by no signal that it would have to take, and its launcher
 may not know. The kernel's timer needs none of its threads.
@@ -67,7 +67,7 @@ class KillTimer:
             if self._library.timer_create(_CLOCK_MONOTONIC, _EVENT, ctypes.byref(timer)) == 0:
                 self._timer = timer
         except AttributeError:
-            pass  # A C library without it: the launcher kills what does not end.
+            pass  # A C library without it: the launcher kills ranks that do not end.
 
     def set(self, seconds: float) -> None:
         """Kill the process after this time, and no sooner."""
@@ -121,9 +121,9 @@ class StallWatch:
     """The threads that look after one rank.
 
     Args:
-        world_size: number of ranks. A rank that is alone has nobody to wait for, and is not watched.
-        store: of all ranks, over a connection that nobody else uses.
-        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
+        world_size: number of ranks. A single rank waits for no other, and is not watched.
+        store: of all ranks, over a connection of its own.
+        ending: told why the run ends, on the first rank and on the one that prints the line, before the process ends.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class StallWatch:
         get_accelerator().set_device(device)
         run()
 
-    # ------------------------------------------------------------------ the thread that asks nobody
+    # ------------------------------------------------------------------ the thread without the store
 
     def _keep_time(self) -> None:
         before = time.monotonic()
@@ -211,7 +211,7 @@ class StallWatch:
         return self._clock_s - self._moved_s
 
     def _where(self) -> Position:
-        """Position of this rank, with what only a look at its main thread shows."""
+        """Position of this rank, with the place of its main thread in the code."""
         stack = main_stack()
         code, in_collective = innermost_caller(stack), is_in_collective(stack)
         return replace(self._position, seconds=self._still_s, code=code, in_collective=in_collective)
@@ -261,7 +261,7 @@ class StallWatch:
     # ------------------------------------------------------------------ the end
 
     def _conclude(self, line: str, *, speaks: bool, heard_by: int = 0) -> None:
-        """Write the ledger, say the line, and end the process once all who live have done so."""
+        """Write the ledger, print the line, and end the process once all living ranks have done so."""
         with self._concluding:
             if self._ended.is_set():
                 return
