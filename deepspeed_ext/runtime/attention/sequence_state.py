@@ -116,7 +116,7 @@ def _all_heads(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> tuple
 
 
 def _exchanged(tensors: Sequence[Tensor], ranks: SequenceParallelRanks) -> list[Tensor]:
-    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return those received, by rank: views of one message."""
+    """Send entry r of each tensor [R, B, n, h, D] to rank r, and return the received ones: views of one message."""
     sent = torch.cat([tensor.flatten(3) for tensor in tensors], dim=3)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks.group)
