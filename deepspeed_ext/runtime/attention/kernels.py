@@ -104,6 +104,10 @@ class AttentionDropout:
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
 
 
+_Numbers = tuple[Tensor, Tensor, float] | tuple[()]
+"""Random numbers of a mask as `AttentionDropout.numbers` gives them; none without dropout."""
+
+
 class PlainAttention:
     """Attention written out, for all that no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
 
@@ -130,12 +134,9 @@ class PlainAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Return output and log-sum-exp, as in `AttentionKernel`."""
-        numbers = self._numbers(query, key)
         tiles = [
-            self._forward(
-                query[:, tile.queries], key[:, tile.keys], value[:, tile.keys], scale, _of_tile(numbers, tile)
-            )
-            for tile in self._tiles(query, key)
+            self._forward(query[:, queries], key[:, keys], value[:, keys], scale, numbers)
+            for queries, keys, numbers in self._tiles(query, key)
         ]
         if len(tiles) == 1:
             return tiles[0]
@@ -145,37 +146,26 @@ class PlainAttention:
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
         """Return the gradients, from weights computed again, as in `AttentionKernel`."""
-        numbers = self._numbers(query, key)
         tiles = list(self._tiles(query, key))
 
-        def of(tile: QueryTile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-            queries, keys = tile
-            return self._backward(
-                output_gradient[:, queries],
-                query[:, queries],
-                key[:, keys],
-                value[:, keys],
-                Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries]),
-                scale,
-                _of_tile(numbers, tile),
-                dtype,
-            )
+        def of(queries: slice, keys: slice, numbers: _Numbers, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+            of_tile = Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries])
+            given = output_gradient[:, queries], query[:, queries], key[:, keys], value[:, keys], of_tile
+            return self._backward(*given, scale, numbers, dtype)
 
-        if len(tiles) == 1 and not tiles[0].keys.start:
-            return Gradients.cut(*of(tiles[0], key.dtype))
+        if len(tiles) == 1 and not tiles[0][1].start:
+            return Gradients.cut(*of(*tiles[0], key.dtype))
         of_query = torch.empty_like(query)
         # What tiles find for the same keys adds up in at least fp32, and is rounded once.
         at_least_fp32 = torch.promote_types(key.dtype, torch.float32)
         of_key, of_value = (torch.zeros_like(each, dtype=at_least_fp32) for each in (key, value))
-        for tile in tiles:
-            of_query[:, tile.queries], *found = of(tile, at_least_fp32)
+        for queries, keys, numbers in tiles:
+            of_query[:, queries], *found = of(queries, keys, numbers, at_least_fp32)
             for total, part in zip((of_key, of_value), found, strict=True):
-                total[:, tile.keys] += part
+                total[:, keys] += part
         return Gradients.cut(of_query, of_key.to(key.dtype), of_value.to(value.dtype))
 
-    def _forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, numbers: tuple[Tensor, Tensor, float] | tuple[()]
-    ) -> Attended:
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float, numbers: _Numbers) -> Attended:
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         scores = self._scores(
             _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
@@ -192,7 +182,7 @@ class PlainAttention:
         value: Tensor,
         attended: Attended,
         scale: float,
-        numbers: tuple[Tensor, Tensor, float] | tuple[()],
+        numbers: _Numbers,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries [B, N, H, D], and in a type those of keys and values [B, E, G, D]."""
@@ -212,31 +202,21 @@ class PlainAttention:
             _by_token(torch.bmm(weights.transpose(1, 2), of_output), value, dtype),
         )
 
-    def _tiles(self, query: Tensor, key: Tensor) -> Iterator[QueryTile]:
+    def _tiles(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, _Numbers]]:
+        """Queries and keys of each tile, and the random numbers of its mask; none without dropout."""
         rows, num_queries, heads, _ = query.shape
         at_once = tile_length(num_queries, key.shape[1], rows * heads, self._window, self._scores_at_once)
-        return query_tiles(num_queries, key.shape[1], self._window, at_once)
-
-    def _numbers(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float] | tuple[()]:
-        if self._dropout is None:
-            return ()
-        return self._dropout.numbers(query.shape[1], query.shape[2], key.shape[1], query.device)
+        numbers: _Numbers = ()
+        if self._dropout is not None:
+            numbers = self._dropout.numbers(num_queries, heads, key.shape[1], query.device)
+        for queries, keys in query_tiles(num_queries, key.shape[1], self._window, at_once):
+            yield queries, keys, (numbers[0][..., queries], numbers[1][keys], numbers[2]) if numbers else ()
 
     @staticmethod
     def _scores(rows: Tensor, columns: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Products [B, G, R, N, E] of tensors like the queries [B G, R N, D] and the keys [B G, E, D]."""
         shape = query.shape[0], key.shape[2], -1, query.shape[1], key.shape[1]
         return torch.bmm(rows, columns.transpose(1, 2)).view(shape)
-
-
-def _of_tile(
-    numbers: tuple[Tensor, Tensor, float] | tuple[()], tile: QueryTile
-) -> tuple[Tensor, Tensor, float] | tuple[()]:
-    """Random numbers of the queries and keys of a tile."""
-    if not numbers:
-        return ()
-    rows, columns, probability = numbers
-    return rows[..., tile.queries], columns[tile.keys], probability
 
 
 def _flat(weights: Tensor) -> Tensor:
