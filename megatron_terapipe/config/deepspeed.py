@@ -69,19 +69,61 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
 """Settings that concern operation only and do nothing here, and why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("a whole number")
+    return value
+
+
+def _switch(value: Any) -> bool | None:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value or None
+
+
+def _power(value: Any) -> float:
+    if not 0 <= _whole(value) < 64:
+        raise ValueError("a power from 0 to 63")
+    return float(2**value)
+
+
+def _two_numbers(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("a list of two numbers")
+    return tuple(map(_number, value))
+
+
+def _optimizer(value: Any) -> str | None:
+    if not isinstance(value, str):
+        raise ValueError("a name")
+    name = {"adamw": "adam", "fusedadam": "adam"}.get(value.lower(), value.lower())
+    return name if name in ("adam", "sgd") else None
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A setting that is decided by fields of ours."""
 
-    fields: tuple[str, ...]
-    """The fields."""
+    field: str
+    """The field; of several, with commas between them."""
 
-    read: Callable[[Any], tuple[Any, ...]] | None = None
-    """Values of the fields that a value of the setting gives, () for nothing; raises ValueError with the kind of value
-    that it has to be. None if the file cannot set the fields."""
+    read: Callable[[Any], Any] | None = None
+    """Value of the field by that of the setting, None for nothing; raises ValueError with the kind of value that it has
+    to be. None if the file cannot set the field."""
 
     decided_by: str = ""
-    """Flag that decides it, if that is not the flag of the fields."""
+    """Flag that decides it, if that is not the flag of the field."""
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields."""
+        return self.field.split(",")
 
     @property
     def flags(self) -> str:
@@ -89,83 +131,37 @@ class Setting:
         return self.decided_by or " or ".join(map(flag, self.fields))
 
 
-def _whole(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("a whole number")
-    return (value,)
-
-
-def _number(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("a number")
-    return (float(value),)
-
-
-def _switch(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return (True,) if value else ()
-
-
-def _fixed_scale(value: Any) -> tuple[Any, ...]:
-    # 0 is DeepSpeed's word for a scale that adapts.
-    return _number(value) if value else ()
-
-
-def _power(value: Any) -> tuple[Any, ...]:
-    (power,) = _whole(value)
-    if not 0 <= power < 64:
-        raise ValueError("a power from 0 to 63")
-    return (float(2**power),)
-
-
-def _numbers(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("a list of two numbers")
-    return tuple(number for part in value for number in _number(part))
-
-
-def _accumulation(value: Any) -> tuple[Any, ...]:
-    return (True,) if value == "fp32" else ()
-
-
-def _optimizer(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, str):
-        raise ValueError("a name")
-    name = {"adamw": "adam", "fusedadam": "adam"}.get(value.lower(), value.lower())
-    return (name,) if name in ("adam", "sgd") else ()
-
-
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
-        "train_batch_size": Setting(fields=("global_batch_size",), read=_whole),
-        "train_micro_batch_size_per_gpu": Setting(fields=("micro_batch_size",), read=_whole),
-        "gradient_accumulation_steps": Setting(
-            fields=("gradient_accumulation_steps",), read=_whole, decided_by="--global-batch-size"
+        "train_batch_size": Setting("global_batch_size", _whole),
+        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", _whole),
+        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", _whole, "--global-batch-size"),
+        "sequence_parallel_size": Setting("ds_sequence_parallel_size", _whole),
+        "gradient_clipping": Setting("clip_grad", _number),
+        "zero_optimization.stage": Setting("zero_stage", _whole),
+        "zero_optimization.reduce_bucket_size": Setting("zero_reduce_bucket_size"),
+        "zero_optimization.allgather_bucket_size": Setting("zero_allgather_bucket_size"),
+        "zero_optimization.reduce_scatter": Setting("zero_reduce_scatter"),
+        "zero_optimization.contiguous_gradients": Setting("zero_contiguous_gradients"),
+        "bf16.enabled": Setting("bf16", _switch),
+        "fp16.enabled": Setting("fp16", _switch),
+        # 0 is DeepSpeed's word for a scale that adapts.
+        "fp16.loss_scale": Setting("loss_scale", lambda scale: _number(scale) if scale else None),
+        "fp16.initial_scale_power": Setting("initial_loss_scale", _power),
+        "fp16.loss_scale_window": Setting("loss_scale_window", _whole),
+        "fp16.hysteresis": Setting("hysteresis", _whole),
+        "fp16.min_loss_scale": Setting("min_loss_scale", _number),
+        "data_types.grad_accum_dtype": Setting(
+            "accumulate_allreduce_grads_in_fp32", lambda dtype: True if dtype == "fp32" else None
         ),
-        "sequence_parallel_size": Setting(fields=("ds_sequence_parallel_size",), read=_whole),
-        "gradient_clipping": Setting(fields=("clip_grad",), read=_number),
-        "zero_optimization.stage": Setting(fields=("zero_stage",), read=_whole),
-        "zero_optimization.reduce_bucket_size": Setting(fields=("zero_reduce_bucket_size",)),
-        "zero_optimization.allgather_bucket_size": Setting(fields=("zero_allgather_bucket_size",)),
-        "zero_optimization.reduce_scatter": Setting(fields=("zero_reduce_scatter",)),
-        "zero_optimization.contiguous_gradients": Setting(fields=("zero_contiguous_gradients",)),
-        "bf16.enabled": Setting(fields=("bf16",), read=_switch),
-        "fp16.enabled": Setting(fields=("fp16",), read=_switch),
-        "fp16.loss_scale": Setting(fields=("loss_scale",), read=_fixed_scale),
-        "fp16.initial_scale_power": Setting(fields=("initial_loss_scale",), read=_power),
-        "fp16.loss_scale_window": Setting(fields=("loss_scale_window",), read=_whole),
-        "fp16.hysteresis": Setting(fields=("hysteresis",), read=_whole),
-        "fp16.min_loss_scale": Setting(fields=("min_loss_scale",), read=_number),
-        "data_types.grad_accum_dtype": Setting(fields=("accumulate_allreduce_grads_in_fp32",), read=_accumulation),
-        "pipeline.token_slices": Setting(fields=("token_slices",)),
-        "pipeline.schedule": Setting(fields=("pipeline_schedule",)),
-        "optimizer.type": Setting(fields=("optimizer",), read=_optimizer),
-        "optimizer.params.lr": Setting(fields=("lr",), read=_number),
-        "optimizer.params.betas": Setting(fields=("adam_beta1", "adam_beta2"), read=_numbers),
-        "optimizer.params.eps": Setting(fields=("adam_eps",), read=_number),
-        "optimizer.params.weight_decay": Setting(fields=("weight_decay",), read=_number),
-        "optimizer.params.momentum": Setting(fields=("sgd_momentum",), read=_number),
+        "pipeline.token_slices": Setting("token_slices"),
+        "pipeline.schedule": Setting("pipeline_schedule"),
+        "optimizer.type": Setting("optimizer", _optimizer),
+        "optimizer.params.lr": Setting("lr", _number),
+        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", _two_numbers),
+        "optimizer.params.eps": Setting("adam_eps", _number),
+        "optimizer.params.weight_decay": Setting("weight_decay", _number),
+        "optimizer.params.momentum": Setting("sgd_momentum", _number),
     }
 )
 """Each setting that fields of ours decide, by its name with dots."""
@@ -179,26 +175,6 @@ def read_deepspeed_settings(path: str) -> dict[str, Any]:
     if "bfloat16" in document:  # DeepSpeed's older name; under it the conflict with --bf16 would go unseen.
         document["bf16"] = document.pop("bfloat16")
     return _without_auto(document)
-
-
-def fields_of(settings: Mapping[str, Any], path: str) -> dict[str, tuple[str, Any]]:
-    """Return the fields that a file sets, each with the name of the setting and the value of the field."""
-    found: dict[str, tuple[str, Any]] = {}
-    for name, setting in SETTINGS.items():
-        value = _value(settings, name)
-        if value is None or setting.read is None:
-            continue
-        try:
-            values = setting.read(value)
-        except ValueError as error:
-            raise ConfigError(f"{FLAG} {path} sets {name} to {json.dumps(value)}, not to {error}: mend it") from None
-        found |= {field: (name, each) for field, each in zip(setting.fields, values, strict=False)}
-    return found
-
-
-def without_effect(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a file that are switched on and do nothing here, each with the reason."""
-    return [f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(_value(settings, name))]
 
 
 def switched_on(value: object) -> bool:
@@ -234,7 +210,7 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedValues:
-    """Values of our fields that a DeepSpeed file gives."""
+    """Values of our fields that a DeepSpeed file gives. What contradicts the rest is found when the run is prepared."""
 
     path: str | None
     """The file; None if there is none."""
@@ -247,19 +223,29 @@ class DeepSpeedValues:
 
     @classmethod
     def read(cls, path: str | None, given: Mapping[str, Any]) -> "DeepSpeedValues":
-        """Read a file, if there is one. What contradicts the rest is found when the run is prepared."""
+        """Read a file, if there is one; `given` are the values of fields that something else sets."""
         if path is None:
             return cls(path=None)
         settings = read_deepspeed_settings(path)
-        found = fields_of(settings, path)
+        found: dict[str, tuple[str, Any]] = {}
+        for name, setting in SETTINGS.items():
+            value = _value(settings, name)
+            if value is None or setting.read is None:
+                continue
+            try:
+                ours = setting.read(value)
+            except ValueError as error:
+                wrong = f"{FLAG} {path} sets {name} to {json.dumps(value)}, not to {error}: mend it"
+                raise ConfigError(wrong) from None
+            if ours is not None:
+                values = ours if isinstance(ours, tuple) else (ours,)
+                found |= {each: (name, part) for each, part in zip(setting.fields, values, strict=True)}
         if "global_batch_size" in {*given, *found}:
             # The number of micro-batches follows from it.
             found.pop("gradient_accumulation_steps", None)
-        return cls(
-            path=path,
-            fields={name: pair for name, pair in found.items() if name not in given},
-            without_effect=tuple(without_effect(settings)),
-        )
+        idle = (f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(_value(settings, name)))
+        only_here = {name: pair for name, pair in found.items() if name not in given}
+        return cls(path=path, fields=only_here, without_effect=tuple(idle))
 
     def values(self) -> dict[str, Any]:
         """Return the value of each field that only the file sets."""
