@@ -7,10 +7,10 @@ Face; a strategy from a file, or from the search (`--strategy auto`).
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
@@ -121,14 +121,8 @@ def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
 NOT_SEARCHED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "no_pipeline_parallel"),
-    *(
-        "model_chunk_placement",
-        "pipeline_model_parallel_layout",
-        "schedule_memory_limit",
-        "gradient_accumulation_steps",
-        "rampup_batch_size",
-    ),
-    *("recompute_method", "recompute_num_layers"),
+    *("model_chunk_placement", "pipeline_model_parallel_layout", "schedule_memory_limit"),
+    *("gradient_accumulation_steps", "rampup_batch_size", "recompute_method", "recompute_num_layers"),
 )
 """Fields that lay out a run in a way that the search does not know."""
 
@@ -138,33 +132,19 @@ Constraints = Mapping[str, tuple[Any, ...]]
 """Values that dimensions of a strategy may have, by name."""
 
 
-class FoundStrategy(Protocol):
+class FoundStrategy(NamedTuple):
     """A strategy that was found for a run."""
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-
-    @property
-    def place(self) -> str:
-        """Where it comes from, for errors: `auto`, or the file of an earlier start of the run."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Lines for the start of the run."""
+    strategy: Strategy
+    place: str
+    """Where it comes from, for errors: `auto`, or the file of an earlier start of the run."""
+    notices: tuple[str, ...]
+    """Lines for the start of the run."""
 
 
-class StrategyFinder(Protocol):
-    """Finds the strategy of a run."""
-
-    def __call__(self, config: Config, constraints: Constraints) -> FoundStrategy:
-        """Return the strategy.
-
-        Args:
-            config: the configuration, its layout and batch left at their defaults.
-            constraints: what flags say of the strategy, the global batch size among it.
-        """
-        ...
+StrategyFinder = Callable[[Config, Constraints], FoundStrategy]
+"""Finds the strategy of a run by its configuration, with layout and batch left at their defaults, and by what flags say
+of the strategy, the global batch size among it."""
 
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
@@ -179,7 +159,8 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
         value = given.get(each.setting or "")
         if value is None or each.name == BATCH or (each.name == "token_slices" and value == AUTO):
             continue
-        text = {True: "on", False: "off", AUTO: SOLVED}.get(value, str(value)) if _is_word(value) else str(value)
+        word = isinstance(value, bool | str)
+        text = {True: "on", False: "off", AUTO: SOLVED}.get(value, str(value)) if word else str(value)
         try:
             found[each.name] = each.parse(text)
         except ConfigError:
@@ -193,10 +174,6 @@ def without_strategy(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of fields that no strategy sets, with a micro-batch, which every configuration has."""
     settings = {each.setting for each in DIMENSIONS}
     return {name: value for name, value in given.items() if name not in settings} | {"micro_batch_size": 1}
-
-
-def _is_word(value: object) -> bool:
-    return isinstance(value, (bool, str))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,15 +283,11 @@ def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> N
     """Add what a strategy file sets to what flags set; one must not contradict the other."""
     for name, value in strategy.items():
         explicit = given.setdefault(name, value)
-        if _comparable(explicit) != _comparable(value):
+        if str(explicit).replace(" ", "") != str(value).replace(" ", ""):
             raise ConfigError(
                 f"{flag(name)} {explicit} contradicts --strategy {path}, where it is "
                 f"{'left to the default' if value is None else value}: drop the flag, or change the file"
             )
-
-
-def _comparable(value: object) -> object:
-    return value.replace(" ", "") if isinstance(value, str) else value
 
 
 def _run_under_zero(given: dict[str, Any]) -> Iterator[str]:

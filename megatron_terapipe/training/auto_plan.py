@@ -10,13 +10,14 @@ from dataclasses import replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import FoundSchedule, rank_orders
 from deepspeed_ext.runtime.launch import LaunchEnvironment
+from megatron_terapipe.arguments.build import FoundStrategy
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.config.data import TOKENIZER_FILES
 from megatron_terapipe.config.parallel import AUTO
@@ -95,16 +96,6 @@ def _tokenizer_files(config: Config) -> list[str]:
 
 STRATEGY_FILE = "strategy.json"
 """File in the directory of the checkpoints, which the next start of the run reads, and `--strategy` takes."""
-
-
-class FoundStrategy(NamedTuple):
-    """A strategy that was found for a run."""
-
-    strategy: Strategy
-    place: str
-    """Where it comes from, for errors."""
-    notices: tuple[str, ...]
-    """Lines for the start of the run."""
 
 
 def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
