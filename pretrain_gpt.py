@@ -14,12 +14,13 @@ from deepspeed_ext.runtime.health.processes import ProcessEnd
 from deepspeed_ext.runtime.health.rank_watch import DIED_TOO
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
-from megatron_terapipe.arguments.build import Constraints, FoundStrategy
+from megatron_terapipe.arguments.build import Constraints
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning import stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
+from megatron_terapipe.strategy import FoundStrategy
 from megatron_terapipe.training.recovery import LostRank, going_on, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT

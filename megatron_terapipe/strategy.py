@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from operator import neg
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
@@ -424,6 +424,16 @@ class Strategy:
         }
         others = {name: kind() for name, kind in get_type_hints(Config).items() if name not in sections}
         return Config(**sections, **others)
+
+
+class FoundStrategy(NamedTuple):
+    """A strategy that was found for a run."""
+
+    strategy: Strategy
+    place: str
+    """Where it comes from, for errors: `auto`, or the file of an earlier start of the run."""
+    notices: tuple[str, ...]
+    """Lines for the start of the run."""
 
 
 DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
@@ -34,7 +34,7 @@ from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strategy
 
 
 def preset_settings(name_or_path: str) -> Mapping[str, Any]:
@@ -130,16 +130,6 @@ BATCH = "global_batch_size"
 
 Constraints = Mapping[str, tuple[Any, ...]]
 """Values that dimensions of a strategy may have, by name."""
-
-
-class FoundStrategy(NamedTuple):
-    """A strategy that was found for a run."""
-
-    strategy: Strategy
-    place: str
-    """Where it comes from, for errors: `auto`, or the file of an earlier start of the run."""
-    notices: tuple[str, ...]
-    """Lines for the start of the run."""
 
 
 StrategyFinder = Callable[[Config, Constraints], FoundStrategy]

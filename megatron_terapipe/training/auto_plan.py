@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import FoundSchedule, rank_orders
 from deepspeed_ext.runtime.launch import LaunchEnvironment
-from megatron_terapipe.arguments.build import FoundStrategy
 from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.config.data import TOKENIZER_FILES
 from megatron_terapipe.config.parallel import AUTO
@@ -25,7 +24,7 @@ from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import Ranks, best_strategy, machine_in_words, named_cluster, slots_of_hosts
-from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, FoundStrategy, Strategy
 from megatron_terapipe.training.run import Run, vocab_size_of
 
 ASSUMED_VOCABULARY = 50257
