@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path, PurePath
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import psutil
 
@@ -253,8 +253,7 @@ class Mark(IntEnum):
     """It ends before its work is done, for a reason that is printed or known."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostRank:
+class HostRank(NamedTuple):
     """Entry of a rank on the page."""
 
     rank: int
@@ -278,7 +277,7 @@ class HostRanks:
 
     def write(self, local_rank: int, rank: HostRank) -> None:
         """Write the entry of a rank."""
-        _SLOT.pack_into(self._page, local_rank * _SLOT.size, rank.rank, rank.pid, rank.mark)
+        _SLOT.pack_into(self._page, local_rank * _SLOT.size, *rank)
 
     def read(self) -> dict[int, HostRank]:
         """Return the ranks that have come so far, by their place on the host; the file goes once all have."""

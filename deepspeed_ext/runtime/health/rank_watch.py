@@ -22,7 +22,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -184,6 +184,9 @@ ENDS_WITHIN_S = 30.0
 _PATIENCE_S = 8.0
 """Seconds for a rank to end by itself, as by an error of its communication, before its process is ended."""
 
+_REQUEST_S = 600.0
+"""The same where the rank has a handler of its own for SIGTERM, which takes it for a request."""
+
 _REPORTS_IN_S = 10.0
 """Seconds for a report of why this rank leaves at once; then it leaves without."""
 
@@ -204,7 +207,6 @@ class RankWatch:
         host: the page of the ranks of this host; None where there is none.
         attempt: how often the ranks were started, with launchers that start them again.
         orphan: whether its launcher is gone already.
-        request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
         leave: ends the process with an exit code, at once.
         ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
             rank, and on one that prints the line because others are gone.
@@ -219,12 +221,11 @@ class RankWatch:
         attempt: str = "0",
         orphan: bool = False,
         remedy: Callable[[], str] = lambda: "start it again",
-        request_s: float = 600.0,
         say: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
         leave: Callable[[int], object] = os._exit,
         ending: Callable[[str, bool], object] = lambda why, failed: None,
     ) -> None:
-        self.place, self.remedy, self.request_s = place, remedy, request_s
+        self.place, self.remedy = place, remedy
         self._launch, self._host, self._say, self._leave = launch, host, say, leave
         self.ending, self._orphan = ending, orphan
         self.tells_end = place.rank == 0
@@ -238,7 +239,7 @@ class RankWatch:
         for each in (self._wake, waking):
             each.setblocking(False)
         self._ends: ProcessEnds[Ancestor | int] = ProcessEnds(self._wake.fileno())
-        self._others: dict[int, HostRank] = {}
+        self._others: set[int] = set()
         self._news: HostNews | None = None
         if place.local_size < place.world_size:
             self._news = HostNews(attempt, heard=self._hear, keeps_store=place.rank == 0)
@@ -334,23 +335,19 @@ class RankWatch:
         if self._host is None:
             return
         marks = {place: rank for place, rank in self._host.read().items() if place != self.place.local_rank}
-        for place in marks.keys() - self._others.keys():
-            self._others[place] = marks[place]
+        for place in marks.keys() - self._others:
+            self._others.add(place)
             self._ends.add(place, marks[place].pid)
-        for place in sorted(marks):
-            if place in ended and marks[place].mark in (Mark.HERE, Mark.ENDING):
+        for place, other in sorted(marks.items()):
+            if place in ended and other.mark in (Mark.HERE, Mark.ENDING):
                 # Of those that are left, only the first one prints.
-                before = (other for other in marks if other < self.place.local_rank)
-                first = all(other in ended and marks[other].mark is Mark.HERE for other in before)
-                self._rank_gone(marks[place], speaks=first)
+                before = (each for each in marks if each < self.place.local_rank)
+                first = all(each in ended and marks[each].mark is Mark.HERE for each in before)
+                died, who = other.mark is Mark.HERE, _name(other.rank, other.pid)
+                self._conclude(
+                    Gone(f"{who} {'died' if died else 'ended'}", said=not died), says=first and died, tells=first
+                )
                 return
-
-    def _rank_gone(self, other: HostRank, *, speaks: bool) -> None:
-        who = _name(other.rank, other.pid)
-        if other.mark is Mark.ENDING:
-            self._conclude(Gone(f"{who} ended", said=True), tells=speaks)
-        else:
-            self._conclude(Gone(f"{who} died"), says=speaks, tells=speaks)
 
     def _launcher_gone(self, launcher: Ancestor | None) -> None:
         first = self.place.local_rank == 0
@@ -367,7 +364,7 @@ class RankWatch:
             self._conclude(gone, says=first, tells=first)
             self._leave_told(gone.what, TERMINATED)
         else:
-            self._conclude(gone, says=first, patience_s=self.request_s)
+            self._conclude(gone, says=first, patience_s=_REQUEST_S)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, gone: Gone) -> None:
@@ -385,9 +382,7 @@ class RankWatch:
             self.tells_end = self.tells_end or says
             self._known.set()
             # First of all: a line that is not read would block the thread that writes it.
-            timer = threading.Timer(patience_s, self._leave_told, (gone.what, DIED_TOO))
-            timer.daemon = True
-            timer.start()
+            _after(patience_s, self._leave_told, gone.what, DIED_TOO)
             if says:
                 with suppress(OSError):
                     self._say(f"error: {gone.what}: {self.remedy()}")
@@ -406,9 +401,7 @@ class RankWatch:
     def _leave_told(self, why: str, code: int, *, failed: bool = True) -> None:
         """Leave at once, but for a report of why, which may not take for ever."""
         if self.tells_end:
-            timer = threading.Timer(_REPORTS_IN_S, self._leave, (code,))
-            timer.daemon = True
-            timer.start()
+            timer = _after(_REPORTS_IN_S, self._leave, code)
             with suppress(Exception):
                 self.ending(why, failed)
             timer.cancel()
@@ -421,31 +414,31 @@ class RankWatch:
             self._host.read() if mark is Mark.HERE else self._host.remove_file()
 
 
+def _after(seconds: float, function: Callable[..., object], *arguments: object) -> threading.Timer:
+    """Call a function after some seconds, unless the process has ended or the timer is cancelled."""
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def _name(rank: int, pid: int) -> str:
     """Return the name of a rank of this host, as a user reads it."""
     return f"rank {rank} (host {socket.gethostname()}, process {pid})"
 
 
 def watch_rank(
-    place: LaunchEnvironment,
-    *,
-    environment: Mapping[str, str] = os.environ,
-    remedy: Callable[[], str] = lambda: "start it again",
-    ending: Callable[[str, bool], object] = lambda why, failed: None,
+    place: LaunchEnvironment, *, remedy: Callable[[], str], ending: Callable[[str, bool], object]
 ) -> RankWatch:
-    """Return the watch of this rank, as its launcher started it.
-
-    Args:
-        ending: told why the run ends, and whether something is wrong, before the rank leaves at once.
-    """
-    launch, attempt = own_launch(), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Return the watch of this rank, as its launcher started it; `remedy` and `ending` as in `RankWatch`."""
+    launch, attempt = own_launch(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launcher = host_launcher(launch)
     return RankWatch(
         place,
         launch=launch,
         host=None if launcher is None else page_of(launcher, place.local_size, attempt),
         attempt=attempt,
-        orphan=is_orphan(launch, environment),
+        orphan=is_orphan(launch),
         remedy=remedy,
         ending=ending,
     )
