@@ -180,12 +180,7 @@ class LayerTimer:
         ]
 
     def _once(
-        self,
-        layers: MeasuredLayers,
-        run: MeasuredRun,
-        sums: AccumulatedGradients | None,
-        *,
-        puts_off: bool,
+        self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, puts_off: bool
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         cut = self._cut(run)

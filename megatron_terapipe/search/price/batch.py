@@ -94,12 +94,7 @@ def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
 
 
 def lower_bound(
-    schedule: str,
-    *,
-    num_micro_batches: ScalarOrArray,
-    ops: StageOps,
-    before: StageOps,
-    deferred_s: ScalarOrArray = 0.0,
+    schedule: str, *, num_micro_batches: ScalarOrArray, ops: StageOps, before: StageOps, deferred_s: ScalarOrArray = 0.0
 ) -> ScalarOrArray:
     """Seconds of an iteration that no costs of the other ranks' ops make shorter; arguments broadcast.
 
@@ -315,11 +310,7 @@ class StrategyBatch:
         if isinstance(op_times, Roofline):
             op_times = replace(op_times, efficiency=efficiency)
         prices = LayerPrices(
-            model.counter.kinds,
-            op_times,
-            efficiency,
-            model.element_bytes,
-            model.software.communication,
+            model.counter.kinds, op_times, efficiency, model.element_bytes, model.software.communication
         )
         lengths = strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length

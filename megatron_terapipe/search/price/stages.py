@@ -92,12 +92,7 @@ class LayerCounter:
         self._parameters: dict[int, Floats] = {}
 
     def count(
-        self,
-        partition: StagePartition,
-        num_ranks: int,
-        tensor_parallel_size: int,
-        *,
-        vocabulary_stages: bool = False,
+        self, partition: StagePartition, num_ranks: int, tensor_parallel_size: int, *, vocabulary_stages: bool = False
     ) -> LayerCounts:
         """Return the counts of a stage partition."""
         bounds = np.array(partition.bounds) + self._workload.first_dealt

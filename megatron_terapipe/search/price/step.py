@@ -139,12 +139,7 @@ def shown_reduction_s(
 
 
 def exposed_reduction_s(
-    step: StepCosts,
-    ops: CoveringOps,
-    communication: Communication,
-    efficiency: HardwareEfficiency,
-    *,
-    drains: bool,
+    step: StepCosts, ops: CoveringOps, communication: Communication, efficiency: HardwareEfficiency, *, drains: bool
 ) -> ScalarOrArray:
     """Return the seconds of each rank's gradient reduction and weight gathering that no op hides: [P, ...].
 

@@ -165,11 +165,7 @@ class RankOps:
 
 
 def rank_ops(
-    grid: StrategyGrid,
-    groups: RankGroups,
-    of_kind: Sequence[Sequence[Floats]],
-    counts: LayerCounts,
-    op_s: float,
+    grid: StrategyGrid, groups: RankGroups, of_kind: Sequence[Sequence[Floats]], counts: LayerCounts, op_s: float
 ) -> RankOps:
     """Return the ops of the ranks of a stage partition."""
     per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
@@ -196,10 +192,7 @@ def rank_ops(
         last_stage = on_slowest_device(alone) + op_s * token_slices
         stages, followed = np.append(stages, num_stages - 1), np.concatenate([followed, last_stage], axis=1)
     behind = stages[: len(multiplicity)].reshape(-1, 1, 1, 1, 1) + 1.0
-    some = np.minimum(
-        behind % token_slices * (np.concatenate(longest) + op_s),
-        rows_whole[WEIGHT_GRADIENT],
-    )
+    some = np.minimum(behind % token_slices * (np.concatenate(longest) + op_s), rows_whole[WEIGHT_GRADIENT])
     deferred = behind // token_slices * rows_whole[WEIGHT_GRADIENT] + some
     (first,) = (tables for kind, tables in zip(groups.kinds, of_kind, strict=True) if kind.ranks[0] == 0)
     completing = np.maximum.reduce([stage_ops(counts.per_stage[:1], table[FIRST])[:, 0] for table in first])

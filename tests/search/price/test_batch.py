@@ -71,10 +71,7 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
         stages = range(shape.num_stages)
         found += [
             lower_bound(
-                schedule,
-                num_micro_batches=count,
-                ops=StageOps(*whole[:, stage]),
-                before=StageOps(*before[:, stage]),
+                schedule, num_micro_batches=count, ops=StageOps(*whole[:, stage]), before=StageOps(*before[:, stage])
             )
             for stage in stages
         ]

@@ -107,12 +107,7 @@ def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: S
     token_slices=st.sampled_from([1, 4]),
 )
 def test_a_better_cluster_is_never_slower(
-    what: str,
-    factor: float,
-    layout: tuple[int, int, int],
-    software: Software,
-    schedule: str,
-    token_slices: int,
+    what: str, factor: float, layout: tuple[int, int, int], software: Software, schedule: str, token_slices: int
 ) -> None:
     dp, tp, pp = layout
     values = {

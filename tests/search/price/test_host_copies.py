@@ -21,12 +21,7 @@ from tests.search.price.machines import NODE
 
 GPT = gpt_workload(
     ModelConfig(
-        num_layers=16,
-        hidden_size=1024,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        seq_length=16384,
-        vocab_size=1024,
+        num_layers=16, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, seq_length=16384, vocab_size=1024
     )
 )
 

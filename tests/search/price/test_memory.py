@@ -67,8 +67,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("parts", "recompute", "measured"),
-    [({}, "none", MEASURED_GPT), (LLAMA, "selective", MEASURED_LLAMA_SELECTIVE)],
+    ("parts", "recompute", "measured"), [({}, "none", MEASURED_GPT), (LLAMA, "selective", MEASURED_LLAMA_SELECTIVE)]
 )
 def test_what_the_engine_was_measured_to_hold(
     parts: dict[str, object], recompute: str, measured: dict[int, float]

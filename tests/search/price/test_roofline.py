@@ -36,12 +36,7 @@ BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]
 
 
 def times(software: Software = TERAPIPE, efficiency: HardwareEfficiency | None = None, **changes: object) -> LayerTimes:
-    values: dict[str, object] = {
-        "tensor_parallel_size": 1.0,
-        "micro_batch_size": 2.0,
-        "start": 0.0,
-        "end": 2048.0,
-    }
+    values: dict[str, object] = {"tensor_parallel_size": 1.0, "micro_batch_size": 2.0, "start": 0.0, "end": 2048.0}
     return Roofline(efficiency or HardwareEfficiency(), software)(LayerQuery(BLOCK, A100, **(values | changes)))  # type: ignore[arg-type]
 
 

@@ -38,12 +38,7 @@ LONG = {
 
 def coarse(problem: SearchProblem, **others: Any) -> Choices:
     return all_choices(problem).constrained(
-        {
-            "num_token_slices": (1, 2, 3, 8),
-            "micro_batch_size": (1, 2, 4),
-            "num_model_chunks": (1, 2, 3),
-            **others,
-        }
+        {"num_token_slices": (1, 2, 3, 8), "micro_batch_size": (1, 2, 4), "num_model_chunks": (1, 2, 3), **others}
     )
 
 
