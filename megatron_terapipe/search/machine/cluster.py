@@ -83,7 +83,6 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Check the number of devices."""
         check_num_devices(self.num_devices, self.name)
 
     @cached_property

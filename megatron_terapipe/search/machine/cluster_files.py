@@ -328,7 +328,6 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
 
 
 def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
-    """Return the machine of an entry, or the usual machine of its device."""
     of: NodeEntry | ClusterEntry = entry
     at = f"{where}."
     if entry.machine is None and entry.device is None:

@@ -42,7 +42,6 @@ class Quantity:
     kind: str
 
     def __str__(self) -> str:
-        """Text of the remedy."""
         return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
 
     def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -57,7 +56,6 @@ class OrText:
     meaning: str
 
     def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Name both in JSON Schemas."""
         return {"anyOf": [{"type": "string", "description": self.meaning}, handler(read)]}
 
 

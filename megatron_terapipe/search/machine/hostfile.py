@@ -101,7 +101,6 @@ def _slots(digits: str, where: str) -> int:
 
 
 def _mistake(line: str) -> str:
-    """Return what is wrong with a line, and how it is written."""
     for pattern, problem in _MISTAKES:
         match = pattern.fullmatch(line)
         if match is not None:

@@ -96,7 +96,6 @@ def end_on(hosts: Sequence[str], mark: str) -> bool:
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the processes of this host that bear a mark."""
     sign = f"{VARIABLE}={mark}".encode()
     found = []
     for variables in Path("/proc").glob("[0-9]*/environ"):

@@ -370,7 +370,6 @@ def _timed(send: Callable[[torch.Tensor], None], message: torch.Tensor, count: i
 
 
 def _slowest(times: list[float], device: torch.device) -> list[float]:
-    """Return the longest time of any rank, of each repeat."""
     found = torch.tensor(times, dtype=torch.float32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]

@@ -140,7 +140,6 @@ def default_num_processes() -> int:
 
 
 def _measure_engine(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
-    """On one rank, a run of its own."""
     from megatron_terapipe.search.measure.engine import measure_engine
 
     _join()

@@ -33,7 +33,6 @@ class MeasuredSizes:
     """Seconds after which no further size is begun."""
 
     def __post_init__(self) -> None:
-        """Check that the model can be cut so."""
         for size in self.tensor_parallel_sizes:
             for what, number in (
                 ("heads", self.model.num_attention_heads),

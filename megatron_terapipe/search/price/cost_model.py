@@ -75,7 +75,6 @@ class CostModel:
         precision: str = "bf16",
         simulator: ScheduleSimulator | None = None,
     ) -> None:
-        """Prepare."""
         self.workload = workload
         self.cluster = cluster
         self.software = software

@@ -149,7 +149,6 @@ class RankGroups:
     at the same time all the same."""
 
     def __post_init__(self) -> None:
-        """Check the placement."""
         world, devices = self.layout.world_size, self.cluster.num_devices
         if world > devices:
             raise ConfigError(
@@ -191,7 +190,6 @@ class RankGroups:
 
     @property
     def _counting(self) -> Any:
-        """Index of the replicas that count, on the axis D."""
         return slice(None) if self.replicas is None else list(self.replicas)
 
     @cached_property
@@ -330,7 +328,6 @@ class _PartsOnNodes(NamedTuple):
 
 
 def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:
-    """Return the parts of groups, given as [groups, members] nodes."""
     num_groups, size = groups.shape
     ordered = np.sort(groups, axis=1)
     begins = np.ones(ordered.shape, dtype=bool)

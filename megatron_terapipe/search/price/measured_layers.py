@@ -168,7 +168,6 @@ class MeasuredLayers:
     _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Take the measurements apart."""
         for name, measured in self.devices.items():
             for layer in self.workload.layers:
                 if not measured.forward_s.get(layer.name):
@@ -183,10 +182,8 @@ class MeasuredLayers:
                 key = name, layer.name
                 self._scales[key], self._launch_s[key] = self._take_apart(measured, layer, scale)
 
-    @property
-    def includes_collectives(self) -> bool:
-        """Reductions are in the times, as they were in the measurement: over the links inside a node."""
-        return True
+    includes_collectives = True
+    """Reductions are in the times, as they were in the measurement: over the links inside a node."""
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same."""
@@ -307,12 +304,10 @@ def without(whole_s: float, part_s: float) -> float:
 
 
 def _structure(layer: Layer) -> Structure:
-    """Key of the calls that launch a layer; sizes do not matter."""
     return layer.kind, len(layer.products), layer.attention is not None, layer.num_norms, layer.activation_width > 0
 
 
 def _shapes(layer: Layer) -> tuple[object, ...]:
-    """Key of the sizes that a layer's device time depends on."""
     sizes = layer.tokens, layer.hidden_size, layer.parameters, layer.num_norms, layer.activation_width, layer.gated
     return layer.kind, layer.products, layer.attention, *sizes
 

@@ -214,7 +214,6 @@ class MemoryModel:
     _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Fill in the defaults."""
         if self.overheads is None:
             self.overheads = default_overheads(self.cluster, self.software)
         self.counter = LayerCounter(self.workload)

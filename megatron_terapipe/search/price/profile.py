@@ -46,7 +46,6 @@ class LayerShape(NamedTuple):
         return None if self.attention is None else self.attention.sliding_window
 
     def __str__(self) -> str:
-        """Text for errors."""
         heads = f", {self.attention.query_heads} heads" if self.attention else ""
         if self.window is not None:
             heads += f" in a window of {self.window}"

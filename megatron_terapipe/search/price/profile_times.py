@@ -184,7 +184,6 @@ def _fitted(
 
 
 def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
-    """Coefficients, none below zero, that make relative errors small."""
     from scipy.optimize import nnls
 
     relative = features / seconds[:, None]
@@ -235,10 +234,8 @@ class MeasuredProfile:
 
     profile: Profile
 
-    @property
-    def includes_collectives(self) -> bool:
-        """Each rank was measured alone."""
-        return False
+    includes_collectives = False
+    """Each rank was measured alone."""
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
@@ -282,7 +279,6 @@ class MeasuredProfile:
     def _selective(
         self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers, forward: Numbers
     ) -> Numbers:
-        """Seconds that selective recomputation adds to the input gradient."""
         shape = LayerShape.of(layer)
         sizes = [ranks for each, ranks in self._extra if each == shape]
         if not sizes:
@@ -306,7 +302,6 @@ class MeasuredProfile:
 
     @cached_property
     def _surfaces(self) -> Mapping[tuple[LayerShape, int], tuple[Surface, ...]]:
-        """Surfaces of F, BI and BW, by shape and tensor-parallel size."""
         return {
             (each.shape, each.tensor_parallel_size): tuple(
                 Surface.through([Point(*point[:3], point[op]) for point in each.points], each.shape.window)

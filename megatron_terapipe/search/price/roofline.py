@@ -241,10 +241,8 @@ class Roofline:
     software: Software
     precision: str = "bf16"
 
-    @property
-    def includes_collectives(self) -> bool:
-        """Reductions are priced elsewhere, by the links that they cross."""
-        return False
+    includes_collectives = False
+    """Reductions are priced elsewhere, by the links that they cross."""
 
     @property
     def _element_bytes(self) -> int:

@@ -42,7 +42,6 @@ class ScheduleSimulator:
     """Simulates schedules, and keeps the orders of every shape it has met."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
         self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
         """The copies that were planned last: memory and time of a strategy ask for them one after the other."""

@@ -75,7 +75,6 @@ class LayerCounter:
     """Counts the layers of one model, for many stage partitions."""
 
     def __init__(self, workload: Workload) -> None:
-        """Find the kinds of layers."""
         self._workload = workload
         # Blocks of a GPT are one object many times.
         kinds = {id(layer): layer for layer in workload.layers}
@@ -164,7 +163,6 @@ class LayerPrices:
         element_bytes: int,
         communication: Communication,
     ) -> None:
-        """Prepare."""
         self._kinds, self._op_times = kinds, op_times
         self._efficiency, self._element_bytes = efficiency, element_bytes
         self._communication = communication

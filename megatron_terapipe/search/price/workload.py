@@ -142,7 +142,6 @@ class Layer:
     measured."""
 
     def __post_init__(self) -> None:
-        """Fill in the hidden states that stay, and those that can be computed again."""
         parts = (self.attention is not None) + (self.activation_width > 0)
         for name, count in (("kept_states", max(self.num_norms, parts)), ("normed_states", parts)):
             if getattr(self, name) is None:

@@ -32,7 +32,6 @@ class GridMemory:
     """Says which strategies of one grid may fit. Bytes are counted once for each stage partition, and kept."""
 
     def __init__(self, grid: StrategyGrid, model: MemoryModel) -> None:
-        """Count what all partitions share."""
         self._grid, self._model = grid, model
         self._known_held: dict[tuple[object, ...], Held] = {}
         self._known_totals: dict[tuple[object, ...], Floats] = {}

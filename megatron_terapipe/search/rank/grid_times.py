@@ -51,7 +51,6 @@ class OpTables:
     """Computes tables, and keeps them."""
 
     def __init__(self, cost_model: CostModel, micro_batch_sizes: Sequence[int]) -> None:
-        """Prepare."""
         self._model = cost_model
         self._sizes = tuple(micro_batch_sizes)
         self._splits: dict[tuple[object, ...], Splits] = {}
@@ -286,7 +285,6 @@ def message_times(
 
 
 def _column(values: Floats) -> Floats:
-    """[boundaries, 1, 1, 1, 1]."""
     return np.asarray(values).reshape(-1, 1, 1, 1, 1)
 
 

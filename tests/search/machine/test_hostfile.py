@@ -11,24 +11,6 @@ from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfil
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a slots=8\n", {"a": 8}),
-        ("  a\tslots=8\r\n\n# b slots=4\nc.example.com  slots=4\n", {"a": 8, "c.example.com": 4}),
-        ("a slots=8 max_slots=16\n", {"a": 8}),
-        ("a slots=8  # half of them\n", {"a": 8}),
-        ("fe80::1%eth0 slots=2\n::1 slots=2\n10.0.0.1 slots=2\n", {"fe80::1%eth0": 2, "::1": 2, "10.0.0.1": 2}),
-        ("node_7 slots=1\nuser@host slots=1\n", {"node_7": 1, "user@host": 1}),
-        ("a slots=0\nb slots=08\n", {"a": 0, "b": 8}),
-    ],
-)
-def test_what_deepspeed_accepts(text: str, hosts: dict[str, int]) -> None:
-    assert {host.name: host.slots for host in parse_hostfile(text, "hostfile")} == hosts
-    assert deepspeed_reads(text.splitlines()) == hosts
-    assert is_hostfile(text)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a\n", "line 1 of the hostfile, \"a\", says no slots: write 'a slots=N'"),

@@ -58,17 +58,6 @@ def test_korthikanti(size: int) -> None:
     assert memory(layer, size=size, recompute="full").activations == 2 * HIDDEN
 
 
-def test_published_savings() -> None:
-    """Korthikanti et al. section 5: for GPT-3 and MT-NLG selective recomputation saves 70 % and 65 %."""
-    for hidden, heads, saved in ((12288, 96, 0.70), (20480, 128, 0.65)):
-        model = ModelConfig(
-            num_layers=1, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
-        )
-        layer = gpt_workload(model).layers[1]
-        kept = memory(layer, size=8, sequence=True, recompute="selective").activations
-        assert 1 - kept / memory(layer, size=8, sequence=True).activations == pytest.approx(saved, abs=0.01)
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "parts",
@@ -120,13 +109,6 @@ def test_scores_that_are_written_out_are_held_while_the_backward_runs() -> None:
     # A tile of 500 queries reaches 999 tokens back.
     assert memory(windowed, TERAPIPE).scores == 4 * 4 * HEADS * (999 + 500)
     assert memory(flash, TERAPIPE).scores == 0
-
-
-def test_what_is_recomputed_is_held_while_the_backward_runs() -> None:
-    _, layer = block()
-    kept = [memory(layer, recompute=recompute) for recompute in ("none", "selective", "full")]
-    assert kept[0].activations > kept[1].activations > kept[2].activations
-    assert kept[0].working < kept[1].working < kept[2].working
 
 
 def test_what_waits_for_weight_gradients() -> None:

@@ -56,15 +56,6 @@ def test_stages_in_one_node_and_across() -> None:
     assert groups(2, dp=4, tp=2, pp=2).pipe.bandwidth.tolist() == [12.5e9, 12.5e9]
 
 
-def test_the_slowest_node_counts() -> None:
-    slow = replace(NODE, network=Link(bandwidth=1e9, latency_s=1e-3), device=replace(A100, name="slow"))
-    layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=8)
-    mixed = RankGroups(ClusterTable.of(Cluster(nodes=(NODE, slow))), layout)
-    assert mixed.data.network_bandwidth.tolist() == [1e9 * 4 / 8]
-    assert mixed.data.network_latency_s.tolist() == [1e-3]
-    assert [device.name for device in mixed.devices[0]] == ["A100", "slow"]
-
-
 def test_the_order_of_equal_nodes_is_irrelevant_and_a_placement_counts() -> None:
     layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=4, pipeline_parallel_size=2)
     usual = RankGroups(ClusterTable.of(nodes(2)), layout)

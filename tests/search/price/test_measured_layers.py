@@ -101,14 +101,6 @@ def test_a_device_bound_forward_grows_in_proportion():
     assert 1.3 * once < forward(op_times, layer, SLOW, 1.0)[1] < 2.1 * once
 
 
-def test_a_layer_whose_matrices_are_whole_is_computed_by_every_rank():
-    whole, divided = block("a", ("none", "none")), block("b")
-    slow = measured((whole, divided), fast=lambda name, tp: 1e-3, slow=lambda name, tp: 20e-3)
-    both = [forward(slow, layer, SLOW, 16.0, 2.0)[0] for layer in (whole, divided)]
-    assert both[0] == pytest.approx(forward(slow, whole, SLOW, 16.0, 1.0)[0], rel=0.05)
-    assert both[1] < 0.75 * both[0]
-
-
 def test_the_loss_comes_on_top_of_the_head():
     # The profile ends with the logits.
     layer = head("head")

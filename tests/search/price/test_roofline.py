@@ -93,15 +93,6 @@ def test_selective_recompute_is_of_attention_or_of_norms() -> None:
     assert 0 < more(TERAPIPE) < more(MEGATRON_LM) < float(times(MEGATRON_LM).forward)
 
 
-def test_scores_cost_more_than_flash_and_odd_heads_more_than_even_ones() -> None:
-    assert times(MEGATRON_LM).forward > times(TERAPIPE).forward
-    assert BLOCK.attention is not None
-    odd = replace(BLOCK, attention=replace(BLOCK.attention, head_size=127, query_heads=16))
-    roofline = Roofline(HardwareEfficiency(), TERAPIPE)
-    grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
-    assert roofline(LayerQuery(odd, A100, **grid)).forward > roofline(LayerQuery(BLOCK, A100, **grid)).forward  # type: ignore[arg-type]
-
-
 def test_later_token_slices_attend_to_more() -> None:
     grid = times(start=np.array([0.0, 1024.0]), end=np.array([1024.0, 2048.0]))
     assert np.all(np.diff(np.asarray(grid.forward)) > 0)

@@ -144,14 +144,6 @@ def test_ranks_share_activations_but_copy_heads_of_keys() -> None:
     assert eight[2] == pytest.approx(one[2] / 8)
 
 
-def test_gradients_are_reduced_over_them() -> None:
-    model = CostModel(GROUPED, nodes(2))
-    both = strategy(sequence_parallel_size=8, data_parallel_size=2, global_batch_size=2)
-    alone = strategy(sequence_parallel_size=1, data_parallel_size=16, global_batch_size=16)
-    steps = [model.step((placed := model.placed(each)).counts, placed.groups, 1) for each in (both, alone)]
-    assert steps[0] == steps[1]
-
-
 def test_a_batch_of_strategies_is_priced_as_each_alone() -> None:
     cluster: Cluster = nodes(2)
     model = CostModel(GROUPED, cluster)

@@ -160,14 +160,6 @@ def test_transgan_has_the_layers_that_amp_counts() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_blocks_alone_are_those_of_the_whole_model() -> None:
-    alone = read_workload(str(ROOT / "examples" / "models" / "gpt3-13b-blocks.json"))
-    whole = read_workload("gpt3-13b")
-    assert len(alone.layers) == whole.num_dealt_layers
-    assert alone.layers[0] == whole.layers[1]
-    assert alone.can_cut_tokens
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "models").iterdir()), ids=lambda path: path.name)
 def test_examples(path: Path) -> None:
     assert read_workload(str(path)).parameters > 0
