@@ -14,14 +14,14 @@ all in common that is no number (recompute, software, ...), as calibration price
 constants. What their layouts make of the cluster is looked up once; other constants then cost a few array operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, reachable_bandwidth
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency, is_factor, moved, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import GroupTopology, LayerLinks, Messages, RankKind, sending_s
 from megatron_terapipe.search.price.roofline import Roofline
@@ -371,6 +371,66 @@ class StrategyBatch:
         blocked[FORWARD] += there
         blocked[[BACKWARD, INPUT_GRADIENT]] += back
         return blocked
+
+
+STEP = 0.02
+"""Change of a constant's logarithm over which the slope is taken."""
+
+
+class StrategyBatches:
+    """Strategies that do not fit into one batch: times and slopes of all of them, each by its own model."""
+
+    def __init__(self, models: "Sequence[CostModel]", strategies: Sequence[Strategy]) -> None:
+        places: dict[tuple[object, ...], list[int]] = {}
+        for index, (model, strategy) in enumerate(zip(models, strategies, strict=True)):
+            places.setdefault(batch_key(model, strategy), []).append(index)
+        self._count = len(strategies)
+        self._batches = [
+            (StrategyBatch.of([models[row] for row in rows], [strategies[row] for row in rows]), np.array(rows))
+            for rows in places.values()
+        ]
+
+    def times(self, efficiency: HardwareEfficiency) -> Floats:
+        """[n] seconds, in closed form."""
+        times = np.empty(self._count)
+        for batch, rows in self._batches:
+            times[rows] = batch.times(efficiency)
+        return times
+
+    def slopes(self, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
+        """[n, p] change of the logarithms of times with the logarithm of each constant."""
+        slopes = np.zeros((self._count, len(names)))
+        factors = [column for column, name in enumerate(names) if is_factor(name)]
+        for batch, rows in self._batches:
+            at = np.log(batch.times(efficiency))
+
+            def steps(columns: Sequence[int], batch: StrategyBatch = batch, at: Floats = at) -> Floats:
+                moves = moved(efficiency, [names[column] for column in columns], STEP)
+                return np.log(batch.times(moves)) - at
+
+            found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
+            found.update(_felt(steps, factors))
+            for column, step in found.items():
+                slopes[rows, column] = step / STEP
+        return slopes
+
+
+def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
+    """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
+
+    Args:
+        steps: changes of log(time) if all of some factors grow.
+    """
+    if not columns:
+        return {}
+    # Times grow with every factor: if they do not with all of these, then with none.
+    together = steps(columns)
+    if not together.any():
+        return {}
+    if len(columns) == 1:
+        return {columns[0]: together}
+    middle = len(columns) // 2
+    return _felt(steps, columns[:middle]) | _felt(steps, columns[middle:])
 
 
 def _columns(topologies: Sequence[GroupTopology]) -> GroupTopology:
