@@ -45,7 +45,7 @@ class Stamps:
         """Seconds from one stamp to another."""
         if self._synchronous:
             return float(end - start)
-        return float(start.elapsed_time(end)) / 1000.0  # events tell milliseconds
+        return float(start.elapsed_time(end)) / 1000.0  # events measure milliseconds
 
 
 OPS, SUMS, REDUCTIONS, UPDATE = "forward-backward", "shared-grads-sync", "all-grads-sync", "optimizer"

@@ -441,7 +441,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Surround the computing of an op: measure it, and add up the gradients it leaves."""
         with self.observers.op(op):
             yield
-            # What is deferred adds up by itself.
+            # Deferred products add up without it.
             if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
                 self._accumulated.collect()
 

@@ -1,7 +1,7 @@
 """Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
 
-Each method is what one instruction of `plan.programs` means. Nothing here knows of optimizers or replicas: the engine
-says what surrounds a batch, and this says what happens to a token slice.
+Each method is the meaning of one instruction of `plan.programs`, for a token slice. Optimizers and replicas are the
+engine's.
 
 `RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` hands it to
 DeepSpeed's engine, one class for each kind of instruction; `METHODS` names the method of `Executor` for each.

@@ -1,7 +1,7 @@
 """Checks in the first batch: ranks that share sequences read the same data; layers compute the same in token slices.
 
 DeepSpeed takes sequence-parallel ranks for replicas. A loader that shards by its data-parallel rank gives each of them
-other sequences, and attention would join their parts to sequences that nobody wrote.
+other sequences, and attention would join their parts to sequences that are in no data.
 """
 
 import logging
@@ -89,7 +89,7 @@ def check_layers(
             except UserError:
                 raise
             except Exception as error:
-                # A layer may ask for more than some tokens: those of a whole token slice, or its own bookkeeping.
+                # A layer may need more than some tokens: those of a whole token slice, or its own bookkeeping.
                 reason = str(error).partition("\n")[0]
                 logger.log(
                     logging.WARNING,

@@ -104,7 +104,7 @@ def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[s
     """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does."""
     size, factors = settings.get(_TRAIN), [settings[name] for name in (_MICRO, _COUNT) if name in settings]
     if not isinstance(size, int) or not all(isinstance(each, int) and each > 0 for each in factors):
-        return dict(settings)  # DeepSpeed says what is missing or wrong.
+        return dict(settings)  # DeepSpeed refuses missing and wrong sizes.
     replicas = layout.data_parallel_size
     least = prod(factors) * replicas
     fits = size == least if len(factors) == 2 else not size % least
@@ -216,7 +216,7 @@ def initialize(
     for line in (settings_without_effect(settings), _in_place_of(schedule, model)):
         if line is not None:
             log_dist(line, ranks=[0], level=logging.WARNING)
-    # Before optimizers copy weights and ask which of them to count.
+    # Before optimizers copy weights and choose those that count.
     model.connect_shared_modules()
     ends = watch is None
     if watch is None:

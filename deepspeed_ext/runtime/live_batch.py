@@ -78,7 +78,7 @@ class RandomState:
 def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
     """Whether a stage that is computed again needs the gradient of each of its outputs [...].
 
-    Without a graph nothing tells which outputs depend on weights. So all floating-point outputs count, if anything in
+    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if anything in
     the stage needs gradients, and the backward leaves out the gradients of those that turn out not to.
     """
     needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)

@@ -45,7 +45,7 @@ class TokenSliceBatch:
 SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
 """Cuts what the data iterator yields for one micro-batch, by the bounds of token slices or of one rank's parts of them.
 
-Weights of the loss are shares of the whole micro-batch, whoever else has the rest."""
+Weights of the loss are shares of the whole micro-batch, also where other ranks have the rest."""
 
 
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
@@ -80,7 +80,7 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
 
 def _check_length(name: str, tensors: Any, token_slices: TokenSlices) -> None:
     found = list(tensors_in(tensors))
-    # Of a dict nobody knows which entry is the main one.
+    # A dict has no main entry.
     asked = found if isinstance(tensors, Mapping) else found[:1]
     if asked and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in asked):
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in asked)
@@ -270,7 +270,7 @@ class BatchLoss:
             for _ in range(num_micro_batches):
                 self._ahead.append(self._next_batch())
         except StopIteration:
-            pass  # whoever takes the micro-batch that is missing says so
+            pass  # an error where the missing micro-batch is taken
         counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
         num_tokens = torch.tensor(sum(counts), dtype=torch.float64, device=self._weight.device)
         dist.all_reduce(num_tokens, group=self._copies)
@@ -304,7 +304,7 @@ class BatchLoss:
     def of_micro_batch(self, loss: Tensor) -> Tensor:
         """Return the loss [] of a whole micro-batch on this replica, given this rank's share [], weighed.
 
-        All ranks that share the sequences must ask.
+        All ranks that share the sequences must call it.
         """
         if self._sequence_ranks.size > 1:
             loss = loss / self._sequence_ranks.size

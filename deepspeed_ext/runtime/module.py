@@ -104,8 +104,8 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slices: lengths of the token slices of every sequence; multiples of the sequence-parallel size.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
-        output_fn: makes of the last layer's output what is given to those who ask for outputs, such as tensors of
-            something that the loss needs in another form; None to give it as it is.
+        output_fn: converts the last layer's output for callers that ask for outputs, where the loss needs another form;
+            None to give it as it is.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
         placement: which stages a rank owns.
@@ -123,7 +123,7 @@ class TokenSlicePipelineModule(PipelineModule):
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
         recompute_stages: keep of a token slice on a stage its input, and keys and values, and compute the stage again
-            in the backward; on the last stage, head and loss are computed in the backward alone.
+            in the backward; on the last stage, head and loss are computed only in the backward.
         preserve_rng_state: what is recomputed draws the same random numbers again, as `nn.Dropout` must. Saving and
             restoring the generators' states costs time at every checkpoint, and the head is computed twice; False where
             no layer draws from them.

@@ -6,8 +6,8 @@
                offload -->     drop         fetch -->       arrive
 
 A stream runs its copies one after the other, beside the ops of the device. Nothing waits for the host: a copy starts
-behind what the device was told before it was posted, and what the device is told after `drop` or `arrive` runs behind
-the copy's end. So the memory of dropped tensors can be used again at once, which torch could not know by itself.
+after the work that was queued before it was posted, and work that is queued after `drop` or `arrive` starts after the
+copy's end. So the memory of dropped tensors can be used again at once, which torch cannot find out by itself.
 On a CPU the same calls copy to a second buffer, at once.
 """
 
@@ -112,7 +112,7 @@ class HostCopies:
 
     def fetch(self, copy: HostCopy) -> None:
         """Post the copy back."""
-        # Made for the stream of the ops, behind which the copy starts: what was in this memory has been read by then.
+        # Made for the stream of the ops, after which the copy starts: earlier contents have been read by then.
         copy.on_device = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in copy.on_host]
         with self._posted_on(self._from_host, copy):
             for tensor, buffer in zip(copy.on_device, copy.on_host, strict=True):
@@ -159,7 +159,7 @@ class HostCopies:
             get_accelerator().current_stream().wait_event(copy.ended)
 
     def _give_back(self, copy: HostCopy) -> None:
-        # The next copy to the host starts behind the ops that waited for this one.
+        # The next copy to the host starts after the ops that waited for this one.
         for buffer in copy.on_host:
             self.buffers.give_back(buffer)
         copy.on_host = []

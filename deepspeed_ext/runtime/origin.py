@@ -118,7 +118,7 @@ class _Watch(Observer):
         self._op = None
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # What a backward recomputes has been looked at, unless it computes a whole stage, with head and loss.
+        # Recomputed layers have been looked at in the forward, but not head and loss of a recomputed stage.
         if self._op is None or not (self._op.kind is OpKind.FORWARD or self._engine.module.recomputation.stages):
             return
         for tensor in tree_leaves(output):

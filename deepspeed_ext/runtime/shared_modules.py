@@ -7,7 +7,7 @@
         shared.register_module(model.layer(25).projection)
     engine, *_ = initialize(model, config)        # connects them
 
-Unlike DeepSpeed's tied layers, the modules may be of any classes and parts of larger layers. What is registered is
+Unlike DeepSpeed's tied layers, the modules may be of any classes and parts of larger layers. Registered weights are
 compared across ranks before anything else happens, so that a mistake is an error on every rank and not a hang.
 """
 

@@ -154,16 +154,16 @@ class StageOps:
 
     def _entering(self, op: Op) -> Entering | None:
         """Return the function that a forward calls with each layer it enters; None if nothing listens."""
-        told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
+        listeners = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
         if self._reductions is not None and self._batch.updates:
             reduced = self._reductions.entering(op, self._defer)
-            told += [reduced] if reduced is not None else []
+            listeners += [reduced] if reduced is not None else []
 
         def entering(layer: int, inputs: Any) -> None:
-            for tell in told:
-                tell(layer, inputs)
+            for listener in listeners:
+                listener(layer, inputs)
 
-        return entering if told else None
+        return entering if listeners else None
 
     def _defer(self, action: Callable[[], None]) -> bool:
         """Do something after the products that are being deferred; False if none are."""

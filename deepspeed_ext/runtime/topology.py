@@ -165,7 +165,7 @@ def _names_agree() -> bool:
 class SequenceParallelRanks:
     """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
 
-    By default one rank alone (ADR 48).
+    By default one rank (ADR 48).
     """
 
     rank: int = 0

@@ -8,9 +8,9 @@ Gradients of one dtype that go the same way travel together: a message for each 
   steps a part: the norm is taken of whole gradients.
 - Of ZeRO 1 a replica needs those of `parameter.grad` that its partition of the optimizer's state is for.
 
-The plan says which op completes the gradients of a stage (`plan.programs.reductions`). Autograd runs that op's
-backward layer by layer, last to first, so a hook on what enters a layer tells that nothing more will be added to the
-gradients of that layer and of those behind it:
+The plan names the op that completes the gradients of a stage (`plan.programs.reductions`). Autograd runs that op's
+backward layer by layer, last to first. Once a hook on the input of a layer runs, the gradients of that layer and of
+those after it are complete:
 
     forward     embedding -x-> layer 0 -x-> layer 1     x: a hook, in the forward of the token slice that comes last
     backward    layer 1   x: sum those of layer 1   layer 0   x: those of layer 0   embedding   end: those left
@@ -342,7 +342,7 @@ class GradientReductions:
                     self._reduce(stage, layer, inside=True)
 
             # Autograd runs what was recorded last first: once it is about to run what gave one of these tensors, all
-            # that came after is done. Of a leaf it knows no such thing.
+            # that came after is done. A leaf has no such order.
             for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
                 if torch.is_tensor(tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(passed)

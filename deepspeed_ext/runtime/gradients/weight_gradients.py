@@ -1,13 +1,13 @@
 """Weight gradients: deferred products, and bf16 weights whose gradients are accumulated in fp32.
 
-The backward of a matrix product Y = X W^T is two products. The stage before waits for the first, and for the second
-nobody does, so a schedule may run it where the rank would idle (zero bubble, arXiv 2401.10241 section 2):
+The backward of a matrix product Y = X W^T is two products. The stage before waits for the first, and no op waits for
+the second, so a schedule may run it where the rank would idle (zero bubble, arXiv 2401.10241 section 2):
 
     BI    dX = dY W          at once
     BW    dW += dY^T X       later: dY and X are kept until then, and nothing else of the graph is
 
-An operation that can do so asks the `weight_gradients` of its weight whether products are being deferred, and hands
-its second product over if they are. Every `nn.Linear` of an attached module does, and `linear` for weights that layers
+An operation that can do so looks at the `weight_gradients` of its weight, and hands over its second product if products
+are being deferred. Every `nn.Linear` of an attached module does, and `linear` for weights that layers
 multiply with by themselves. Other operations, such as norms and biases, compute everything in BI, which is as correct
 and only less apart. Deferred products are computed in the order in which they came, so every weight adds its gradients
 up as a whole backward does.
@@ -18,7 +18,7 @@ weights of the stage after each backward: about 20 bytes a parameter, for every 
     DeepSpeed    zero all bf16 gradients | backward | cast all to fp32 | add all
     here         backward: sum += dY^T X, once for each weight        | add what is left: norms, biases
 
-An operation that can do so asks its weight for the attribute `accumulated_gradient` and adds to that. All others leave
+An operation that can do so adds to the attribute `accumulated_gradient` of its weight. All others leave
 a bf16 gradient to autograd, as always, and `collect` moves it to its sum.
 """
 
@@ -72,7 +72,7 @@ class WeightGradients:
 
     def add(self, product: Product) -> None:
         """Defer a product; only while `collecting`."""
-        assert self._deferred is not None, "nobody is there to compute it"
+        assert self._deferred is not None, "only within `deferring`"
         self._deferred.append(product)
 
 
@@ -108,7 +108,7 @@ def _asks(inputs: Tensor, weight: Tensor) -> bool:
     """Whether the backward of a product may ask its weight what to do with its gradient."""
     if getattr(weight, "weight_gradients", None) is None or not torch.is_grad_enabled():
         return False
-    # Autocast computes the product from copies of another type, whose gradients torch knows how to convert.
+    # Autocast computes the product from copies of another type, whose gradients torch converts.
     autocast = torch.is_autocast_enabled(inputs.device.type)
     return weight.is_leaf and weight.requires_grad and weight.dim() == 2 and inputs.dim() > 1 and not autocast
 
@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        # Where a forward is repeated, autograd gives back a copy of the weight that nobody asks for gradients.
+        # Where a forward is repeated, autograd gives back a copy of the weight, which gets no gradient.
         ctx.parameter = weight
         return F.linear(inputs, weight, bias)
 
@@ -130,7 +130,7 @@ class _Linear(torch.autograd.Function):
         of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         inputs = inputs.flatten(0, -2)
-        # Only autograd calls those who asked to be called for each gradient.
+        # Only autograd calls the hooks of a weight for each gradient.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return of_inputs, rows.t() @ inputs, of_bias
         store = parameter.weight_gradients
