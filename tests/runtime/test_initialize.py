@@ -1,18 +1,36 @@
 """The one place where DeepSpeed learns of our engine."""
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import deepspeed.ops
 import pytest
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+from torch import nn
 
 from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime import initialize as initialize_module
 from deepspeed_ext.runtime import supported_versions
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.initialize import init_distributed, initialize
+from deepspeed_ext.runtime.initialize import (
+    init_distributed,
+    initialize,
+    read_settings,
+    settings_without_effect,
+    without_settings,
+)
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
+from tests.runtime import models
 from tests.runtime.equivalence import stock
 from tests.runtime.training import Setup, build, losses
 
@@ -51,6 +69,155 @@ def _engines() -> dict[str, Any]:
     }
 
 
-def test_both_engines_live_in_one_process() -> None:
-    (found,) = run_distributed(_engines, 1)
-    assert found == {"ours": True, "theirs": True, "restored": True, "compiles": False, "trains": True}
+CUT = (12, 12)
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+
+
+def module(ranks: int = 1) -> TokenSlicePipelineModule:
+    layout = ParallelLayout(pipeline_parallel_size=ranks, num_token_slices=2)
+    return TokenSlicePipelineModule(models.layers(), layout=layout, token_slices=TokenSlices(CUT))
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (UserError, PlanError) as error:
+        return str(error)
+    return ""
+
+
+def _refusals(directory: str) -> dict[str, str]:
+    stock = PipelineModule([LayerSpec(nn.Linear, 4, 4)], num_stages=1)
+    setup = Setup(cut=CUT)
+    engine = build(setup)
+    engine.save_checkpoint(directory, tag="saved")
+    get_accelerator().is_fp16_supported = lambda: True
+    return {
+        "deepspeed.initialize": _said(lambda: deepspeed.initialize(model=module(), config=CONFIG)),
+        "stock module": _said(lambda: initialize(stock, CONFIG)),
+        "plain module": _said(lambda: initialize(nn.Linear(4, 4), CONFIG)),
+        "no config": _said(lambda: initialize(module())),
+        "layout": _said(lambda: module(ranks=4)),
+        "model chunks": _said(lambda: build(Setup(cut=CUT, model_chunks=2, schedule="zero-bubble"))),
+        "costs": _said(lambda: build(setup, engine_keywords={"costs": lambda shape: None})),
+        "tag": _said(lambda: engine.load_checkpoint(directory, tag="other")),
+        "directory": _said(lambda: engine.load_checkpoint(directory + "/none", tag="other")),
+        # DeepSpeed divides gradients by a loss scale that it never applied (U3).
+        "fp16": _said(lambda: build(setup, config={"fp16": {"enabled": True}})),
+    }
+
+
+EXPECTED = {
+    "deepspeed.initialize": "deepspeed.initialize makes an engine that ignores token slices: call initialize of",
+    "stock module": "initialize takes a TokenSlicePipelineModule, and the model is a PipelineModule",
+    "plain module": "initialize takes a TokenSlicePipelineModule, and the model is a Linear",
+    "no config": "initialize got no DeepSpeed configuration",
+    "layout": "the layout has 4 ranks (data 1 x tensor 1 x pipeline 4), and 1 processes run",
+    "model chunks": "schedule 'zero-bubble' has one stage on each pipeline rank, and there are 2 model chunks",
+    "costs": "costs are for schedule='optimised'",
+    "tag": "has no checkpoint 'other', but saved: give one of its tags",
+    "directory": "has no checkpoint 'other', but none at all",
+    "fp16": "use ZeRO stage 1",
+}
+
+
+class Lines(logging.Handler):
+    """Remembers what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _warnings() -> list[str]:
+    lines = Lines()
+    logger.addHandler(lines)
+    build(Setup(cut=CUT, schedule="interleaved"), config={"activation_checkpointing": {"profile": False}})
+    return [line for line in lines.lines if "without effect" in line or "interleaved" in line]
+
+
+def _all(directory: str) -> tuple[dict[str, str], list[str], dict[str, Any]]:
+    return _refusals(directory), _warnings(), _engines()
+
+
+@pytest.fixture(scope="module")
+def found_by_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], list[str], dict[str, Any]]:
+    return run_distributed(_all, 1, str(tmp_path_factory.mktemp("checkpoint")))[0]
+
+
+def test_each_is_refused_in_one_line(found_by_rank) -> None:
+    found = found_by_rank[0]
+    assert found.keys() == EXPECTED.keys()
+    for name, said in EXPECTED.items():
+        assert said in found[name], name
+        assert "\n" not in found[name]
+
+
+def test_what_runs_instead_and_what_has_no_effect_is_said(found_by_rank) -> None:
+    effect, schedule = found_by_rank[1]
+    assert "without effect in the DeepSpeed configuration: activation_checkpointing" in effect
+    assert "the schedule 'interleaved' is '1f1b' with one model chunk" in schedule
+
+
+def test_both_engines_live_in_one_process(found_by_rank) -> None:
+    assert found_by_rank[2] == {"ours": True, "theirs": True, "restored": True, "compiles": False, "trains": True}
+
+
+def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"train_batch_size": 8, "pipeline": {"stages": "auto"}}')
+    expected = {"train_batch_size": 8, "pipeline": {"stages": "auto"}}
+    assert read_settings(expected, {}) == expected
+    assert read_settings(path, {}) == read_settings(str(path), {}) == expected
+    assert read_settings(None, {"config_params": expected}) == expected
+    assert read_settings(None, {"args": SimpleNamespace(deepspeed_config=str(path))}) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (None, "initialize got no DeepSpeed configuration"),
+        ("nowhere.json", "the DeepSpeed configuration nowhere.json cannot be read"),
+        (
+            {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto"}}},
+            "the value 'auto' for train_batch_size, optimizer.params.lr",
+        ),
+        ({"curriculum_learning": {"enabled": True}}, "enables curriculum_learning"),
+        (
+            {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
+            "enables data_efficiency.data_routing.random_ltd",
+        ),
+        ({"progressive_layer_drop": {"enabled": True}}, "enables progressive_layer_drop"),
+        ({"sequence_parallel_size": 2}, "ParallelLayout(sequence_parallel_size=...)"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_in_one_line(settings: Any, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_settings(settings, {})
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_keywords_bring_no_second_configuration() -> None:
+    brought = SimpleNamespace(deepspeed_config="settings.json", seed=1)
+    left = without_settings({"args": brought, "config_params": {}, "lr_scheduler": None})
+    assert left == {"args": SimpleNamespace(deepspeed_config=None, seed=1), "lr_scheduler": None}
+    assert brought.deepspeed_config == "settings.json"
+
+
+def test_what_is_switched_off_may_stand_there() -> None:
+    settings = {"curriculum_learning": {"enabled": False}, "train_batch_size": 8}
+    assert read_settings(settings, {}) == settings
+
+
+def test_sections_without_effect_are_listed_in_one_line() -> None:
+    assert settings_without_effect({"train_batch_size": 8, "pipeline": {"activation_checkpoint_interval": 1}}) is None
+    assert settings_without_effect({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}) is None
+    line = settings_without_effect({"activation_checkpointing": {"profile": True}, "pipeline": {"stages": 4}})
+    assert line == (
+        "without effect in the DeepSpeed configuration: activation_checkpointing (recompute with the module's "
+        "activation_checkpoint_interval), pipeline.stages (the module's layout decides)"
+    )

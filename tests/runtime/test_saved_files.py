@@ -6,17 +6,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved, only_safe_files
 from tests.distributed import run_distributed
 from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
-from tests.runtime.training import Setup, build, losses
+from tests.runtime.training import Setup, as_numpy, build, losses, weights
 
 
 def test_tensors_values_and_deepspeeds_classes_are_read(tmp_path: Path) -> None:
@@ -120,3 +122,37 @@ def test_deepspeed_runs_nothing_of_a_checkpoint_of_an_own_model(tmp_path: Path) 
     for name, line in zip(FILES, said, strict=False):
         assert line.startswith(f"a file of {tmp_path / name} names ") and "could run a program, and did not" in line
     assert not (tmp_path / "hit").exists()
+
+
+def _train_and_save(directory: str, setup: Setup) -> dict[str, Any]:
+    engine = build(setup)
+    losses(engine, setup, 1)
+    before = weights(engine)
+    if setup.dtype == "fp32":
+        engine.save_checkpoint(directory)
+        engine.load_checkpoint(directory)
+    engine.save_16bit_model(directory)
+    state = {name: as_numpy(weight) for name, weight in engine.module_state_dict().items()}
+    full = [safe_get_full_fp32_param(weight) for weight in engine.module.parameters()]
+    return {"weights": before, "state": state, "full": None if full[0] is None else [as_numpy(each) for each in full]}
+
+
+def test_weights_of_all_stages_are_saved_in_one_file(tmp_path: Path) -> None:
+    setup = Setup(pp=2, cut=(12, 12))
+    by_rank = run_distributed(_train_and_save, 2, str(tmp_path), setup)
+    whole = torch.load(tmp_path / "pytorch_model.bin")
+    expected = by_rank[1]["weights"] | by_rank[0]["weights"]
+    assert whole.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert np.array_equal(as_numpy(whole[name]), weight), name
+    for found in by_rank:
+        assert found["state"].keys() == found["weights"].keys()
+        # In fp32 the weight itself is what DeepSpeed would look up.
+        assert found["full"] is None
+
+
+def test_fp32_copies_of_bf16_weights_are_found(tmp_path: Path) -> None:
+    (found,) = run_distributed(_train_and_save, 1, str(tmp_path), Setup(cut=(12, 12), dtype="bf16"))
+    for full, weight in zip(found["full"], found["weights"].values(), strict=True):
+        assert full.dtype == np.float32
+        assert np.allclose(full, weight, rtol=1e-2)

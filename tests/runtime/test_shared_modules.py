@@ -122,26 +122,28 @@ def _copies(setup: Setup) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return before, [as_numpy(weight) for weight in held]
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(pp=3, cut=CUT),
-        Setup(pp=3, cut=CUT, zero=1),
-        Setup(pp=3, cut=CUT, dtype="bf16"),
-        Setup(pp=3, cut=CUT, dtype="bf16", zero=1, accumulate="fp32"),
-    ],
-    ids=str,
-)
-def test_copies_start_as_the_first_and_stay_equal(setup: Setup) -> None:
+COPIED = [
+    Setup(pp=3, cut=CUT),
+    Setup(pp=3, cut=CUT, zero=1),
+    Setup(pp=3, cut=CUT, dtype="bf16"),
+    Setup(pp=3, cut=CUT, dtype="bf16", zero=1, accumulate="fp32"),
+]
+
+
+def _all_copies() -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+    return [_copies(setup) for setup in COPIED]
+
+
+def test_copies_start_as_the_first_and_stay_equal() -> None:
     set_random_seed(BASE_SEED + FIRST)
-    start = Words().words.weight.detach()
-    start = as_numpy(start.bfloat16() if setup.dtype == "bf16" else start)
-    by_rank = run_distributed(_copies, 3, setup)
-    (after_first,) = by_rank[0][1]
-    for (before,), (after,) in by_rank:
-        np.testing.assert_array_equal(before, start)
-        np.testing.assert_array_equal(after, after_first)
-    assert not np.array_equal(start, after_first)
+    words = Words().words.weight.detach()
+    for setup, by_rank in zip(COPIED, zip(*run_distributed(_all_copies, 3), strict=True), strict=True):
+        start = as_numpy(words.bfloat16() if setup.dtype == "bf16" else words)
+        (after_first,) = by_rank[0][1]
+        for (before,), (after,) in by_rank:
+            np.testing.assert_array_equal(before, start)
+            np.testing.assert_array_equal(after, after_first)
+        assert not np.array_equal(start, after_first), f"{setup}"
 
 
 # ---------------------------------------------------------------------- tied layers and shared modules together

@@ -10,7 +10,6 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
 from torch import Tensor, nn
 
-from deepspeed_ext.plan.errors import UserError
 from tests.distributed import RankFailed, run_distributed
 from tests.runtime.equivalence import stock
 from tests.runtime.reference import reference_gradients
@@ -123,23 +122,6 @@ def test_tied_weights_stay_equal_in_fp16_with_fp32_accumulation() -> None:
     assert not np.array_equal(their_first, their_last), "DeepSpeed now reduces these: drop our reduction"
     assert np.array_equal(first, last)
     assert scale == 2.0**8, "no step may have been skipped for overflow"
-
-
-# ---------------------------------------------------------------------- fp16 without ZeRO is scaled down (U3)
-
-
-def _refusal() -> str:
-    get_accelerator().is_fp16_supported = lambda: True
-    with pytest.raises(UserError) as refused:
-        ours(Setup(), stock.dense_layers(), {"fp16": {"enabled": True}})
-    return str(refused.value)
-
-
-def test_fp16_without_zero_is_refused_in_one_line() -> None:
-    (message,) = run_distributed(_refusal, 1)
-    assert message.startswith("fp16 with ZeRO stage 0")
-    assert "use ZeRO stage 1" in message
-    assert "\n" not in message
 
 
 # ---------------------------------------------------------------------- wall_clock_breakdown crashes (U4)
