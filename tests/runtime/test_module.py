@@ -35,17 +35,36 @@ def module(layers: list[Any] | None = None, *, stages: int = 1, **keywords: Any)
 # ---------------------------------------------------------------------- partitions
 
 
-def _bounds(settings: list[Any]) -> list[list[int]]:
-    return [module(stages=2, partition=setting).parts for setting in settings]
+def _weights(stages: int) -> dict[str, np.ndarray]:
+    stage = module(stages=stages, partition="0,2,6" if stages == 2 else "uniform")
+    return {name: as_numpy(parameter) for name, parameter in stage.named_parameters()}
 
 
-def test_layers_go_where_the_partition_says(tmp_path) -> None:
-    path = tmp_path / "partition.json"
+def _on_two(settings: list[Any]) -> tuple[list[list[int]], dict[str, np.ndarray]]:
+    return [module(stages=2, partition=setting).parts for setting in settings], _weights(2)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[list[int]], dict[str, np.ndarray]]]:
+    path = tmp_path_factory.mktemp("partition") / "partition.json"
     path.write_text(json.dumps([0, 5, 6]))
     settings = ["uniform", "parameters", "0,1,6", str(path), StagePartition((0, 4, 6))]
+    return run_distributed(_on_two, 2, settings)
+
+
+def _on_one() -> dict[str, Any]:
+    return {"weights": _weights(1), "forwards": _forwards(), "tied": _tied_with_past(), "recomputed": _recomputed()}
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    return run_distributed(_on_one, 1)[0]
+
+
+def test_layers_go_where_the_partition_says(on_two) -> None:
     # Embedding and head have 896 parameters each, a block has 1936.
     expected = [[0, 3, 6], [0, 3, 6], [0, 1, 6], [0, 5, 6], [0, 4, 6]]
-    assert run_distributed(_bounds, 2, settings) == [expected, expected]
+    assert [bounds for bounds, _ in on_two] == [expected, expected]
 
 
 def test_parameters_balance_the_stages() -> None:
@@ -97,21 +116,13 @@ def test_counting_parameters_allocates_nothing() -> None:
 # ---------------------------------------------------------------------- weights
 
 
-def _weights_and_outputs(stages: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    stage = module(stages=stages, partition="0,2,6" if stages == 2 else "uniform")
-    return {name: as_numpy(parameter) for name, parameter in stage.named_parameters()}, [
-        type(layer).__name__ for layer in stage.children()
-    ]
-
-
-def test_weights_do_not_depend_on_the_stages() -> None:
+def test_weights_do_not_depend_on_the_stages(on_one, on_two) -> None:
     expected = {name: as_numpy(parameter) for name, parameter in Reference(4, tied=True).named_parameters()}
-    (whole,) = run_distributed(_weights_and_outputs, 1, 1)
-    first, last = run_distributed(_weights_and_outputs, 2, 2)
-    assert whole[0].keys() == expected.keys() == first[0].keys() | last[0].keys()
-    for found, _ in (whole, first, last):
+    whole, (first, last) = on_one["weights"], [weights for _, weights in on_two]
+    assert whole.keys() == expected.keys() == first.keys() | last.keys()
+    for found in (whole, first, last):
         for name, weight in found.items():
-            if name != "tied_modules.embedding.position" or found is not last[0]:
+            if name != "tied_modules.embedding.position" or found is not last:
                 np.testing.assert_array_equal(weight, expected[name])
 
 
@@ -151,8 +162,8 @@ def _forwards() -> dict[str, Any]:
     }
 
 
-def test_layers_that_ask_for_the_past_get_it() -> None:
-    (found,) = run_distributed(_forwards, 1)
+def test_layers_that_ask_for_the_past_get_it(on_one) -> None:
+    found = on_one["forwards"]
     assert found["seen"] == [[0, 9, 10, 18], [0, 9, 10, 18]]
     assert found["whole"]
     assert found["numbers"] == [{0}, {3}], "a past for each layer, by its place in the model"
@@ -190,8 +201,8 @@ def _tied_with_past() -> list[float]:
     return [stage(torch.zeros(1, 1, 4), state, index).max().item() for index in range(len(CUT))]
 
 
-def test_a_tied_layer_may_ask_for_the_past() -> None:
-    assert run_distributed(_tied_with_past, 1) == [[0.0, 9.0, 10.0, 18.0]]
+def test_a_tied_layer_may_ask_for_the_past(on_one) -> None:
+    assert on_one["tied"] == [0.0, 9.0, 10.0, 18.0]
 
 
 # ---------------------------------------------------------------------- recomputation
@@ -215,8 +226,8 @@ def _recomputed() -> dict[str, tuple[list[Any], int]]:
     return found
 
 
-def test_layers_that_draw_random_numbers_draw_them_again_unless_told_that_none_does() -> None:
-    ((kept, never), (default, often), (others, not_once)) = run_distributed(_recomputed, 1)[0].values()
+def test_layers_that_draw_random_numbers_draw_them_again_unless_told_that_none_does(on_one) -> None:
+    ((kept, never), (default, often), (others, not_once)) = on_one["recomputed"].values()
     assert all(np.array_equal(*pair) for pair in zip(kept, default, strict=True))
     assert not all(np.array_equal(*pair) for pair in zip(kept, others, strict=True))
     assert (never, not_once) == (0, 0) and often > 0

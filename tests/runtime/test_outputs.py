@@ -158,6 +158,15 @@ def test_evaluation_leaves_no_trace() -> None:
             assert messages == [tensors + headers * (not known_shapes), tensors, tensors], "shapes are learned once"
 
 
+def _on_one() -> dict[str, Any]:
+    return {"refusals": _refusals(), "forms": _forms(), "alive": _alive(Setup(cut=CUT, micro_batches=4))}
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    return run_distributed(_on_one, 1)[0]
+
+
 def _refusals() -> list[str]:
     engine = build(Setup(cut=CUT))
     found = []
@@ -172,8 +181,8 @@ def _refusals() -> list[str]:
     return found
 
 
-def test_what_cannot_be_evaluated_is_said_in_one_line() -> None:
-    ((both, empty, other),) = run_distributed(_refusals, 1)
+def test_what_cannot_be_evaluated_is_said_in_one_line(on_one) -> None:
+    both, empty, other = on_one["refusals"]
     assert both == "return_logits and return_output_label give outputs in two forms: ask for one of them"
     assert "0" in empty
     assert other.startswith("inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8")
@@ -223,8 +232,8 @@ def _forms() -> dict[str, Any]:
     }
 
 
-def test_outputs_may_be_tuples_and_labels_dicts() -> None:
-    (found,) = run_distributed(_forms, 1)
+def test_outputs_may_be_tuples_and_labels_dicts(on_one) -> None:
+    found = on_one["forms"]
     rows = 2 * ROWS
     assert found["shapes"] == [(rows, models.SEQ, models.VOCAB), (rows, len(CUT)), (rows, models.SEQ)]
     assert not found["grad"]
@@ -293,9 +302,9 @@ def _alive(setup: Setup) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("setup", [Setup(cut=CUT, micro_batches=4), Setup(pp=2, cut=CUT, micro_batches=4)], ids=str)
-def test_nothing_is_kept_of_outputs_that_nobody_asks_for(setup: Setup) -> None:
-    found = run_distributed(_alive, setup.pp, setup)[-1]
+@pytest.mark.parametrize("pp", [1, 2])
+def test_nothing_is_kept_of_outputs_that_nobody_asks_for(pp: int, on_one) -> None:
+    found = on_one["alive"] if pp == 1 else run_distributed(_alive, 2, Setup(pp=2, cut=CUT, micro_batches=4))[-1]
     # On the last stage the other token slices of the micro-batch are live, and the loss sums up without their graphs.
     assert found["in training"] == (len(CUT) - 1, len(CUT) - 1)
     assert found["in evaluation"] == (0, 0)
