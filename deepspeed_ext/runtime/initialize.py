@@ -213,9 +213,13 @@ def initialize(
     settings = read_settings(config, keywords)
     if model.sequence_ranks.size > 1:
         config, keywords = for_deepspeed(settings, model.topology().layout), without_settings(keywords)
-    for line in (settings_without_effect(settings), _in_place_of(schedule, model)):
-        if line is not None:
-            log_dist(line, ranks=[0], level=logging.WARNING)
+    warnings = [settings_without_effect(settings)]
+    if schedule is interleaved and model.pipeline.num_model_chunks == 1:
+        warnings.append(
+            "the schedule 'interleaved' is '1f1b' with one model chunk: build the module with num_model_chunks=2"
+        )
+    for line in filter(None, warnings):
+        log_dist(line, ranks=[0], level=logging.WARNING)
     # Before optimizers copy weights and choose those that count.
     model.connect_shared_modules()
     ends = watch is None
@@ -257,13 +261,6 @@ def _check_model(model: Any) -> None:
             f"initialize takes a TokenSlicePipelineModule, and the model is a {type(model).__name__}: build one of its "
             f"layers{of_deepspeed}"
         )
-
-
-def _in_place_of(schedule: Schedule, model: TokenSlicePipelineModule) -> str | None:
-    """Return a line that says which schedule runs, where the name of another was given; None if that one does."""
-    if schedule is interleaved and model.pipeline.num_model_chunks == 1:
-        return "the schedule 'interleaved' is '1f1b' with one model chunk: build the module with num_model_chunks=2"
-    return None
 
 
 def _check_precision(engine: TokenSlicePipelineEngine) -> None:

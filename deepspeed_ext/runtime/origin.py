@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.gradients.reductions import gradient_so_far
 from deepspeed_ext.runtime.health.states import are_finite
-
-_GRADIENTS = ("_hp_grad", "grad_accum", "grad")
-"""Attributes in which the gradient of a weight adds up, by optimizer."""
 
 
 class BadOp(NamedTuple):
@@ -147,7 +145,7 @@ class _Watch(Observer):
         held = [
             (name, gradient.detach())
             for name, weight in self._weights
-            if name not in self._spoilt and (gradient := _gradient(weight)) is not None
+            if name not in self._spoilt and (gradient := gradient_so_far(weight)) is not None
         ]
         by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
         for name, gradient in held:
@@ -182,7 +180,3 @@ class _Watch(Observer):
             return None
         start, end = list(self._engine.batch.parts_of(op.micro_batch).bounds())[op.token_slice]
         return start, end - 1
-
-
-def _gradient(weight: nn.Parameter) -> Tensor | None:
-    return next((held for name in _GRADIENTS if (held := getattr(weight, name, None)) is not None), None)

@@ -50,6 +50,12 @@ def count_bad_copies(engine: Any) -> None:
         counted.view(-1)[:1].add_(largest.sum() * 0)
 
 
+def _counts_here(parameter: nn.Parameter, tensor_parallel_rank: int) -> bool:
+    """Whether this rank counts a parameter: of copies on pipeline or tensor-parallel ranks only the first counts."""
+    replicated = getattr(parameter, "ds_pipe_replicated", False)
+    return not replicated and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+
+
 def global_grad_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, tensor_parallel_rank: int
 ) -> Tensor:
@@ -62,9 +68,7 @@ def global_grad_norm(
     counted = [
         parameter.grad
         for parameter in parameters
-        if parameter.grad is not None
-        and not getattr(parameter, "ds_pipe_replicated", False)
-        and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+        if parameter.grad is not None and _counts_here(parameter, tensor_parallel_rank)
     ]
     norms = [
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -125,11 +129,9 @@ def num_zero_gradients(engine: Any) -> Tensor:
 
     Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank holds.
     """
-    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
     zeros = torch.zeros((), dtype=torch.int64, device=engine.device)
     for parameter, gradient in stepped_gradients(engine):
-        replicated = getattr(parameter, "ds_pipe_replicated", False)
-        if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
+        if _counts_here(parameter, engine.grid.get_slice_parallel_rank()):
             zeros += gradient.numel() - torch.count_nonzero(gradient)
     dist.all_reduce(zeros, group=engine.grid.get_model_parallel_group())
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):

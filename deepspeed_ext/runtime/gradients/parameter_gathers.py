@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
     work: dist.Work
     flat: Tensor
     partition: int
-    """Numbers of each partition. start, stop: of each partition, the numbers that are gathered."""
+    """Numbers of each partition; those from `start` to `stop` (exclusive) are gathered."""
     start: int
     stop: int
 

@@ -111,11 +111,16 @@ def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tenso
         yield bucket
 
 
+def gradient_so_far(weight: nn.Parameter) -> Tensor | None:
+    """Tensor [...] in which the gradient of a weight is summed, whatever the optimizer; None if there is none yet."""
+    held = (getattr(weight, attribute, None) for attribute in ("_hp_grad", "grad_accum", "grad"))
+    return next((gradient for gradient in held if gradient is not None), None)
+
+
 def accumulated_gradient(weight: nn.Parameter) -> Tensor:
     """Tensor [...] in which the gradient of a weight is summed; zeros on a rank without a gradient."""
-    for attribute in ("_hp_grad", "grad_accum", "grad"):
-        if getattr(weight, attribute, None) is not None:
-            return getattr(weight, attribute)
+    if (gradient := gradient_so_far(weight)) is not None:
+        return gradient
     weight.grad = torch.zeros_like(weight)
     return weight.grad
 
