@@ -56,7 +56,7 @@ from deepspeed_ext.runtime.gradients.reductions import (
 from deepspeed_ext.runtime.gradients.weight_gradients import OptimizerGradients
 from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.live_batch import Batch
-from deepspeed_ext.runtime.micro_batch import batch_loss
+from deepspeed_ext.runtime.micro_batch import BatchLoss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
 from deepspeed_ext.runtime.stage_ops import StageOps
@@ -155,7 +155,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
-        self._loss = batch_loss(self)
+        self._loss = BatchLoss(self)
         shares_sequences = self.module.sequence_ranks.size > 1
         ops = StageOps(
             self.module,

@@ -231,32 +231,19 @@ CountLossTokens = Callable[[Any], float]
 
 
 class BatchLoss:
-    """The loss of one batch after the other, on one rank.
+    """The loss of one batch after the other, on the rank of an engine."""
 
-    Args:
-        computes: whether this rank has the last stage.
-        copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
-        sequence_ranks: of these, those that share each sequence with this rank.
-        pipeline: ranks of the other stages; None if there are none.
-        source: rank of the last stage.
-        weight: a weight of this rank, whose type and device the loss has.
-        next_batch: gives the next micro-batch; raises StopIteration if there is none.
-    """
-
-    def __init__(
-        self,
-        *,
-        computes: bool,
-        copies: dist.ProcessGroup,
-        sequence_ranks: SequenceParallelRanks,
-        pipeline: dist.ProcessGroup | None,
-        source: int,
-        weight: Tensor,
-        next_batch: Callable[[], Any],
-    ) -> None:
-        self._computes, self._copies, self._sequence_ranks = computes, copies, sequence_ranks
-        self._pipeline, self._source, self._weight = pipeline, source, weight
-        self._next_batch = next_batch
+    def __init__(self, engine: Any) -> None:
+        pipeline = engine.module.pipeline
+        self._next_batch, self._computes = engine._next_batch, engine.computes_loss
+        self._copies = engine.grid.get_data_parallel_group()
+        """Ranks with the same weights: the sequence-parallel ranks of all replicas."""
+        self._sequence_ranks: SequenceParallelRanks = engine.module.sequence_ranks
+        self._pipeline = engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None
+        """Ranks of the other stages; None if there are none."""
+        self._source = engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage))
+        self._weight = next(engine.module.parameters())
+        """The loss has its type and device."""
         self._ahead: deque[Any] = deque()
         self._weights: Tensor | None = None
         self._num_tokens: Tensor | None = None
@@ -337,16 +324,3 @@ class BatchLoss:
         if self._pipeline is not None:
             dist.broadcast(value, src=self._source, group=self._pipeline)
         return value
-
-
-def batch_loss(engine: Any) -> BatchLoss:
-    pipeline = engine.module.pipeline
-    return BatchLoss(
-        computes=engine.computes_loss,
-        copies=engine.grid.get_data_parallel_group(),
-        sequence_ranks=engine.module.sequence_ranks,
-        pipeline=engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None,
-        source=engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage)),
-        weight=next(engine.module.parameters()),
-        next_batch=engine._next_batch,
-    )
