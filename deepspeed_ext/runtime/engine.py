@@ -226,7 +226,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         with self._running(self.batch, self._train_schedule()):
             loss = super().train_batch(data_iter)
         result = (loss, *self.batch.outputs_and_labels()) if return_output_label else loss
-        self._executor.finish()
+        self._executor.finish(self.batch)
         return result
 
     def eval_batch(
@@ -284,7 +284,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             result = (result, *batch.outputs_and_labels())
         elif return_logits:
             result = result, batch.outputs_by_micro_batch() or None
-        self._executor.finish()
+        self._executor.finish(batch)
         return result
 
     @property
@@ -316,7 +316,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 self._exec_schedule(schedule)
         finally:
             self.global_steps += 1
-            self._executor.finish()
+            self._executor.finish(self.batch)
             self.optimizer.zero_grad()
 
     def uncount_step(self) -> None:
@@ -406,12 +406,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 f"a batch before ended in its middle ({self._broken_by}), and parts of it may still be under way: make "
                 "a new engine and load a checkpoint"
             )
-        self._begin(batch, schedule)
         try:
+            self._begin(batch, schedule)
             yield
         except BaseException as error:
             self.timers(TRAIN_BATCH_TIMER).reset()
-            self._executor.finish()
+            self._executor.finish(batch)
             if not self.ledger.untouched:
                 self._broken_by = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self.ledger.begin("no batch: the last one was refused", ())

@@ -198,9 +198,9 @@ class Executor:
             self._ops.weight_gradients.attach(self._module)
             self._attached = True
 
-    def finish(self) -> None:
-        """Keep nothing of the batch, wherever it ended."""
-        self.batch.clear()
+    def finish(self, batch: Batch) -> None:
+        """Keep nothing of a batch, wherever it ended."""
+        batch.clear()
         if self.copies is not None:
             self.copies.finish()
 

@@ -55,4 +55,4 @@ def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
         losses = engine.batch.losses.values()
         assert all(loss.is_cuda and loss.isfinite() for loss in losses)
-        engine._executor.finish()
+        engine._executor.finish(engine.batch)

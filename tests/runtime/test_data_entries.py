@@ -1,8 +1,6 @@
 """Which entries of the data layers and the loss function take, and what does not fit."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,71 +23,52 @@ def needs(hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 STAGES = [range(0, 1), range(1, 2)]
+DATA, TARGET = {"tokens": None, "mask": None}, {"target": 1}
+START = [LayerSpec(Start)]
+REFUSED = {
+    "missing": (
+        [*START, LayerSpec(Gate)],
+        DATA,
+        "layer 1 (Gate) requires 'row_scale', ",
+        "('tokens', 'mask'): yield",
+    ),
+    "no start": ([LayerSpec(Gate), *START], DATA, "layer 0 (Gate) starts from 'hidden', ", ": name an entry like "),
+    "no name": ([*START, unnamed], DATA, "layer 1 (unnamed) takes arguments without a name", ": name them"),
+    "called past": (START, {"tokens": None, "past": None}, "the data has an entry 'past'", ": rename it"),
+    "a tensor": ([*START, needs], torch.zeros(1), "layer 1 (needs) requires 'tokens'", "is a Tensor: yield a dict"),
+}
+REFUSED_LABELS = {
+    "missing": (weighted_loss, "the loss function requires 'targets', ", "the labels ('target'): yield it"),
+    "no name": (unnamed, "the loss function takes arguments without a name", "of the labels cannot reach: name them"),
+}
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (
-            [LayerSpec(Start), LayerSpec(Gate)],
-            "layer 1 (Gate) requires 'row_scale', which is no entry of the data ('tokens', 'mask'): yield it, or "
-            "give the argument a default",
-        ),
-        (
-            [LayerSpec(Gate), LayerSpec(Start)],
-            "layer 0 (Gate) starts from 'hidden', which is no entry of the data ('tokens', 'mask'): name an entry like "
-            "the first layer's first argument",
-        ),
-        (
-            [LayerSpec(Start), unnamed],
-            "layer 1 (unnamed) takes arguments without a name, which entries of the data cannot reach: name them",
-        ),
-    ],
-)
-def test_layers_that_entries_do_not_fit_are_refused_at_the_start(made: list[Any], message: str) -> None:
-    names = ["tokens", "mask"]
-    with pytest.raises(UserError) as declared:
-        DataEntries(made, STAGES, declared=names)
-    assert str(declared.value) == message
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_entries_do_not_fit_are_refused(name: str) -> None:
+    made, data, begins, remedy = REFUSED[name]
+    stages = STAGES[: len(made)]
     with pytest.raises(UserError) as found:
-        DataEntries(made, STAGES).check(dict.fromkeys(names), None, cutting_stages={0, 1})
-    assert str(found.value) == message
+        DataEntries(made, stages).check(data, None, cutting_stages={0, 1})
+    said = str(found.value)
+    assert said.startswith(begins) and remedy in said and "\n" not in said
+    if isinstance(data, dict):
+        with pytest.raises(UserError) as declared:
+            DataEntries(made, stages, declared=list(data))
+        assert str(declared.value) == said, "as soon as they are known"
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (
-            weighted_loss,
-            "the loss function requires 'targets', which is no entry of the labels ('target'): yield it, or give the "
-            "argument a default",
-        ),
-        (
-            unnamed,
-            "the loss function takes arguments without a name, which entries of the labels cannot reach: name them",
-        ),
-        (nn.CrossEntropyLoss(), None),
-    ],
-)
-def test_labels_are_held_against_the_loss_function(loss_fn: Callable[..., Any], message: str | None) -> None:
-    entries = DataEntries([LayerSpec(Start)], STAGES[:1], loss_fn)
-    if message is None:
-        entries.check(torch.zeros(1), {"target": 1, "other": 2}, cutting_stages={0})
-        assert entries.given_to_loss({"target": 1, "other": 2}) == {"target": 1}
-        return
+@pytest.mark.parametrize("name", REFUSED_LABELS)
+def test_labels_that_the_loss_function_cannot_take_are_refused(name: str) -> None:
+    loss_fn, begins, remedy = REFUSED_LABELS[name]
     with pytest.raises(UserError) as refused:
-        entries.check(torch.zeros(1), {"target": 1}, cutting_stages={0})
-    assert str(refused.value) == message
+        DataEntries(START, STAGES[:1], loss_fn).check(torch.zeros(1), TARGET, cutting_stages={0})
+    assert str(refused.value).startswith(begins) and remedy in str(refused.value)
 
 
-def test_a_tensor_cannot_feed_a_layer_that_requires_an_entry() -> None:
-    with pytest.raises(UserError, match=r"layer 1 \(needs\) requires 'tokens', and the data is a Tensor: yield a dict"):
-        DataEntries([LayerSpec(Start), needs], STAGES).check(torch.zeros(1), None, cutting_stages={0, 1})
-
-
-def test_no_entry_is_called_past() -> None:
-    with pytest.raises(UserError, match="the data has an entry 'past'"):
-        DataEntries([LayerSpec(Start)], STAGES[:1], declared=["tokens", "past"])
+def test_labels_are_those_that_the_loss_function_takes() -> None:
+    entries = DataEntries(START, STAGES[:1], nn.CrossEntropyLoss())
+    entries.check(torch.zeros(1), {"target": 1, "other": 2}, cutting_stages={0})
+    assert entries.given_to_loss({"target": 1, "other": 2}) == TARGET
 
 
 # ---------------------------------------------------------------------- arguments
