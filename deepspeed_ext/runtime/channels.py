@@ -229,8 +229,11 @@ class RankLinks:
         self._incoming: dict[Channel, Incoming] = {}
         self._outgoing: dict[Channel, Outgoing] = {}
         numbers = communicators(shape)
-        groups = self.groups = _groups(topology, len(set(numbers.values())), timeout)
-        """Communicators of the channels."""
+        # A group spans the pipeline, though a rank uses it with one other: few groups that serve many pairs are made
+        # sooner than one for each pair.
+        pipelines = topology.get_axis_comm_lists("pipe")
+        groups = self.groups = [own_group(pipelines, timeout) for _ in range(len(set(numbers.values())))]
+        """Communicators of the channels, by the numbers that the plan gives them."""
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue
@@ -322,13 +325,3 @@ class RankLinks:
         assert self._parts is not None, "a batch has begun"
         length = self._parts(reader.micro_batch).lengths[reader.token_slice]
         return _MessageKind(self._phase, reader.stage, reader.token_slice, length, micro_batch)
-
-
-def _groups(topology: TokenSliceTopology, num_communicators: int, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """This rank's communicators, in the order of the numbers that the plan gives them.
-
-    A group spans the pipeline, though a rank uses it with one other: few groups that serve many pairs are made sooner
-    than one for each pair.
-    """
-    pipelines = topology.get_axis_comm_lists("pipe")
-    return [own_group(pipelines, timeout) for _ in range(num_communicators)]
