@@ -27,6 +27,18 @@ from megatron_terapipe.planning import Ranks, best_strategy, machine_in_words, n
 from megatron_terapipe.strategy import DIMENSIONS, FoundStrategy, Strategy
 from megatron_terapipe.training.run import Run, vocab_size_of
 
+DATA_FILES = (
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
+    "per_split_data_args_path",
+)
+"""Fields of the data section that name files."""
+
+OUTPUTS = (
+    *("metrics_file", "report", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
+    *("timeline", "timeline_iterations", "ledger_directory"),
+)
+"""Fields of the logging section that name outputs, or belong to one."""
+
 ASSUMED_VOCABULARY = 50257
 """Tokens of a vocabulary whose file is not here: those of GPT-2."""
 
@@ -40,30 +52,9 @@ def without_files(config: Config) -> Config:
     if _tokenizer_files(config):
         data = replace(data, tokenizer_type="byte", vocab_file=None, merge_file=None, tokenizer_model=None)
         vocab_size = vocab_size or ASSUMED_VOCABULARY
-    data = replace(
-        data,
-        mock_data=True,
-        data_path=None,
-        train_data_path=None,
-        valid_data_path=None,
-        test_data_path=None,
-        data_args_path=None,
-        per_split_data_args_path=None,
-    )
-    logging = replace(
-        config.logging,
-        metrics_file=None,
-        report=None,
-        tensorboard_dir=None,
-        wandb_project=None,
-        wandb_exp_name=None,
-        wandb_save_dir=None,
-        timeline=None,
-        timeline_iterations=None,
-        ledger_directory=None,
-        # The traces of torch's profiler are outputs, too.
-        use_pytorch_profiler=False,
-    )
+    data = replace(data, mock_data=True, **dict.fromkeys(DATA_FILES))
+    # The traces of torch's profiler are outputs, too.
+    logging = replace(config.logging, use_pytorch_profiler=False, **dict.fromkeys(OUTPUTS))
     model = replace(config.model, vocab_size=vocab_size)
     return replace(config, model=model, data=data, logging=logging, checkpoint=CheckpointConfig())
 
@@ -121,13 +112,16 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
 
 def keep_strategy(run: Run) -> None:
     """Write the strategy that was found beside the checkpoints, on the first rank, for the next start of the run."""
-    config = run.config
-    if config.parallel.strategy != AUTO or config.checkpoint.save is None or run.launch.rank:
-        return
-    directory = Path(config.checkpoint.save)
-    directory.mkdir(parents=True, exist_ok=True)
-    strategy = Strategy.of_config(config, run.layout.data_parallel_size)
-    (directory / STRATEGY_FILE).write_text(json.dumps(strategy.to_json(), indent=2) + "\n")
+    if run.config.parallel.strategy == AUTO:
+        strategy = Strategy.of_config(run.config, run.layout.data_parallel_size)
+        _write_beside_checkpoints(run, STRATEGY_FILE, json.dumps(strategy.to_json(), indent=2) + "\n")
+
+
+def _write_beside_checkpoints(run: Run, name: str, text: str) -> None:
+    if run.config.checkpoint.save is not None and run.launch.rank == 0:
+        directory = Path(run.config.checkpoint.save)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
 
 
 def _saved(config: Config) -> tuple[Strategy, str] | None:
@@ -220,8 +214,6 @@ def notes(run: Run) -> list[str]:
 
 def keep_schedule(run: Run) -> None:
     """Write a schedule that was found beside the checkpoints, on the first rank, so that it can be run again."""
-    if run.config.checkpoint.save is not None and isinstance(run.schedule, FoundSchedule) and run.launch.rank == 0:
-        directory = Path(run.config.checkpoint.save)
-        directory.mkdir(parents=True, exist_ok=True)
-        token_slices = f"# for --token-slices {run.config.token_slices()}\n"
-        (directory / SCHEDULE_FILE).write_text(token_slices + write_schedule(rank_orders(run.schedule, run.pipeline)))
+    if isinstance(run.schedule, FoundSchedule):
+        order = write_schedule(rank_orders(run.schedule, run.pipeline))
+        _write_beside_checkpoints(run, SCHEDULE_FILE, f"# for --token-slices {run.config.token_slices()}\n{order}")

@@ -1,11 +1,10 @@
 """The configuration of DeepSpeed: the user's file, checked against the flags and merged into our settings."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from math import log2
-from typing import Any
+from typing import Any, Literal
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config import Config, DeepSpeedConfig, OptimizerConfig, PrecisionConfig
@@ -60,13 +59,8 @@ BUILDERS = ("torch_adam", "fused", "foreach")
 """Parameters of an optimizer that choose its implementation."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fault:
-    """A fault of a file."""
-
-    text: str
-    by_flag: bool = False
-    is_another_training: bool = False
+Fault = tuple[str, Literal["training", "flag", "file"]]
+"""A fault of a file after the word `sets`, and what it is: another training, against a flag, or of the file only."""
 
 
 def read_deepspeed_file(
@@ -89,61 +83,50 @@ def read_deepspeed_file(
     zero = file.get("zero_optimization")
     if needs_zero and isinstance(zero, dict) and zero.get("stage") == 0:
         zero["stage"] = 1
+    refused = {name.split(".")[0] for name in (*NOT_HERE, *OTHER_TRAININGS, *NO_EFFECT)}
     faults = [
-        *_unknown(
-            file,
-            {
-                *decided,
-                *OTHERS,
-                "optimizer",
-                *(name.split(".")[0] for name in (*NOT_HERE, *OTHER_TRAININGS, *NO_EFFECT)),
-            },
-        ),
+        *_unknown(file, {*decided, *OTHERS, "optimizer", *refused}),
         *_not_here(file),
         *_disagreements({key: value for key, value in file.items() if key != "optimizer"}, decided),
         *_optimizer_faults(file.get("optimizer", {}), optimizer),
         *_malformed(file),
     ]
     if faults:
-        raise ConfigError(f"{FLAG} {path} {_line(faults)}")
+        raise ConfigError(f"{FLAG} {path} {_refusal(faults)}")
     return {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
 
 
-def _line(faults: list[_Fault]) -> str:
-    """Say which faults end the run for good, then the others with their remedy."""
-    trainings = [f"sets {fault.text}" for fault in faults if fault.is_another_training]
+def _refusal(faults: Sequence[Fault]) -> str:
+    """Return one line: first what cannot be trained here, then all else with its remedy."""
+    trainings = [f"sets {text}" for text, kind in faults if kind == "training"]
     lines = [f"{'; '.join(trainings)}: {TRAINING_CANNOT_BE_RUN}"] if trainings else []
-    others = [fault for fault in faults if not fault.is_another_training]
-    return "; ".join([*lines, _with_remedy(others)] if others else lines)
+    others = list(dict.fromkeys(f"sets {text}" for text, kind in faults if kind != "training"))
+    by_flag = sum(kind == "flag" for _, kind in faults)
+    if others:
+        remedy = f"change the flag{'s' if by_flag > 1 else ''}, or " if by_flag else ""
+        lines.append(f"{'; '.join(others)}: {remedy}remove {'them' if len(others) > 1 else 'it'} from the file")
+    return "; ".join(lines)
 
 
-def _with_remedy(faults: list[_Fault]) -> str:
-    texts = list(dict.fromkeys(f"sets {fault.text}" for fault in faults))
-    several = len(texts) > 1
-    by_flag = sum(fault.by_flag for fault in faults)
-    remedy = f"change the flag{'s' if by_flag > 1 else ''}, or " if by_flag else ""
-    return f"{'; '.join(texts)}: {remedy}remove {'them' if several else 'it'} from the file"
-
-
-def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[_Fault]:
+def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[Fault]:
     """DeepSpeed ignores what it does not know, and a misspelt setting with it."""
     for key in file:
         if key not in known:
             nearest = get_close_matches(key, sorted(known), n=1)
-            yield _Fault(text=f"{key}, which DeepSpeed does not know{f' ({nearest[0]}?)' if nearest else ''}")
+            yield f"{key}, which DeepSpeed does not know{f' ({nearest[0]}?)' if nearest else ''}", "file"
 
 
-def _not_here(file: Mapping[str, Any]) -> Iterator[_Fault]:
+def _not_here(file: Mapping[str, Any]) -> Iterator[Fault]:
     for name, reason in {**NOT_HERE, **OTHER_TRAININGS}.items():
         first, _, second = name.partition(".")
         value = file.get(first)
         if second:
             value = value.get(second) if isinstance(value, Mapping) else None
         if switched_on(value):
-            yield _Fault(text=f"{name}, but {reason}", is_another_training=name in OTHER_TRAININGS)
+            yield f"{name}, but {reason}", "training" if name in OTHER_TRAININGS else "file"
 
 
-def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[_Fault]:
+def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[Fault]:
     for key, ours in decided.items():
         if key not in file:
             continue
@@ -153,26 +136,26 @@ def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: 
         elif theirs != ours:
             owner = f"{SETTINGS[name].flags} makes it" if name in SETTINGS else "it must be"
             text = f"{name} to {json.dumps(theirs)}, but {owner} {json.dumps(ours)}"
-            yield _Fault(text=text, by_flag=name in SETTINGS)
+            yield text, "flag" if name in SETTINGS else "file"
 
 
-def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[_Fault]:
+def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[Fault]:
     built = "the optimizer is built from --optimizer, --lr and their like"
     if not isinstance(file, Mapping) or not isinstance(file.get("params", {}), Mapping):
-        yield _Fault(text=f"optimizer, but {built}")
+        yield f"optimizer, but {built}", "file"
         return
     types = ours["type"]
     if "type" in file and str(file["type"]).lower() not in types:
         text = f"optimizer.type to {json.dumps(file['type'])}, but --optimizer makes it {json.dumps(types[0])}"
-        yield _Fault(text=text, by_flag=True)
+        yield text, "flag"
         return
     yield from _disagreements({"params": file.get("params", {})}, {"params": ours["params"]}, "optimizer.")
     for key in file.get("params", {}):
         if key not in ours["params"] and key not in BUILDERS:
-            yield _Fault(text=f"optimizer.params.{key}, but {built}")
+            yield f"optimizer.params.{key}, but {built}", "file"
 
 
-def _malformed(file: Mapping[str, Any]) -> Iterator[_Fault]:
+def _malformed(file: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults that DeepSpeed itself would refuse, in many lines, once the process group is built."""
     # Imported where a file has been named: DeepSpeed takes seconds.
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -183,7 +166,7 @@ def _malformed(file: Mapping[str, Any]) -> Iterator[_Fault]:
     for name, model in models.items():
         section = file.get(name, {})
         if not isinstance(section, Mapping):
-            yield _Fault(text=f"{name} to {json.dumps(section)}, which is not an object")
+            yield f"{name} to {json.dumps(section)}, which is not an object", "file"
             continue
         try:
             model(**section)
@@ -191,12 +174,9 @@ def _malformed(file: Mapping[str, Any]) -> Iterator[_Fault]:
             for error in errors.errors():
                 key = ".".join(map(str, error["loc"]))
                 if error["type"] == "extra_forbidden":
-                    yield from (
-                        _Fault(text=f"{name}.{fault.text}") for fault in _unknown({key: 0}, set(model.model_fields))
-                    )
+                    yield from ((f"{name}.{text}", kind) for text, kind in _unknown({key: 0}, set(model.model_fields)))
                 else:
-                    value = json.dumps(error["input"])
-                    yield _Fault(text=f"{name}.{key} to {value}, which DeepSpeed does not take")
+                    yield f"{name}.{key} to {json.dumps(error['input'])}, which DeepSpeed does not take", "file"
 
 
 NEVER = 10**9
@@ -215,12 +195,11 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         ConfigError: if the batch cannot be dealt to the ranks, the file cannot be read, or it contradicts a flag.
     """
     decided = _decided(config, layout)
-    preferred = _preferred(config)
     file: dict[str, Any] = {}
     if (path := config.deepspeed.deepspeed_config) is not None:
         needs_zero = config.precision.needs_zero
         file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
-    settings = _merge(decided, _merge(file, preferred))
+    settings = _merge(decided, _merge(file, _preferred(config)))
     # The layout has it. DeepSpeed would take it for sequence parallelism of its own.
     del settings["sequence_parallel_size"]
     return settings

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,16 +79,6 @@ def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, opti
     return dict(zip(clock.names, zip(*(row.tolist() for row in rows), strict=True), strict=True))
 
 
-class Recorder(Protocol):
-    """Records what the device does between start and stop."""
-
-    def start(self) -> None:
-        """Begin to record."""
-
-    def stop(self) -> None:
-        """End, and keep what was recorded."""
-
-
 class Profiler:
     """Records the iterations that the flags name, on the ranks that they name; ops and phases have names there."""
 
@@ -97,20 +86,21 @@ class Profiler:
         self._engine, self._note = engine, note
         chosen = logging.profile and engine.global_rank in logging.profile_ranks
         self._iterations = logging.profiled_iterations if chosen else range(0)
-        self._recorder = recorder(logging, engine.global_rank) if chosen else None
+        self._recorder: Any = None
+        if chosen and logging.use_pytorch_profiler:
+            directory, name = str(logging.tensorboard_dir), f"rank{engine.global_rank}"
+            handler = torch.profiler.tensorboard_trace_handler(directory, worker_name=name)
+            self._recorder = torch.profiler.profile(record_shapes=True, with_stack=True, on_trace_ready=handler)
+        elif chosen:
+            self._recorder = torch.cuda.profiler
         self._records = False
 
     @contextmanager
     def around(self, iteration: int) -> Iterator[None]:
-        """Record an iteration, if it is one of those.
-
-        Args:
-            iteration: its number, from 1.
-        """
+        """Record an iteration, counted from 1, if it is one of those."""
         if iteration not in self._iterations:
             yield
             return
-        assert self._recorder is not None, "there are iterations to record"
         if not self._records:
             self._recorder.start()
             self._records = True
@@ -121,23 +111,10 @@ class Profiler:
 
     def close(self) -> None:
         """Stop, if it records."""
-        if self._records and self._recorder is not None:
+        if self._records:
             self._recorder.stop()
             self._records = False
             self._note(f" profiled iterations {self._iterations[0]} to {self._iterations[-1]}")
-
-
-def recorder(logging: LoggingConfig, rank: int) -> Recorder:
-    """Return what records a profile.
-
-    Args:
-        rank: rank of this process, for the name of its file.
-    """
-    if not logging.use_pytorch_profiler:
-        return torch.cuda.profiler
-    assert logging.tensorboard_dir is not None, "checked with the flags"
-    handler = torch.profiler.tensorboard_trace_handler(str(Path(logging.tensorboard_dir)), worker_name=f"rank{rank}")
-    return torch.profiler.profile(record_shapes=True, with_stack=True, on_trace_ready=handler)
 
 
 class Instruments:
@@ -152,11 +129,7 @@ class Instruments:
 
     @contextmanager
     def around(self, iteration: int) -> Iterator[None]:
-        """Measure an iteration.
-
-        Args:
-            iteration: its number, from 1.
-        """
+        """Measure an iteration, counted from 1."""
         with ExitStack() as entered:
             entered.enter_context(self._profiler.around(iteration))
             for observer in (self._clock, self._zeros):

@@ -95,14 +95,19 @@ class LearningRateSchedule:
         else:
             style = self.decay_style
             progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        if style == "linear":
-            return 1 - progress
-        if style == "cosine":
-            return (1 + cos(pi * progress)) / 2
-        if style == "exponential":
-            return 2 * 0.5**progress - 1
-        assert style == "minus_sqrt", style
-        return 1 - sqrt(progress)
+        return _remaining(style, progress)
+
+
+def _remaining(style: str, progress: float) -> float:
+    """Share that is left of a decay in one of Megatron's shapes, at a progress in [0, 1]."""
+    if style == "linear":
+        return 1 - progress
+    if style == "cosine":
+        return (1 + cos(pi * progress)) / 2
+    if style == "exponential":
+        return 2 * 0.5**progress - 1
+    assert style == "minus_sqrt", style
+    return 1 - sqrt(progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ iterations and of evaluations have no such key. Nothing here needs torch: the re
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import exp, isfinite
 from statistics import median
@@ -238,13 +238,14 @@ SPREAD_OF_NORMAL = 1.4826
 """Standard deviation over median absolute deviation of normal values (Rousseeuw and Croux 1993, equation 1.2)."""
 
 
-def outlier_bound(values: Sequence[float], spreads: float, least_ratio: float) -> float:
+def outlier_bound(values: Iterable[float], spreads: float, least_ratio: float) -> float:
     """Return the value above which one is far outside others.
 
     Args:
         spreads: robust standard deviations above their median; at least as far is:
         least_ratio: the bound over the median.
     """
+    values = list(values)
     middle = median(values)
     deviation = SPREAD_OF_NORMAL * median(abs(value - middle) for value in values)
     return max(middle + spreads * deviation, least_ratio * middle)

@@ -44,33 +44,33 @@ class Reporter:
 
 
 class Reporters(Reporter):
-    """Several as one. A rank that does not speak has none."""
+    """Several as one. A rank that does not report has none."""
 
     def __init__(self, reporters: Sequence[Reporter] = ()) -> None:
         self._reporters = tuple(reporters)
 
     def iteration(self, metrics: IterationMetrics) -> None:
-        """Tell each."""
+        """Pass it on."""
         for each in self._reporters:
             each.iteration(metrics)
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Tell each."""
+        """Pass it on."""
         for each in self._reporters:
             each.evaluation(metrics)
 
     def note(self, line: str) -> None:
-        """Tell each."""
+        """Pass it on."""
         for each in self._reporters:
             each.note(line)
 
     def event(self, event: Event) -> None:
-        """Tell each."""
+        """Pass it on."""
         for each in self._reporters:
             each.event(event)
 
     def close(self) -> None:
-        """Close each."""
+        """Pass it on."""
         for each in self._reporters:
             each.close()
 

@@ -31,11 +31,7 @@ MEMORY_SETTLES_AFTER = 2
 
 
 class TrainingStep:
-    """Trains one iteration after another.
-
-    Args:
-        reporter: is told of every iteration.
-    """
+    """Trains one iteration after another, and reports each."""
 
     def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
         self._run, self._engine, self._reporter = run, engine, reporter
@@ -81,7 +77,7 @@ class TrainingStep:
             world_size=self._run.launch.world_size,
             peak_tflops=self._peak_tflops,
         )
-        spikes = self._spikes.look(progress.iteration, loss, grad_norm)
+        spiky_loss, large_grads = self._spikes.look(progress.iteration, loss, grad_norm)
         self._reporter.iteration(
             IterationMetrics(
                 iteration=progress.iteration,
@@ -101,11 +97,11 @@ class TrainingStep:
                 num_zeros_in_grad=self._instruments.num_zero_gradients(),
                 timers=self._instruments.timers(),
                 peak_memory_bytes=self._peak_memory(progress.iteration),
-                spiky_loss=spikes.spiky_loss,
-                large_grads=spikes.large_grads,
+                spiky_loss=spiky_loss,
+                large_grads=large_grads,
             )
         )
-        spikes.tell(self._reporter.note)
+        self._spikes.tell(self._reporter.note)
         return progress
 
     def close(self) -> None:
@@ -145,7 +141,8 @@ class TrainingStep:
         # Unknown where each micro-batch has its own.
         lengths = () if config.parallel.token_slices == BY_DOCUMENTS else config.token_slices().lengths
         step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
-        write_step(step, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json())
         if iteration == self._measured.last:
             self._reporter.note(write_drawings(step, directory))
 
@@ -200,12 +197,6 @@ def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
     """
     stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
     return f" peak memory after {iteration} iterations (MiB) | {stages} |"
-
-
-def write_step(step: StepRecord, directory: Path) -> None:
-    """Write a measured iteration as JSON, for `terapipe plan --timeline`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"iteration_{step.iteration:06d}.json").write_text(step.to_json())
 
 
 def write_drawings(step: StepRecord, directory: Path) -> str:

@@ -1,6 +1,6 @@
 """The training loop, with its evaluations, its saves, and the conditions that end it early.
 
-Trainer.train: micro-batches -> TrainingStep -> reporters -> Evaluation -> Saves -> ExitConditions
+Trainer.train: micro-batches -> TrainingStep -> reporters -> evaluate -> Saves -> ExitConditions
 """
 
 import math
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
+from functools import partial
 from operator import mul
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -118,46 +119,40 @@ def heard_signal(wanted: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Evaluation:
-    """Evaluates with the token slices that training uses.
+def evaluate(
+    run: Run,
+    engine: TokenSlicePipelineEngine,
+    reporter: Reporter,
+    progress: Progress,
+    part: Literal["validation", "test"] = "validation",
+) -> None:
+    """Report the mean loss over the same samples every time, with the token slices of training.
 
     Args:
-        reporter: is told of every evaluation.
+        part: part of the data; if there is none, nothing happens.
     """
-
-    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
-        self._run, self._engine, self._reporter = run, engine, reporter
-
-    def run(self, progress: Progress, part: Literal["validation", "test"] = "validation") -> None:
-        """Report the mean loss over the same samples every time, so that evaluations compare.
-
-        Args:
-            part: part of the data; if there is none, nothing happens.
-        """
-        datasets = self._run.datasets
-        dataset = datasets.valid if part == "validation" else datasets.test
-        if dataset is None:
-            return
-        eval_iters = self._run.config.logging.eval_iters
-        # Those of the full batch, also where training is still on the ramp to it.
-        num_micro_batches = self._run.config.num_micro_batches(self._run.layout.data_parallel_size)
-        per_token = self._run.config.training.calculate_per_token_loss
-        losses, weights = [], []
-        with micro_batches(self._run, self._engine, dataset, 0) as batches:
-            for _ in range(eval_iters):
-                losses.append(self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
-                weights.append(self._engine.num_loss_tokens() if per_token else 1.0)
-        metrics = EvaluationMetrics(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            part=part,
-            lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
-        )
-        self._reporter.evaluation(metrics)
-        what = f"{part} at iteration {progress.iteration}"
-        line = check_evaluation(self._run.config.numbers, self._engine, what, metrics.lm_loss)
-        if line is not None:
-            self._reporter.note(line)
+    dataset = run.datasets.valid if part == "validation" else run.datasets.test
+    if dataset is None:
+        return
+    # Those of the full batch, also where training is still on the ramp to it.
+    num_micro_batches = run.config.num_micro_batches(run.layout.data_parallel_size)
+    per_token = run.config.training.calculate_per_token_loss
+    losses, weights = [], []
+    with micro_batches(run, engine, dataset, 0) as batches:
+        for _ in range(run.config.logging.eval_iters):
+            losses.append(engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
+            weights.append(engine.num_loss_tokens() if per_token else 1.0)
+    metrics = EvaluationMetrics(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        part=part,
+        lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
+    )
+    reporter.evaluation(metrics)
+    what = f"{part} at iteration {progress.iteration}"
+    line = check_evaluation(run.config.numbers, engine, what, metrics.lm_loss)
+    if line is not None:
+        reporter.note(line)
 
 
 class Saves:
@@ -281,7 +276,7 @@ class Trainer:
         self._run, self._engine = run, engine
         self._reporters = build_reporters(run, refresh_report)
         self._step = TrainingStep(run, engine, self._reporters)
-        self._evaluation = Evaluation(run, engine, self._reporters)
+        self._evaluate = partial(evaluate, run, engine, self._reporters)
         self._saves = Saves(run, engine, self._reporters)
         self._iteration, self._exit_reason = run.start.iteration, ""
 
@@ -304,7 +299,8 @@ class Trainer:
                 directory, info = self._run.checkpoint
                 self._reporters.note(f" loaded checkpoint {directory} of iteration {info.iteration}")
             if training.skip_train:
-                self._evaluate_everything(self._run.start)
+                self._evaluate(self._run.start)
+                self._evaluate(self._run.start, "test")
                 return
             signalled = cleanup.enter_context(heard_signal(training.exit_signal_handler))
             exits = ExitConditions(training, signalled=signalled)
@@ -326,8 +322,10 @@ class Trainer:
             last = reason is not None or progress.iteration == last_iteration
             # Who was told to go, or has no time left, does not begin to evaluate.
             hurried = reason in (ExitReason.SIGNAL, ExitReason.DURATION)
-            if not hurried and (last or _is_due(progress.iteration, run.config.logging.eval_interval)):
-                self._evaluation.run(progress)
+            interval = run.config.logging.eval_interval
+            is_due = interval is not None and progress.iteration % interval == 0
+            if not hurried and (last or is_due):
+                self._evaluate(progress)
             if last or run.config.checkpoint.saves_after(progress.iteration):
                 self._saves.save(progress, last=last)
             if reason is not None:
@@ -335,7 +333,7 @@ class Trainer:
                 self._reporters.note(f" exiting after iteration {progress.iteration}, because {reason.value}")
                 return
             if last:
-                self._evaluation.run(progress, "test")
+                self._evaluate(progress, "test")
 
     def _one_iteration(self, progress: Progress, batches: RememberedBatches) -> Progress:
         try:
@@ -363,14 +361,6 @@ class Trainer:
         # A disk that is full has ended the run already.
         with suppress(OSError):
             self._reporters.event(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
-
-    def _evaluate_everything(self, progress: Progress) -> None:
-        self._evaluation.run(progress)
-        self._evaluation.run(progress, "test")
-
-
-def _is_due(iteration: int, interval: int | None) -> bool:
-    return interval is not None and iteration % interval == 0
 
 
 def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:

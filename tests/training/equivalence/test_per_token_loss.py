@@ -15,7 +15,7 @@ from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records import EvaluationMetrics, Progress
 from megatron_terapipe.training.reporters import Reporter
-from megatron_terapipe.training.trainer import Evaluation
+from megatron_terapipe.training.trainer import evaluate
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import WholePast
 from tests.training.gpt_runs import SEQ, VOCAB, Setup, run_of
@@ -47,7 +47,7 @@ class Kept(Reporter):
 def evaluated(setup: Setup) -> float:
     run = replace(run_of(setup), datasets=DatasetSplits(train=None, valid=Documents(), test=None))
     engine, kept = trainer_engine.build_engine(run), Kept()
-    Evaluation(run, engine, kept).run(Progress())
+    evaluate(run, engine, kept, Progress())
     return kept.loss
 
 

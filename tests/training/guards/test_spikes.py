@@ -12,7 +12,7 @@ from megatron_terapipe.training.number_guards import LEAST_VALUES, SpikeGuard, S
 
 def spikes_among(values: list[float], least_ratio: float = 1.07) -> list[int]:
     watch = SpikeWatch(least_ratio)
-    return [number for number, value in enumerate(values) if watch.is_spike(value)]
+    return [number for number, value in enumerate(values) if watch.exceeded_by(value) is not None]
 
 
 def falling(count: int) -> list[float]:
