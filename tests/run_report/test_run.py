@@ -12,7 +12,7 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.metrics_file import line_of, metrics_schema, read_runs
 from megatron_terapipe.training.records import Note
 from tests.run_report.made_up import START, iteration, lines_of, whole_run, write_lines
-from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
+from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 
 def test_every_line_that_a_run_writes_is_read_as_it_was() -> None:

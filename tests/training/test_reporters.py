@@ -1,0 +1,383 @@
+"""Reporters: log lines, progress bar, curves, the report that is kept fresh, and the metrics file."""
+
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.build_reporters import MetricsFile
+from megatron_terapipe.training.records import Saved
+from megatron_terapipe.training.reporters import (
+    FreshReport,
+    LogLines,
+    ProgressBar,
+    Reporter,
+    Reporters,
+    TensorBoard,
+    WeightsAndBiases,
+    evaluation_line,
+    evaluation_points,
+    iteration_line,
+    iteration_points,
+    timer_lines,
+)
+from tests.run_report import made_up
+from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
+
+
+def test_a_line_has_megatrons_fields_in_its_order() -> None:
+    line = iteration_line([replace(ITERATION, loss_scale=65536.0, params_norm=12.3456)], 100)
+    assert line == (
+        " iteration        7/     100 | consumed samples:           56 | elapsed time per iteration (ms): 500.0 |"
+        " throughput per GPU (TFLOP/s/GPU): 100.0 | learning rate: 1.000000E-04 | global batch size:     8 |"
+        " lm loss: 5.123457E+00 | loss scale: 65536.0 | grad norm: 1.250 | params norm: 12.346 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 | tokens per second: 512 | MFU: 25.0% |"
+    )
+
+
+def test_in_fp32_the_scale_is_1_and_what_is_unknown_is_left_out() -> None:
+    line = iteration_line([replace(ITERATION, mfu=None, tflops_per_device=0.00123)], 100)
+    assert "| loss scale: 1.0 |" in line
+    assert "(TFLOP/s/GPU): 1.2e-03 |" in line
+    assert "MFU" not in line
+    assert "params norm" not in line
+
+
+def test_a_line_of_several_is_their_mean_by_time() -> None:
+    slow = replace(ITERATION, iteration=8, lm_loss=3.0, iteration_time_s=1.5, tokens_per_second=128.0)
+    slow = replace(slow, tflops_per_device=20.0, mfu=0.05)
+    line = iteration_line([ITERATION, slow], 100)
+    assert "elapsed time per iteration (ms): 1000.0 |" in line
+    # 0.5 s at 512 and 1.5 s at 128: 448 tokens in 2 s; so for FLOPs.
+    assert line.endswith("tokens per second: 224 | MFU: 10.0% | time left: 0:01:32 |")
+    assert "(TFLOP/s/GPU): 40.0 |" in line
+    assert f"lm loss: {(ITERATION.lm_loss + 3) / 2:.6E} |" in line
+
+
+def test_what_was_skipped_or_no_number_is_counted_and_not_averaged() -> None:
+    nan = replace(ITERATION, lm_loss=float("nan"))
+    line = iteration_line([ITERATION, nan, SKIPPED], 100)
+    assert "| number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+    assert "| lm loss: 5.123457E+00 |" in line
+    assert "grad norm" not in line
+    assert "lm loss" not in iteration_line([SKIPPED], 100)
+
+
+def test_evaluations() -> None:
+    # A loss of 1000 has no finite perplexity: it is cut at e^20.
+    assert evaluation_line(EVALUATION) == (
+        " validation loss at iteration 7 | lm loss value: 1.000000E+03 | lm loss PPL: 4.851652E+08 |"
+    )
+    assert evaluation_line(TEST) == (
+        " validation loss at iteration 7 on test set | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |"
+    )
+
+
+def test_a_line_comes_after_the_first_iteration_and_then_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogLines(4, 20)
+    for iteration in range(6, 14):
+        log.iteration(replace(ITERATION, iteration=iteration))
+        log.note(f"after {iteration}")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
+    assert [int(re.match(r" iteration +(\d+)/", line)[1]) for line in lines] == [6, 8, 12]
+
+
+def test_zeros_in_the_gradient_stand_behind_its_norm() -> None:
+    line = iteration_line([replace(ITERATION, num_zeros_in_grad=1234)], 100)
+    assert "| grad norm: 1.250 | num zeros: 1234 | number of skipped" in line
+
+
+def test_timers_are_means_in_megatrons_words(capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogLines(2, 100)
+    log.iteration(replace(ITERATION, timers={"optimizer": (0.25, 1.0)}))
+    capsys.readouterr()
+    for seconds in (1.0, 3.0):
+        log.iteration(replace(ITERATION, iteration=8, timers={"optimizer": (seconds / 2, seconds)}))
+    _, head, line = capsys.readouterr().out.splitlines()[:3]
+    assert head == "(min, max) time across ranks (ms):"
+    assert line == f"    optimizer {'.' * 38}: (500.00, 1000.00)"
+    measured = [replace(ITERATION, timers={"optimizer": (1.0,)}), replace(ITERATION, timers={"optimizer": (2.0,)})]
+    assert timer_lines(measured, "max")[1] == f"    optimizer {'.' * 38}: 1500.00"
+    by_rank = [replace(ITERATION, timers={"optimizer": (1.0, 2.0)})]
+    assert timer_lines(by_rank, "all")[1:] == ["  optimizer:", "     rank  0: 1000.00", "     rank  1: 2000.00"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = ProgressBar(done=6, train_iters=9)
+    bar.iteration(ITERATION)
+    LogLines(1, 9).note("a line above the bar")
+    bar.close()
+    return stream.getvalue()
+
+
+def test_on_a_terminal_it_shows_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = drawn(monkeypatch, Terminal())
+    assert "6/9" in text
+    assert "7/9" in text
+
+
+def test_elsewhere_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn(monkeypatch, io.StringIO()) == ""
+
+
+EVERYTHING = LoggingConfig(
+    log_timers_to_tensorboard=True,
+    log_batch_size_to_tensorboard=True,
+    log_validation_ppl_to_tensorboard=True,
+    log_memory_to_tensorboard=True,
+    log_world_size_to_tensorboard=True,
+)
+
+
+def test_which_points_there_are_by_default() -> None:
+    assert iteration_points(ITERATION, LoggingConfig(), 4) == {
+        "lm loss": ITERATION.lm_loss,
+        "grad-norm": 1.25,
+        "learning-rate": 1e-4,
+    }
+    assert evaluation_points(TEST, LoggingConfig()) == {"lm loss test": 2.0}
+
+
+def test_which_points_flags_add() -> None:
+    metrics = replace(ITERATION, loss_scale=8.0, params_norm=3.0, peak_memory_bytes=(10, 20))
+    assert iteration_points(metrics, EVERYTHING, 4) == {
+        "lm loss": ITERATION.lm_loss,
+        "grad-norm": 1.25,
+        "params-norm": 3.0,
+        "learning-rate": 1e-4,
+        "loss-scale": 8.0,
+        "batch-size": 8,
+        "world-size": 4,
+        "iteration-time": 0.5,
+        "tokens-per-second": 512.0,
+        "throughput": 100.0,
+        "mfu": 0.25,
+        "mem-max-allocated-bytes stage 0": 10,
+        "mem-max-allocated-bytes stage 1": 20,
+    }
+    assert evaluation_points(EVALUATION, EVERYTHING)["lm loss validation ppl"] == pytest.approx(4.851652e8)
+
+
+def test_timers_and_zeros_have_curves_if_they_are_measured() -> None:
+    measured = replace(ITERATION, num_zeros_in_grad=12, timers={"optimizer": (0.25, 0.5)})
+    points = iteration_points(measured, LoggingConfig(log_timers_to_tensorboard=True), 4)
+    assert (points["num-zeros"], points["optimizer-time"]) == (12, 0.5)
+    assert "optimizer-time" not in iteration_points(measured, LoggingConfig(), 4)
+
+
+def test_which_points_flags_take_away() -> None:
+    logging = LoggingConfig(no_log_learning_rate_to_tensorboard=True, no_log_loss_scale_to_tensorboard=True)
+    assert iteration_points(replace(SKIPPED, loss_scale=8.0), logging, 4) == {"lm loss": 9.0}
+
+
+def test_tensorboard_files_hold_the_curves_over_iterations_and_over_samples(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoard(str(tmp_path / "board"), LoggingConfig(tensorboard_log_interval=2), 1)
+    for iteration in range(1, 6):
+        board.iteration(
+            replace(ITERATION, iteration=iteration, consumed_samples=8 * iteration, lm_loss=float(iteration))
+        )
+    board.evaluation(EVALUATION)
+    board.close()
+    found = accumulator.EventAccumulator(str(tmp_path / "board")).Reload()
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in found.Scalars(name)]
+
+    assert curve("lm loss") == [(2, 2.0), (4, 4.0)]
+    assert curve("lm loss vs samples") == [(16, 2.0), (32, 4.0)]
+    assert curve("lm loss validation") == [(7, 1000.0)]
+    assert set(found.Tags()["scalars"]) >= {"grad-norm", "learning-rate", "learning-rate vs samples"}
+
+
+def test_weights_and_biases_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network it keeps them, to be sent later."""
+    pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    reporter = WeightsAndBiases(LoggingConfig(wandb_project="thin", wandb_save_dir=str(tmp_path)), {"seed": 7}, 1)
+    reporter.iteration(ITERATION)
+    reporter.evaluation(EVALUATION)
+    reporter.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written = file.read_bytes()
+    for word in (b"thin", b"grad-norm", b"lm loss validation", b"1000"):
+        assert word in written
+
+
+def test_weights_and_biases_without_a_login_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**settings: Any) -> None:
+        raise wandb.errors.UsageError("No API key\nconfigured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError) as caught:
+        WeightsAndBiases(LoggingConfig(wandb_project="thin"), {}, 1)
+    assert str(caught.value) == (
+        "--wandb-project thin cannot be reported to (No API key configured.): log in, or set WANDB_MODE=offline"
+    )
+
+
+class RecordedRun:
+    """Stands where Weights & Biases would send, because its own file cannot be read back point by point."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings, self.logged, self.finished = settings, [], False
+
+    def log(self, points: dict[str, float], *, step: int) -> None:
+        self.logged.append((step, points))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_gets_the_same_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    runs: list[RecordedRun] = []
+    monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(RecordedRun(**settings)) or runs[-1])
+    logging = LoggingConfig(wandb_project="thin", wandb_exp_name="first", tensorboard_log_interval=7)
+    reporter = WeightsAndBiases(logging, {"seed": 7}, 1)
+    reporter.iteration(ITERATION)
+    reporter.iteration(SKIPPED)
+    reporter.evaluation(EVALUATION)
+    reporter.close()
+    (run,) = runs
+    assert run.settings == {"project": "thin", "name": "first", "dir": None, "config": {"seed": 7}}
+    assert run.logged == [
+        (7, iteration_points(ITERATION, logging, 1) | {"samples": 56}),
+        (7, {"lm loss validation": 1000.0}),
+    ]
+    assert run.finished
+
+
+def test_every_reporter_hears_everything() -> None:
+    class Listener(Reporter):
+        def __init__(self) -> None:
+            self.heard: list[object] = []
+
+        def iteration(self, metrics: object) -> None:
+            self.heard.append(metrics)
+
+        def evaluation(self, metrics: object) -> None:
+            self.heard.append(metrics)
+
+        def note(self, line: str) -> None:
+            self.heard.append(line)
+
+        def close(self) -> None:
+            self.heard.append("closed")
+
+    listeners = [Listener(), Listener()]
+    reporters = Reporters(listeners)
+    reporters.iteration(ITERATION)
+    reporters.evaluation(TEST)
+    reporters.note("said")
+    reporters.close()
+    assert [each.heard for each in listeners] == [[ITERATION, TEST, "said", "closed"]] * 2
+
+
+class Watched:
+    """A clock that is set by hand, and a report that takes some of its time."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.now_s, self.takes_s, self.written_at = 0.0, takes_s, []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def refresh(self) -> bool:
+        self.written_at.append(self.now_s)
+        self.now_s += self.takes_s
+        raise OSError("disk full: told at the end")
+
+
+def test_a_report_is_written_as_often_as_a_hundredth_of_the_time_allows() -> None:
+    watched = Watched(takes_s=0.5)
+    fresh = FreshReport(watched.refresh, watched.clock)
+    for number in range(1, 401):
+        watched.now_s += 1.0
+        fresh.iteration(made_up.iteration(number))
+    assert watched.written_at[:2] == [100.0, 150.5]
+    assert len(watched.written_at) * watched.takes_s <= watched.now_s / 100
+
+
+def objects(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "metrics.jsonl"
+    file = MetricsFile(str(path))
+    file.iteration(ITERATION)
+    assert objects(path) == [
+        {
+            "iteration": 7,
+            "consumed_samples": 56,
+            "lm_loss": 5.123456789012345,
+            "grad_norm": 1.25,
+            "learning_rate": 0.0001,
+            "iteration_time_s": 0.5,
+            "tokens_per_second": 512.0,
+            "global_batch_size": 8,
+            "tflops_per_device": 100.0,
+            "mfu": 0.25,
+            "loss_scale": None,
+            "skipped_iterations": 2,
+            "params_norm": None,
+            "decoupled_learning_rate": None,
+            "num_zeros_in_grad": None,
+            "timers": None,
+            "peak_memory_bytes": None,
+            "spiky_loss": False,
+            "large_grads": False,
+        }
+    ]
+    file.evaluation(EVALUATION)
+    assert objects(path)[1] == {"iteration": 7, "validation_lm_loss": 1000.0}
+    file.evaluation(TEST)
+    assert objects(path)[2] == {"iteration": 7, "test_lm_loss": 2.0}
+
+
+def test_a_skipped_update_has_no_norm(tmp_path: Path) -> None:
+    MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(SKIPPED)
+    assert objects(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
+
+
+def test_a_loss_that_is_no_number_is_null_because_json_has_no_nan(tmp_path: Path) -> None:
+    MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(replace(SKIPPED, lm_loss=nan))
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert objects(tmp_path / "metrics.jsonl")[0]["lm_loss"] is None
+
+
+def test_events_stand_between_them_with_the_iteration_and_the_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(str(path))
+    file.event(Saved(iteration=3, seconds=0.5, time=1e9))
+    file.iteration(ITERATION)
+    file.note(" something was said")
+    saved, _, note = objects(path)
+    assert saved == {"event": "save", "iteration": 3, "seconds": 0.5, "time": 1e9}
+    assert note.pop("time") > 1e9
+    assert note == {"event": "note", "iteration": 7, "text": "something was said"}
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        MetricsFile(str(path)).evaluation(EVALUATION)
+    assert len(path.read_text().splitlines()) == 2
