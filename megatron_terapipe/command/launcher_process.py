@@ -28,11 +28,7 @@ def main() -> int:
 
 
 def quietly(launch: Callable[[], object]) -> int:
-    """Return the exit code of a launch that returns, 130 where Ctrl-C ends it, once all processes of it have ended.
-
-    Raises:
-        SystemExit: as the launch does, whose exit code is not 0.
-    """
+    """Return the exit code of a launch that returns, 130 where Ctrl-C ends it, once all processes of it have ended."""
     try:
         launch()
     except KeyboardInterrupt:

@@ -53,9 +53,6 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split the words of a command line into flags of the launcher, by name, and all others in their order.
 
     A flag may be spelled with underscores, as DeepSpeed does.
-
-    Raises:
-        UserError: if a flag of the launcher has no value, or one that it does not take.
     """
     parser = CommandParser(prog="terapipe train", add_help=False)
     add_launcher_flags(parser)
@@ -80,11 +77,7 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started this process as one of its ranks.
-
-    Raises:
-        UserError: if it is a rank and flags ask for more, or if it stands for tasks of Slurm that nobody started.
-    """
+    """Return whether a launcher has started this process as one of its ranks."""
     if not flags:
         return launcher_of(variables) is not None
     found = next((each for each in LAUNCHERS if each.rank in variables and each.sign in variables), None)
@@ -97,11 +90,7 @@ def is_launched(flags: Mapping[str, str], variables: Mapping[str, str]) -> bool:
 
 
 def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Return the words that start DeepSpeed's launcher.
-
-    Raises:
-        UserError: if the hostfile cannot be read, or other hosts would read a word otherwise.
-    """
+    """Return the words that start DeepSpeed's launcher."""
     trainer = trainer_file()
     if "hostfile" in flags:
         # DeepSpeed would train on this machine alone if the file were not there.
@@ -127,11 +116,7 @@ def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> 
 
 
 def dry_run_words(flags: Mapping[str, str], words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a dry run, and the variables of the first of the ranks that the launcher would start.
-
-    Raises:
-        UserError: if the hostfile cannot be read, or the ranks cannot be counted without the launcher.
-    """
+    """Return the words of a dry run, and the variables of the first of the ranks that the launcher would start."""
     for name in ("include", "exclude"):
         if name in flags:
             raise UserError(

@@ -50,11 +50,7 @@ class MeasuredSteps:
 
 
 def read_measured_steps(path: Path) -> MeasuredSteps:
-    """Return the measured steps of a file or of a directory.
-
-    Raises:
-        UserError: if there is none, or they are damaged.
-    """
+    """Return the measured steps of a file or of a directory."""
     steps = alike(read_steps(path))
     try:
         comparison = Comparison(tuple(step.timeline for step in steps))
@@ -144,9 +140,6 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
     Args:
         path: answer of `search rank` or `search predict`, or the directory with it.
         start: start of the run; without it the best strategy of the answer is taken.
-
-    Raises:
-        UserError: if the file cannot be read, is no such answer, or has no price.
     """
     path = path / ANSWER_FILE if path.is_dir() else path
     try:

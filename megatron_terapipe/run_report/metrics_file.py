@@ -37,11 +37,7 @@ PARTS = ("validation", "test")
 
 
 def read_metrics_lines(path: Path) -> tuple[list[Line], tuple[str, ...]]:
-    """Return the lines of a metrics file, and a sentence for the damaged lines that are left out.
-
-    Raises:
-        UserError: if it cannot be read, or has no line of an iteration.
-    """
+    """Return the lines of a metrics file, and a sentence for the damaged lines that are left out."""
     texts = read_text(path).splitlines()
     lines: list[Line] = []
     faults: list[tuple[int, str]] = []
@@ -67,11 +63,7 @@ def read_metrics_lines(path: Path) -> tuple[list[Line], tuple[str, ...]]:
 
 
 def line_of(text: str) -> Line:
-    """Return the record of a line.
-
-    Raises:
-        UserError: if it is no line of a metrics file.
-    """
+    """Return the record of a line."""
     values = parse_json(text, "a metrics line")
     if not isinstance(values, dict):
         raise ConfigError(f"{json.dumps(values)[:40]} is no JSON object: give a metrics file")
@@ -246,9 +238,6 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
 
     Args:
         join: whether they are pieces of one run, in their order.
-
-    Raises:
-        UserError: if a file cannot be read, or holds no iteration.
     """
     files = [path / METRICS_FILE if path.is_dir() else path for path in map(Path, paths)]
     # The shortest names that tell files apart.

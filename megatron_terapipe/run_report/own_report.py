@@ -41,11 +41,7 @@ class OwnReport:
                 print(f" wrote the report {path}", flush=True)
 
     def refresh(self) -> bool:
-        """Write the report as far as the run has come, and return whether one was asked for.
-
-        Raises:
-            UserError: if it cannot be written, or nothing was trained yet.
-        """
+        """Write the report as far as the run has come, and return whether one was asked for."""
         metrics_file, path = self._logging.metrics_file, self._logging.report
         if path is None or metrics_file is None or not Path(metrics_file).is_file():
             return False

@@ -49,9 +49,6 @@ def read_report(
         join: whether they are pieces of one run.
         search: answer of the search, or its directory; None = beside the strategy file of the run.
         timeline: measured timeline; None = in the directory that the run names.
-
-    Raises:
-        UserError: if a file that is named cannot be read.
     """
     return [_report_of(run, search, timeline) for run in read_runs(runs, join=join)]
 

@@ -93,9 +93,6 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
 
     Args:
         config: the configuration, its layout and batch left at their defaults.
-
-    Raises:
-        UserError: if a file cannot be read, or no strategy can run.
     """
     ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []

@@ -56,9 +56,6 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     Args:
         rank_watch: sees that another rank or a launcher is gone, if there is one.
 
-    Yields:
-        The watch that sees that the run stands still.
-
     Raises:
         LostRank: if another rank or a launcher is gone, and has been named.
     """
@@ -164,9 +161,6 @@ def own_device(local_rank: int, num_visible: int) -> int:
 
     Args:
         local_rank: number of the rank on its host.
-
-    Raises:
-        ConfigError: if it sees several, and too few.
     """
     if num_visible == 1:
         return 0

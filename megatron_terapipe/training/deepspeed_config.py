@@ -72,12 +72,6 @@ def read_deepspeed_file(
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
         optimizer: type and params of the optimizer that the file may repeat; DeepSpeed does not build it.
         needs_zero: whether a file that asks for ZeRO 0 is run under ZeRO 1.
-
-    Returns:
-        The settings that are left to hand to DeepSpeed.
-
-    Raises:
-        ConfigError: if it cannot be read, or for all that is wrong with it, in one line.
     """
     file = read_deepspeed_settings(path)
     zero = file.get("zero_optimization")
@@ -190,9 +184,6 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
 
     Args:
         config: the whole configuration, because its flags decide over settings of every kind.
-
-    Raises:
-        ConfigError: if the batch cannot be dealt to the ranks, the file cannot be read, or it contradicts a flag.
     """
     decided = _decided(config, layout)
     file: dict[str, Any] = {}

@@ -18,9 +18,6 @@ def refuse_bad_states(engine: TokenSlicePipelineEngine, what: str, remedy: str) 
 
     Args:
         what: what has them, at the start of the line.
-
-    Raises:
-        NumbersError: if some are NaN or infinite.
     """
     if found := bad_states(engine):
         raise NumbersError(f"{what} has NaN or infinity in {described(found)}: {remedy}")
@@ -31,9 +28,6 @@ def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, eq
 
     Args:
         equal_after: iterations done when the copies were equal.
-
-    Raises:
-        NumbersError: if some differ.
     """
     if found := differences(engine):
         raise NumbersError(
@@ -138,12 +132,6 @@ def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, wh
 
     Args:
         config: the section that says what follows.
-
-    Returns:
-        A line for the log if it is no number; None if it is one.
-
-    Raises:
-        NumbersError: if it is no number, and the run is to end.
     """
     if isfinite(loss) or config.bad_numbers == "ignore":
         return None
@@ -229,11 +217,7 @@ class SpikeGuard:
         return spikes[0], spikes[1]
 
     def tell(self, note: Callable[[str], None]) -> None:
-        """Note the spikes of the last iteration, or end the run.
-
-        Raises:
-            NumbersError: if the run is to end.
-        """
+        """Note the spikes of the last iteration, or end the run."""
         if self._stops:
             raise NumbersError(
                 f"{'; '.join(self._lines)}: go on from a checkpoint before it, with a lower --lr or another --seed, or "

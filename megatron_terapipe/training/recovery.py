@@ -22,11 +22,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def going_on(config: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> CheckpointConfig:
-    """Return the section of a run that its launcher may start again, or has.
-
-    Raises:
-        ConfigError: if it could not go on from its own checkpoints, and from those alone.
-    """
+    """Return the section of a run that its launcher may start again, or has."""
     restarts, restart, hosts = (
         int(environment.get(name, least))
         for name, least in (

@@ -305,11 +305,7 @@ class WeightsAndBiases(Reporter):
 
 
 def check_packages(logging: LoggingConfig) -> None:
-    """See that each package is installed that a flag needs.
-
-    Raises:
-        ConfigError: if one is not.
-    """
+    """See that each package is installed that a flag needs."""
     needed = {
         "tensorboard": ("--tensorboard-dir", logging.tensorboard_dir),
         "wandb": ("--wandb-project", logging.wandb_project),

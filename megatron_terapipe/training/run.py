@@ -124,9 +124,6 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     """Check a configuration against the ranks, the files and the packages that are really there.
 
     A dry run is for devices that are not here, and reads no samples.
-
-    Raises:
-        UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError`, depending on the cause.
     """
     check_versions()
     # At once: what is told here is told before a tokenizer's file is read.
@@ -179,11 +176,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for.
-
-    Raises:
-        ConfigError: if a smaller one is asked for.
-    """
+    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for."""
     asked = config.model.vocab_size
     # NullTokenizer was told the size, and adds the end of a document to it, as in Megatron.
     if asked is None or config.data.tokenizer_type == NullTokenizer.name:

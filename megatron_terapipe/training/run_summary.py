@@ -158,9 +158,6 @@ def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
 
     Args:
         launch: this process, and how many ranks the run has.
-
-    Raises:
-        UserError: if anything does not fit.
     """
     if not config.training.dry_run_without_files:
         run = prepare(config, launch)

@@ -54,9 +54,6 @@ class TrainingStep:
     def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
         """Train on the next global batch.
 
-        Returns:
-            Progress after it.
-
         Raises:
             NumbersError: on every rank, if its numbers are wrong and the run is to end.
         """
@@ -200,11 +197,7 @@ def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
 
 
 def write_drawings(step: StepRecord, directory: Path) -> str:
-    """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it.
-
-    Returns:
-        The line for the log.
-    """
+    """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it."""
     timeline = step.timeline
     title = f"{step.schedule}, iteration {step.iteration}, as executed"
     comparison = Comparison((timeline,))

@@ -78,7 +78,7 @@ def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
     assert (end.iteration, end.reason, end.failed) == (6, "", False)
     assert [saved.iteration for saved in report.run.pieces[0].saves] == [3, 6]
     assert len(report.figures.peak_memory_bytes) == 2 and report.figures.starts == 1
-    assert report.steps is not None and report.steps.num_steps == 3
+    assert report.steps is not None and len(report.steps.comparison.steps) == 3
     assert "wrote the report report.html" in trained.output
 
 
@@ -125,16 +125,12 @@ def test_what_is_measured_is_compared_with_its_simulation(trained: Trained, caps
     assert figures["deadlock_free"] and figures["schedule"] == "1f1b"
 
 
-def losses_with(data: Path, folder: Path, *more: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    path = folder / "metrics.jsonl"
-    assert run_distributed(train_on_this_rank, 2, flags(data, "--metrics-file", path, *more)) == [0, 0]
-    return read_metrics(path)
-
-
 @pytest.mark.parametrize("cut", ["--num-token-slices 1", "--num-token-slices 3 --token-slices 13,1,18"])
 def test_token_slices_leave_the_loss_curve_alone(trained: Trained, data: Path, tmp_path: Path, cut: str) -> None:
     """Six updates on, the loss still agrees to a few units in the last place of fp32."""
-    found, expected = losses_with(data, tmp_path, *cut.split()), read_metrics(trained.metrics)
+    path = tmp_path / "metrics.jsonl"
+    assert run_distributed(train_on_this_rank, 2, flags(data, "--metrics-file", path, *cut.split())) == [0, 0]
+    found, expected = read_metrics(path), read_metrics(trained.metrics)
     assert len(found[0]) == 6
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
@@ -143,13 +139,9 @@ def test_token_slices_leave_the_loss_curve_alone(trained: Trained, data: Path, t
         assert mine["validation_lm_loss"] == pytest.approx(theirs["validation_lm_loss"], rel=1e-6)
 
 
-def test_the_same_flags_give_the_same_numbers(trained: Trained, data: Path, tmp_path: Path) -> None:
-    found, expected = losses_with(data, tmp_path), read_metrics(trained.metrics)
-    for name in ("lm_loss", "grad_norm"):
-        assert [each[name] for each in found[0]] == [each[name] for each in expected[0]]
-    assert found[1] == expected[1]
-
-
 def test_another_seed_gives_others(trained: Trained, data: Path, tmp_path: Path) -> None:
-    found, expected = losses_with(data, tmp_path, "--seed", "7"), read_metrics(trained.metrics)
-    assert found[0][0]["lm_loss"] != pytest.approx(expected[0][0]["lm_loss"], rel=1e-4)
+    path = tmp_path / "metrics.jsonl"
+    one = ["--pipeline-model-parallel-size", 1, "--train-iters", 1, "--eval-iters", 0, "--seed", 7]
+    assert run_distributed(train_on_this_rank, 1, flags(data, "--metrics-file", path, *one)) == [0]
+    (found, _), (expected, _) = read_metrics(path), read_metrics(trained.metrics)
+    assert found[0]["lm_loss"] != pytest.approx(expected[0]["lm_loss"], rel=1e-4)
