@@ -35,11 +35,7 @@ PROGRAM = "terapipe"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
-    """Run a command and return its exit code: 2 for bad input, said in one line.
-
-    Args:
-        argv: the words that people type; None = those of this process.
-    """
+    """Run a command and return its exit code: 2 for bad input, said in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
 

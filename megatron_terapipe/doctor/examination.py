@@ -48,11 +48,7 @@ class Refused(Exception):
 
 
 class HostProbe:
-    """A probe that runs on a host.
-
-    Args:
-        limit_s: seconds in which it must answer.
-    """
+    """A probe that runs on a host."""
 
     def __init__(self, process: Process, limit_s: float) -> None:
         self._process, self._limit_s = process, limit_s
@@ -186,9 +182,7 @@ class Examination:
     """The questions to all hosts, and their answers.
 
     Args:
-        launching: the machine where the doctor runs.
         commands: that start the probe of each.
-        limit_s: seconds in which a host must answer.
     """
 
     def __init__(

@@ -54,9 +54,6 @@ def rank_address(launching: Launching, host: Host) -> str | None:
 
     It is that of the interface that a variable names; else the host's own name, which gloo looks up; else the first
     that it has.
-
-    Args:
-        launching: from where the variables come.
     """
     if host.facts is None:
         return None

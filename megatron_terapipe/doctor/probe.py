@@ -169,11 +169,7 @@ SOURCES = ("deepspeed_ext", "megatron_terapipe")
 
 
 def software(python: str, packages: list[str], project: str, directory: str) -> dict[str, Any]:
-    """Return the installed software.
-
-    Args:
-        project: folder where this project should be.
-    """
+    """Return the installed software."""
     compiler = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     toolkit = re.search(r"release (\d+\.\d+)", _output([compiler, "--version"], 10))
     return {
@@ -412,11 +408,7 @@ class Probe:
     def facts(
         self, python: str, packages: list[str], project: str, directory: str, checkpoints: str, hosts: list[str]
     ) -> dict[str, Any]:
-        """Return the facts of this host.
-
-        Args:
-            project: folder where this project should be.
-        """
+        """Return the facts of this host."""
         return {
             "software": software(python, packages, project, directory),
             "devices": devices(),

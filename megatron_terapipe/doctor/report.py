@@ -121,8 +121,6 @@ def print_examination(
     """Print the hosts, errors, warnings, and how many checks passed.
 
     Args:
-        findings: worst first.
-        verbose: whether to print what passed, too.
         console: where; None = standard output, as wide as the terminal.
     """
     from rich.console import Console

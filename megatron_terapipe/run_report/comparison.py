@@ -257,12 +257,7 @@ class ComparedFigure:
 def compared_figures(
     prediction: Prediction, figures: Figures, steps: MeasuredSteps | None, start: RunStart | None
 ) -> Iterator[ComparedFigure]:
-    """Yield the predicted figures, each with the measured one.
-
-    Args:
-        steps: its measured timeline, if there is one.
-        start: its start, if the file has it.
-    """
+    """Yield the predicted figures, each with the measured one."""
 
     def compared(
         name: str, unit: Literal["s", "bytes", "tokens/s", "share"], promised: float, came: float, why: str

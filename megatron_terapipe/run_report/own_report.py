@@ -20,9 +20,6 @@ class OwnReport:
 
     A run may be ended by several threads: by the main one, by the one that watches for dead ranks, by the one that
     watches for ranks that hang. The first of them tells the end.
-
-    Args:
-        logging: says which files, if any.
     """
 
     def __init__(self, logging: LoggingConfig) -> None:

@@ -46,7 +46,6 @@ def read_report(
 
     Args:
         runs: metrics files, or directories with one.
-        join: whether they are pieces of one run.
         search: answer of the search, or its directory; None = beside the strategy file of the run.
         timeline: measured timeline; None = in the directory that the run names.
     """

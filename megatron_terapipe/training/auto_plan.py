@@ -89,11 +89,7 @@ STRATEGY_FILE = "strategy.json"
 
 
 def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
-    """Return the strategy of a run: that of its checkpoint if it was chosen for as many ranks, else the best one.
-
-    Args:
-        config: the configuration, its layout and batch left at their defaults.
-    """
+    """Return the strategy of a run: that of its checkpoint if it was chosen for as many ranks, else the best one."""
     ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []
     if saved is not None:

@@ -53,9 +53,6 @@ REASON_KNOWN_S = 7.0
 def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[StallWatch]:
     """Join the other ranks, each on its own device or cores; leave when done.
 
-    Args:
-        rank_watch: sees that another rank or a launcher is gone, if there is one.
-
     Raises:
         LostRank: if another rank or a launcher is gone, and has been named.
     """
@@ -107,9 +104,6 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
 def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
     """Give whoever is to say why ranks end the time to do so.
 
-    Args:
-        rank_watch: sees that another rank or a launcher is gone, if there is one.
-
     Raises:
         LostRank: if an error comes of a rank that is gone, and has been named.
     """
@@ -158,9 +152,6 @@ def own_device(local_rank: int, num_visible: int) -> int:
     """Index of a rank's device among those that its process sees.
 
     A launcher lets every process see all devices of the host, or each its own alone, as srun with one GPU for a task.
-
-    Args:
-        local_rank: number of the rank on its host.
     """
     if num_visible == 1:
         return 0

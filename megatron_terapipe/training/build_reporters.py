@@ -122,9 +122,6 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
     """Build what the run's configuration asks for, on the first rank alone.
 
     Loss and time are the same on every rank, so one speaks for all.
-
-    Args:
-        refresh_report: writes the report of what was trained so far.
     """
     if run.launch.rank != 0:
         return Reporters()

@@ -11,9 +11,6 @@ def settle_on_cores(local_rank: int, local_size: int) -> None:
     A message between two ranks takes 20 us when each stays on its core and up to 2 ms when the scheduler moves them;
     threads of several ranks on one core wait for each other; denormals, common in fresh models, cost a factor of ten.
     With more ranks than cores the cores are left to the scheduler. OMP_NUM_THREADS, if set, decides the threads.
-
-    Args:
-        local_rank: number of this rank on its host.
     """
     torch.set_flush_denormal(True)
     cores = sorted(os.sched_getaffinity(0))

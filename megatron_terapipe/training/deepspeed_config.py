@@ -181,9 +181,6 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     """Build DeepSpeed's settings from ours and the file that `--deepspeed-config` names.
 
     Settings of the file that we have no opinion on pass through; `auto` stands for ours.
-
-    Args:
-        config: the whole configuration, because its flags decide over settings of every kind.
     """
     decided = _decided(config, layout)
     file: dict[str, Any] = {}

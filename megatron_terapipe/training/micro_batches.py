@@ -43,11 +43,7 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
 
 
 def split_batch_with_labels(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
-    """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them.
-
-    Args:
-        token_slices: lengths of the token slices.
-    """
+    """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them."""
     parts = split_batch(batch, token_slices)
     return [replace(part, inputs={"tokens": part.inputs, "labels": part.labels[0]}) for part in parts]
 

@@ -14,11 +14,7 @@ from megatron_terapipe.training.records import outlier_bound
 
 
 def refuse_bad_states(engine: TokenSlicePipelineEngine, what: str, remedy: str) -> None:
-    """See that weights and optimizer states are numbers, on every rank; every rank must ask.
-
-    Args:
-        what: what has them, at the start of the line.
-    """
+    """See that weights and optimizer states are numbers, on every rank; every rank must ask."""
     if found := bad_states(engine):
         raise NumbersError(f"{what} has NaN or infinity in {described(found)}: {remedy}")
 
@@ -58,11 +54,7 @@ class RememberedBatches(Iterator[Any]):
 
 
 class BadNumbers:
-    """Looks at what is read of an iteration anyway, its loss and whether it was an update, and at more if that is bad.
-
-    Args:
-        config: the section that says what follows.
-    """
+    """Checks the loss of each iteration and whether it was an update, which are read anyway; more if they are bad."""
 
     def __init__(self, config: NumbersConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._config, self._engine, self._note = config, engine, note
@@ -128,11 +120,7 @@ class BadNumbers:
 
 
 def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, what: str, loss: float) -> str | None:
-    """Look at the loss of an evaluation; every rank must, with the same loss.
-
-    Args:
-        config: the section that says what follows.
-    """
+    """Return a line for the log if the loss of an evaluation is NaN or infinite, else None; every rank must ask."""
     if isfinite(loss) or config.bad_numbers == "ignore":
         return None
     found = bad_states(engine)
@@ -182,11 +170,7 @@ class SpikeWatch:
 
 
 class SpikeGuard:
-    """Watches the loss and the norm of the gradient of each iteration.
-
-    Args:
-        config: the section that decides what follows from a spike.
-    """
+    """Watches the loss and the norm of the gradient of each iteration."""
 
     def __init__(self, config: NumbersConfig) -> None:
         self._watches = (

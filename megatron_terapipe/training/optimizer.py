@@ -37,9 +37,6 @@ def build_optimizer(
     """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron.
 
     With `--decoupled-lr` the word embedding and the output layer are a group of their own.
-
-    Args:
-        named_parameters: parameters by name of this rank's stage.
     """
     by_kind: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in named_parameters:
@@ -70,11 +67,7 @@ def build_optimizer(
 def set_step_sizes(
     optimizer: torch.optim.Optimizer, *, learning_rate: float, of_ends: float, weight_decay: float
 ) -> None:
-    """Use a learning rate and a weight decay from the next step on.
-
-    Args:
-        learning_rate: learning rate of every parameter, but for those set apart.
-    """
+    """Use a learning rate and a weight decay from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = of_ends if group[APART] else learning_rate
         group["weight_decay"] = weight_decay * group[DECAY_FACTOR]

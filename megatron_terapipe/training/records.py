@@ -29,11 +29,7 @@ class Progress:
     """Samples read in those."""
 
     def after(self, batch_size: int, *, skipped: bool = False) -> Self:
-        """Return the progress after one more iteration.
-
-        Args:
-            skipped: whether its update was skipped.
-        """
+        """Return the progress after one more iteration."""
         return replace(
             self,
             iteration=self.iteration + 1,

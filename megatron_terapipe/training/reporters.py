@@ -76,11 +76,7 @@ class Reporters(Reporter):
 
 
 class LogLines(Reporter):
-    """Prints a line every `interval` iterations, one after the first, and all that is not an iteration at once.
-
-    Args:
-        train_iters: the last iteration of the run.
-    """
+    """Prints a line every `interval` iterations, one after the first, and all that is not an iteration at once."""
 
     def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
         self._interval, self._train_iters, self._timing_option = interval, train_iters, timing_option
@@ -108,12 +104,7 @@ class LogLines(Reporter):
 
 
 def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str:
-    """Say how a few iterations went: means of loss and times, sums of what went wrong, the rest from the last.
-
-    Args:
-        metrics: numbers of the iterations since the last line.
-        train_iters: the last iteration of the run.
-    """
+    """Say how a few iterations went: means of loss and times, sums of what went wrong, the rest from the last."""
     last = metrics[-1]
     seconds = fmean(each.iteration_time_s for each in metrics)
     # The share of the whole time, because iterations on a batch-size ramp differ.
@@ -153,11 +144,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
 
 
 def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> list[str]:
-    """Say how long ranks were in each phase of an iteration, as means over a few iterations.
-
-    Args:
-        metrics: numbers of the iterations since the last line.
-    """
+    """Say how long ranks were in each phase of an iteration, as means over a few iterations."""
     measured = [each.timers for each in metrics if each.timers is not None]
     heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
     lines = [heads.get(option, "times across ranks (ms):")]
@@ -186,11 +173,7 @@ def evaluation_line(metrics: EvaluationMetrics) -> str:
 
 
 class ProgressBar(Reporter):
-    """Moves on with every iteration; shows nothing where standard error is no terminal.
-
-    Args:
-        train_iters: the last iteration of the run.
-    """
+    """Moves on with every iteration; shows nothing where standard error is no terminal."""
 
     def __init__(self, done: int, train_iters: int) -> None:
         # Only threads of this process write. tqdm's own lock is for several, and may leave a semaphore in /dev/shm.
@@ -323,11 +306,7 @@ _FIRST_TAKES_S = 1.0
 
 
 class FreshReport(Reporter):
-    """Writes the report anew whenever that takes less than a hundredth of the time since the last one.
-
-    Args:
-        clock: tells seconds.
-    """
+    """Writes the report anew whenever that takes less than a hundredth of the time since the last one."""
 
     def __init__(self, refresh: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._refresh, self._clock = refresh, clock

@@ -154,11 +154,7 @@ def _layers(bounds: tuple[int, ...]) -> str:
 
 
 def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
-    """Lines that say what would run, once every check has passed.
-
-    Args:
-        launch: this process, and how many ranks the run has.
-    """
+    """Lines that say what would run, once every check has passed."""
     if not config.training.dry_run_without_files:
         run = prepare(config, launch)
         return [*_lines(rows_of_run(run), ["devices", "hosts"]), *warnings_of_run(run)]

@@ -187,11 +187,7 @@ def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
 
 
 def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
-    """Return the line of the log with the peak memory of each stage in MiB.
-
-    Args:
-        by_stage: peak memory of each stage, in bytes.
-    """
+    """Return the line of the log with the peak memory of each stage in MiB."""
     stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
     return f" peak memory after {iteration} iterations (MiB) | {stages} |"
 

@@ -57,7 +57,6 @@ class ExitConditions:
     """Asks after every iteration whether the run ends with it, and gives every rank the same answer.
 
     Args:
-        training: the section that sets the conditions.
         signalled: whether this rank was told to end.
         clock: seconds from some moment on; the run begins now.
         agree: takes whether this rank would end and returns whether any would; every rank calls it at the same time.
@@ -263,12 +262,7 @@ class Saves:
 
 
 class Trainer:
-    """Trains, evaluates, saves and reports, as the run's configuration says.
-
-    Args:
-        engine: its engine, at the checkpoint the run goes on from.
-        refresh_report: writes the report of what was trained so far.
-    """
+    """Trains, evaluates, saves and reports, as the run's configuration says."""
 
     def __init__(
         self, run: Run, engine: TokenSlicePipelineEngine, refresh_report: Callable[[], object] = lambda: None
@@ -364,11 +358,7 @@ class Trainer:
 
 
 def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:
-    """Lines for the log: a kernel that was activated, and settings that keep a device from its speed.
-
-    Args:
-        flash_attention_3: whether it is activated.
-    """
+    """Lines for the log: a kernel that was activated, and settings that keep a device from its speed."""
     if device.type == "cpu":
         return []
     lines = []
