@@ -21,19 +21,6 @@ from megatron_terapipe.command.train import split
 from tests.architecture.sources import ROOT, modules
 
 WIDE = 120
-HEAVY = {
-    "torch",
-    "deepspeed",
-    "numpy",
-    "numba",
-    "scipy",
-    "pydantic",
-    "yaml",
-    "rich",
-    "tqdm",
-    "shtab",
-    "importlib.metadata",
-}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -71,20 +58,6 @@ def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture
     assert not shown.out
     main(["--help"])
     assert shown.err == capsys.readouterr().out
-
-
-def test_help_loads_nothing_that_is_slow() -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from megatron_terapipe.command.main import main\n"
-        "main(['--help'])\n"
-        "print(*sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert not loaded & HEAVY
-    # Of ours the table alone, and what writes the help.
-    assert len({name for name in loaded if name.startswith("megatron_terapipe")}) < 8
 
 
 @pytest.mark.parametrize("words", [["help", "plan"], ["plan", "--help"]])
