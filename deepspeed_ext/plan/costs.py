@@ -48,34 +48,29 @@ class TransferCosts:
                 raise PlanError(
                     f"costs['transfer'] has the unknown field {name!r}: the fields are {', '.join(_FIELDS)}"
                 )
-        costs = cls(
-            _numbers(fields, "latency", shape.last_stage, "stage boundary"),
-            _numbers(fields, "bandwidth", shape.last_stage, "stage boundary"),
-            _numbers(fields, "bytes", shape.num_token_slices, "token slice"),
-        )
+
+        def numbers(name: str, count: int, unit: str) -> tuple[float, ...]:
+            entries = fields[name] if isinstance(fields[name], list) else [fields[name]] * count
+            place = f"costs['transfer'][{name!r}]"
+            if len(entries) != count:
+                raise PlanError(f"{place} has {len(entries)} entries for {count}: give one, or one for each {unit}")
+            return tuple(_at_least_zero(entry, place, "cannot be") for entry in entries)
+
+        latency, bandwidth = (numbers(name, shape.last_stage, "stage boundary") for name in _FIELDS[:2])
+        costs = cls(latency, bandwidth, numbers("bytes", shape.num_token_slices, "token slice"))
         if not all(costs.bandwidth):
             raise PlanError("costs['transfer']['bandwidth'] is 0, and nothing would arrive: give more than 0")
         return costs
 
-    def sending_time(self, boundary: int, token_slice: int) -> float:
-        """Return the time for which a message keeps its channel busy."""
-        return self.message_bytes[token_slice] / self.bandwidth[boundary]
+
+def _at_least_zero(value: object, place: str, why_not: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise PlanError(f"{place} has the entry {value!r}, which {why_not}: give finite numbers >= 0")
+    return float(value)
 
 
-def _numbers(fields: Mapping[str, Any], name: str, count: int, unit: str) -> tuple[float, ...]:
-    entries = fields[name]
-    if not isinstance(entries, list):
-        entries = [entries] * count
-    if len(entries) != count:
-        raise PlanError(
-            f"costs['transfer'][{name!r}] has {len(entries)} entries for {count}: give one, or one for each {unit}"
-        )
-    for entry in entries:
-        if isinstance(entry, bool) or not isinstance(entry, int | float) or not 0 <= entry < inf:
-            raise PlanError(
-                f"costs['transfer'][{name!r}] has the entry {entry!r}, which cannot be: give finite numbers >= 0"
-            )
-    return tuple(map(float, entries))
+def _time(value: object, name: str) -> float:
+    return _at_least_zero(value, f"costs[{name!r}]", "is not a time")
 
 
 Table = tuple[tuple[float, ...], ...]
@@ -178,7 +173,7 @@ class OpCosts:
     def sending_time(self, boundary: int, token_slice: int) -> float:
         """Return the time for which that message keeps its channel busy, so that the next must wait."""
         if isinstance(self.transfer, TransferCosts):
-            return self.transfer.sending_time(boundary, token_slice)
+            return self.transfer.message_bytes[token_slice] / self.transfer.bandwidth[boundary]
         return 0.0
 
     @classmethod
@@ -200,11 +195,14 @@ class OpCosts:
                 f"costs have the unknown field {min(unknown)!r}: "
                 "the fields are forward, backward, weight_gradient, transfer and reductions"
             )
+        forward, backward = (_table(fields, name, shape) for name in ("forward", "backward"))
+        weight_gradient = _table(fields, "weight_gradient", shape) if "weight_gradient" in fields else None
+        transfer = fields.get("transfer", 0.0)
         return cls(
-            _table(fields, "forward", shape),
-            _table(fields, "backward", shape),
-            _table(fields, "weight_gradient", shape) if "weight_gradient" in fields else None,
-            _transfer(fields.get("transfer", 0.0), shape),
+            forward,
+            backward,
+            weight_gradient,
+            TransferCosts.from_fields(transfer, shape) if isinstance(transfer, dict) else _time(transfer, "transfer"),
             _reductions(fields["reductions"], shape) if "reductions" in fields else None,
         )
 
@@ -233,16 +231,6 @@ def _reductions(rows: object, shape: PipelineShape) -> Table:
             f"costs['reductions'] has {len(rows)} rows for {shape.num_stages} stages: give one row for each stage"
         )
     return tuple(tuple(_time(time, "reductions") for time in row) for row in rows)
-
-
-def _transfer(value: object, shape: PipelineShape) -> float | TransferCosts:
-    return TransferCosts.from_fields(value, shape) if isinstance(value, dict) else _time(value, "transfer")
-
-
-def _time(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise PlanError(f"costs[{name!r}] has the entry {value!r}, which is not a time: give finite numbers >= 0")
-    return float(value)
 
 
 def attention_costs(
@@ -286,10 +274,16 @@ def attention_costs(
     reach = 1.0 if window is None else min(window / whole, 1.0)
     bounds = list(pairwise(length / whole for length in accumulate(lengths, initial=0.0)))
 
+    def attended(end: float) -> float:
+        """Positions that all tokens before `end` attend to, in those of a whole sequence."""
+        # The integral of min(x, reach) from 0 to `end`, twice.
+        inside, beyond = min(end, reach), max(end - reach, 0.0)
+        return (inside**2 + 2 * reach * beyond) / (reach**2 + 2 * reach * (1 - reach))
+
     def table(attention: float) -> Table:
         """Times of an op that does its matrix products once and its attention `attention` times."""
         linear = [end - start for start, end in bounds]
-        squares = [_attended(end, reach) - _attended(start, reach) for start, end in bounds]
+        squares = [attended(end) - attended(start) for start, end in bounds]
         layers = tuple(
             ((1 - attention_share) * tokens + attention * attention_share * square) / shape.num_model_chunks
             for tokens, square in zip(linear, squares, strict=True)
@@ -298,13 +292,6 @@ def attention_costs(
         return (*[layers] * shape.last_stage, last)
 
     return OpCosts(table(1.0), table(2.0), table(0.0))
-
-
-def _attended(end: float, reach: float) -> float:
-    """Return the positions that all tokens before `end` attend to, in those of a whole sequence, 1 long."""
-    # The integral of min(x, reach) from 0 to `end`, twice.
-    inside, beyond = min(end, reach), max(end - reach, 0.0)
-    return (inside**2 + 2 * reach * beyond) / (reach**2 + 2 * reach * (1 - reach))
 
 
 SCORES_AT_ONCE = 2**27

@@ -12,7 +12,7 @@ counts as none.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -230,35 +230,29 @@ class Comparison:
     @cached_property
     def simulated(self) -> Timeline:
         """The order that ran, simulated with the op costs alone."""
-        timeline = simulate(executed_order(self.measured), self.shape, self.costs)
-        return replace(timeline, unit=self.measured.unit)
+        return self._simulated(self.costs)
 
     @cached_property
     def simulated_with_gaps(self) -> Timeline:
         """The simulation with the estimated transfer time and host overhead on top."""
-        costs, overhead = self.costs, self.host_overhead
 
         def later(table: Table) -> Table:
-            return tuple(tuple(time + overhead for time in row) for row in table)
+            return tuple(tuple(time + self.host_overhead for time in row) for row in table)
 
-        whole = costs.weight_gradient is None
-        with_gaps = OpCosts(
-            later(costs.forward),
-            later(costs.backward),
-            None if whole else later(costs.weight_gradient or ()),
-            # What a waiting op waits for contains the host's part, which now is in the op before.
-            max(self.transfer - overhead, 0.0),
-        )
-        timeline = simulate(executed_order(self.measured), self.shape, with_gaps)
-        return replace(timeline, unit=self.measured.unit)
+        costs = self.costs
+        weight_gradient = None if costs.weight_gradient is None else later(costs.weight_gradient)
+        # What a waiting op waits for contains the host's part, which now is in the op before.
+        transfer = max(self.transfer - self.host_overhead, 0.0)
+        return self._simulated(OpCosts(later(costs.forward), later(costs.backward), weight_gradient, transfer))
 
     @cached_property
     def simulated_with_own_times(self) -> Timeline:
         """The simulation with the time that each op of the shown step took itself: what remains are gaps."""
         own = {span.op: span.end - span.start for row in self.measured.spans for span in row}
-        costs = _OwnTimes(self.costs.forward, self.costs.backward, self.costs.weight_gradient, own=own)
-        timeline = simulate(executed_order(self.measured), self.shape, costs)
-        return replace(timeline, unit=self.measured.unit)
+        return self._simulated(_OwnTimes(self.costs.forward, self.costs.backward, self.costs.weight_gradient, own=own))
+
+    def _simulated(self, costs: OpCosts) -> Timeline:
+        return replace(simulate(executed_order(self.measured), self.shape, costs), unit=self.measured.unit)
 
     @property
     def efficiency(self) -> float:
@@ -268,7 +262,9 @@ class Comparison:
     @cached_property
     def step_efficiencies(self) -> tuple[float, ...]:
         """Eta of each step for itself, with the mean times of its own ops: it does not mind steps that differ."""
-        return tuple(_efficiency(step) for step in self.steps)
+        simulated = (simulate(executed_order(one), one.shape, measured_costs([one], fmean)) for one in self.steps)
+        pairs = zip(self.steps, simulated, strict=True)
+        return tuple(expected.makespan / one.makespan if one.makespan else 1.0 for one, expected in pairs)
 
     @cached_property
     def gaps(self) -> list[list[Gap]]:
@@ -278,13 +274,14 @@ class Comparison:
     @cached_property
     def transfer(self) -> float:
         """Estimated time from the end of an op until its reader on another rank runs, where the reader waited."""
-        return _median_or_zero(gap.beyond for step in self.steps for row in gaps(step) for gap in row if gap.waited)
+        waited = [gap.beyond for step in self.steps for row in gaps(step) for gap in row if gap.waited]
+        return median(waited) if waited else 0.0
 
     @cached_property
     def host_overhead(self) -> float:
         """Estimated time between two ops of a rank, where the second waits for nothing."""
-        unexplained = (gap.beyond for step in self.steps for row in gaps(step) for gap in row[1:] if not gap.waited)
-        return _median_or_zero(unexplained)
+        idle = [gap.beyond for step in self.steps for row in gaps(step) for gap in row[1:] if not gap.waited]
+        return median(idle) if idle else 0.0
 
     @cached_property
     def rank_times(self) -> list[RankTime]:
@@ -312,11 +309,6 @@ class Comparison:
         return sorted(found, key=lambda difference: -abs(difference.size))
 
 
-def _efficiency(step: Timeline) -> float:
-    simulated = simulate(executed_order(step), step.shape, measured_costs([step], fmean))
-    return simulated.makespan / step.makespan if step.makespan else 1.0
-
-
 @dataclass(frozen=True)
 class _OwnTimes(OpCosts):
     """Costs that differ from op to op."""
@@ -340,12 +332,11 @@ def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]
     apart = any(kind is OpKind.WEIGHT_GRADIENT for kind, *_ in cost)
     share = _input_gradient_share(cost) if apart else 1.0
 
-    def table(part: Callable[[int, int], float]) -> Table:
-        stages, token_slices = range(shape.num_stages), range(shape.num_token_slices)
-        return tuple(tuple(part(stage, token_slice) for token_slice in token_slices) for stage in stages)
-
-    def known(kind: OpKind, stage: int, token_slice: int) -> float:
+    def time(kind: OpKind, of_whole: float, stage: int, token_slice: int) -> float:
         found = cost.get((kind, stage, token_slice))
+        whole = None if kind is OpKind.FORWARD else cost.get((OpKind.BACKWARD, stage, token_slice))
+        if found is None and whole is not None:
+            found = whole * of_whole
         if found is None:
             raise PlanError(
                 f"the measured steps have no op {Op(kind, stage, 0, token_slice)} and none of its kind there: "
@@ -353,19 +344,15 @@ def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]
             )
         return found
 
-    def part(kind: OpKind, of_whole: float) -> Callable[[int, int], float]:
-        def time(stage: int, token_slice: int) -> float:
-            whole = cost.get((OpKind.BACKWARD, stage, token_slice))
-            if (kind, stage, token_slice) not in cost and whole is not None:
-                return whole * of_whole
-            return known(kind, stage, token_slice)
-
-        return time
+    def table(kind: OpKind, of_whole: float = 1.0) -> Table:
+        """Times of a kind; `of_whole` is its share of a whole backward."""
+        stages, token_slices = range(shape.num_stages), range(shape.num_token_slices)
+        return tuple(tuple(time(kind, of_whole, stage, each) for each in token_slices) for stage in stages)
 
     return OpCosts(
-        table(lambda stage, token_slice: known(OpKind.FORWARD, stage, token_slice)),
-        table(part(OpKind.INPUT_GRADIENT, share) if apart else part(OpKind.BACKWARD, 1.0)),
-        table(part(OpKind.WEIGHT_GRADIENT, 1 - share)) if apart else None,
+        table(OpKind.FORWARD),
+        table(OpKind.INPUT_GRADIENT, share) if apart else table(OpKind.BACKWARD),
+        table(OpKind.WEIGHT_GRADIENT, 1 - share) if apart else None,
     )
 
 
@@ -383,8 +370,3 @@ def _durations(steps: Sequence[Timeline], key: Callable[[Span], _Key]) -> dict[_
             for span in row:
                 times[key(span)].append(span.end - span.start)
     return times
-
-
-def _median_or_zero(values: Iterator[float]) -> float:
-    listed = list(values)
-    return median(listed) if listed else 0.0

@@ -107,7 +107,7 @@ class TokenBytes:
                 )
             return tuple(size(entry, name) for entry in entries)
 
-        kept = [by_stage(name) for name in _FIELDS[:3]]
+        activation, key_value, key_value_gradient = (by_stage(name) for name in _FIELDS[:3])
         logits, freed = (size(fields.get(name, 0.0), name) for name in _FIELDS[3:5])
         limit = size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
         if freed > 1:
@@ -115,7 +115,7 @@ class TokenBytes:
         stage_input = by_stage("stage_input") if "stage_input" in fields else None
         if stage_input is not None and not isinstance(fields["stage_input"], list):
             stage_input = (0.0, *stage_input[1:])
-        return cls(*kept, logits, freed, limit, stage_input)
+        return cls(activation, key_value, key_value_gradient, logits, freed, limit, stage_input)
 
     @classmethod
     def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":

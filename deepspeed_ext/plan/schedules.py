@@ -234,12 +234,14 @@ class ClosedForm(NamedTuple):
 def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedForm | None:
     """Return the bubble ratio of a schedule, if it has a closed form for this shape and these costs.
 
+    P ranks, M micro-batches, S token slices, V model chunks; all ops of a kind cost the same, transfers nothing.
     `gpipe` and `1f1b`: arXiv 2102.07988 and 2406.03488, bubble (P-1)/(MS+P-1). `interleaved`: arXiv 2104.04473 section
     2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline; `breadth-first`, arXiv
     2211.05953, has the same. `zero-bubble`: arXiv 2401.10241 section 3 for token slices, if the three parts cost the
     same.
     """
-    if not _is_uniform(costs):
+    tables = (costs.forward, costs.backward, costs.weight_gradient or costs.forward)
+    if costs.transfer != 0 or any(len({time for row in table for time in row}) > 1 for table in tables):
         return None
     warmup, units = shape.num_ranks - 1, shape.num_micro_batches * shape.num_token_slices
     if schedule in ("gpipe", "1f1b", "interleaved", "breadth-first") and shape.num_model_chunks == 1:
@@ -247,7 +249,7 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
     round_and_round = schedule in ("interleaved", "breadth-first") and shape.placement is Placement.LOOPED
     if round_and_round and units >= shape.num_ranks:
         return ClosedForm("(P-1)/(VMS+P-1)", warmup / (shape.num_model_chunks * units + warmup))
-    if schedule == "zero-bubble" and _first(costs.forward) == _first(costs.backward) == _first(costs.weight_gradient):
+    if schedule == "zero-bubble" and costs.forward == costs.backward == costs.weight_gradient:
         makespan = 2 * units + max(units + warmup, shape.num_token_slices + 2 * warmup)
         return ClosedForm("1-3MS/(2MS+max(MS+P-1,S+2(P-1)))", 1 - 3 * units / makespan)
     return None
@@ -260,15 +262,6 @@ def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
     """
     whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
     return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)
-
-
-def _is_uniform(costs: OpCosts) -> bool:
-    tables = (costs.forward, costs.backward, costs.weight_gradient or costs.forward)
-    return costs.transfer == 0 and all(len({time for row in table for time in row}) == 1 for table in tables)
-
-
-def _first(table: tuple[tuple[float, ...], ...] | None) -> float | None:
-    return table[0][0] if table else None
 
 
 EFFORT = 0.2

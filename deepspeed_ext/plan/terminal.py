@@ -29,6 +29,11 @@ def unseen(share: float) -> None:
     """Take the share that is done, and show it to nobody."""
 
 
+def part_of(progress: Progress, first: float, last: float) -> Progress:
+    """Return what takes the progress of a part of some work, between these shares of all of it."""
+    return lambda share: progress(first + (last - first) * share)
+
+
 class ProgressLine:
     """A line that is written over again, and gone at the end. Where nobody watches, nothing is written."""
 

@@ -12,7 +12,7 @@ From the op that ends last the path goes back, each time to what ended last of a
 import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
     """A result on its way to another rank."""
 
     op: Op
-    """The result, named as `dependencies.result` names it: `0F0.1` is an activation, `1BI0.1` a gradient."""
+    """The result, named as `ops.result` names it: `0F0.1` is an activation, `1BI0.1` a gradient."""
     channel: Channel
     start: float
     """When it leaves: as its op ends, or once the channel is free."""
@@ -188,92 +188,6 @@ class CopyRun(NamedTuple):
     end: float
 
 
-class Waited(NamedTuple):
-    """What a copy waited for; None for what there is not."""
-
-    op: Span | None
-    """The op behind which it was posted."""
-    before: CopyRun | None
-    """The copy before it in its direction."""
-    offload: CopyRun | None
-    """Of a copy back: the copy to the host, if it had ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyWaits:
-    """Waits of a timeline that are due to host copies."""
-
-    of_copies: Mapping[CopyRun, Waited]
-    """What each copy waited for."""
-    of_ops: Mapping[Op, Sequence[CopyRun]]
-    """The copies that an op waited for."""
-
-
-def copy_waits(timeline: Timeline) -> CopyWaits:
-    """Return the waits of a timeline that are due to host copies."""
-    of_copies: dict[CopyRun, Waited] = {}
-    of_ops: dict[Op, list[CopyRun]] = defaultdict(list)
-    by_rank: dict[int, list[TimedCopy]] = defaultdict(list)
-    for copy in timeline.host_copies:
-        by_rank[timeline.shape.rank_of(copy.stage)].append(copy)
-    for rank, copies in by_rank.items():
-        _Rank(timeline.spans[rank]).add(copies, of_copies, of_ops)
-    return CopyWaits(of_copies, of_ops)
-
-
-class _Rank:
-    """The ops of one rank, by their places."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-        self._starts, self._ends = [span.start for span in spans], [span.end for span in spans]
-        self._forwards: dict[tuple[int, int, int], int] = {}
-        self._turns: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, (op, _, _) in enumerate(spans):
-            if op.kind is OpKind.FORWARD:
-                self._forwards[op.stage, op.micro_batch, op.token_slice] = place
-            elif result(op).kind is OpKind.INPUT_GRADIENT:
-                self._turns[op.stage, op.micro_batch].append(place)
-
-    def add(
-        self, copies: Sequence[TimedCopy], of_copies: dict[CopyRun, Waited], of_ops: dict[Op, list[CopyRun]]
-    ) -> None:
-        """Add the waits of the rank."""
-        known = [copy for copy in copies if copy[1:4] in self._forwards]
-        before: CopyRun | None = None
-        offloads: dict[TimedCopy, CopyRun] = {}
-        for copy in sorted(known, key=lambda each: (each.offload_start, self._forwards[each[1:4]])):
-            place = self._forwards[copy[1:4]]
-            run = offloads[copy] = CopyRun(copy, False, copy.offload_start, copy.offload_end)
-            of_copies[run] = Waited(self._spans[place], before, None)
-            behind_drop = max(bisect_left(self._starts, copy.dropped), place + 1)
-            if behind_drop < len(self._spans):
-                of_ops[self._spans[behind_drop].op].append(run)
-            before = run
-        before = None
-        for copy in sorted(known, key=lambda each: (each.fetch_start, self._reader(each))):
-            reader = self._reader(copy)
-            posted = min(bisect_right(self._ends, copy.fetch_start), reader) - 1
-            run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
-            # Both may be posted at one place, and then nothing makes the way back wait.
-            there = offloads[copy] if offloads[copy].end <= copy.fetch_start else None
-            of_copies[run] = Waited(self._spans[posted] if posted >= 0 else None, before, there)
-            if reader < len(self._spans):
-                of_ops[self._spans[reader].op].append(run)
-            before = run
-
-    def _reader(self, copy: TimedCopy) -> int:
-        """Place of the first backward that reads what was copied; behind all ops if there is none."""
-        may_read = [
-            place
-            for place in self._turns[copy.stage, copy.micro_batch]
-            if self._spans[place].op.token_slice >= copy.token_slice
-            and (copy.content is Content.KEYS_AND_VALUES or self._spans[place].op.token_slice == copy.token_slice)
-        ]
-        behind = [place for place in may_read if self._starts[place] >= copy.fetch_end]
-        return min(behind or may_read[-1:], default=len(self._spans))
-
-
 class Reason(StrEnum):
     """Kinds of events that a step of the critical path waited for."""
 
@@ -327,9 +241,6 @@ def critical_path(timeline: Timeline) -> CriticalPath:
     """Find the chain that determines the makespan, and what may come later without harm.
 
     Where several chains end at the same time, the one that stays on its rank longest is taken.
-
-    Args:
-        timeline: simulated, or measured. Of a measured one, each op waited for what ended last before it.
     """
     return _Graph(timeline).critical_path()
 
@@ -351,28 +262,80 @@ class _Graph:
         self._timeline = timeline
         self._spans = {result(span.op): span for spans in timeline.spans for span in spans}
         self._transfers = {transfer.op: transfer for transfer in timeline.transfers}
-        self._before_on_rank: dict[Op, Span] = {}
-        for spans in timeline.spans:
-            for before, span in pairwise(spans):
-                self._before_on_rank[span.op] = before
+        self._before_on_rank = {span.op: before for spans in timeline.spans for before, span in pairwise(spans)}
         self._before_on_channel: dict[Op, Transfer] = {}
         last: dict[Channel, Transfer] = {}
         for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
             if transfer.channel in last:
                 self._before_on_channel[transfer.op] = last[transfer.channel]
             last[transfer.channel] = transfer
-        self._copies = copy_waits(timeline)
+        rank_of = timeline.shape.rank_of
+        self._waits_of_copies: dict[CopyRun, list[_Wait]] = {}
+        self._copies_read: dict[Op, list[CopyRun]] = defaultdict(list)
+        for rank, spans in enumerate(timeline.spans):
+            self._add_copies(spans, [copy for copy in timeline.host_copies if rank_of(copy.stage) == rank])
+
+    def _add_copies(self, spans: Sequence[Span], copies: Sequence[TimedCopy]) -> None:
+        """Add the waits of one rank that are due to host copies.
+
+            rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
+            to host             '[ 0.0 ]                       |
+            from host                              [ 0.1 ][ 0.0 ]*
+
+        A copy to the host waited for its forward, a copy back for the op after which it was posted; both for the one
+        before them in their direction. An op waited for the copies back that it reads, and after a drop for the copy to
+        the host. A timeline does not say where copies were posted and which op read them: the last op that had ended
+        counts, and the first backward that may read it and began after its end. Both are never earlier than the true
+        ones.
+        """
+        starts, ends = [span.start for span in spans], [span.end for span in spans]
+        forwards = {span.op[1:]: place for place, span in enumerate(spans) if span.op.kind is OpKind.FORWARD}
+        backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, (op, _, _) in enumerate(spans):
+            if result(op).kind is OpKind.INPUT_GRADIENT:
+                backwards[op.stage, op.micro_batch].append(place)
+
+        def reader(copy: TimedCopy) -> int:
+            """Place of the first backward that reads what was copied; after all ops if there is none."""
+            may_read = [
+                place
+                for place in backwards[copy.stage, copy.micro_batch]
+                if spans[place].op.token_slice >= copy.token_slice
+                and (copy.content is Content.KEYS_AND_VALUES or spans[place].op.token_slice == copy.token_slice)
+            ]
+            after = [place for place in may_read if starts[place] >= copy.fetch_end]
+            return min(after or may_read[-1:], default=len(spans))
+
+        def add(run: CopyRun, posted: int, lane: list[CopyRun], place: int) -> None:
+            """Add a copy that was posted after the op at one place, and that the op at another waited for."""
+            waits = self._waits_of_copies[run] = []
+            if posted >= 0:
+                waits.append(_Wait(ends[posted], 0.0, Reason.DATA, spans[posted]))
+            if lane:
+                waits.append(_Wait(lane[-1].end, 0.0, Reason.LANE, lane[-1]))
+            if place < len(spans):
+                self._copies_read[spans[place].op].append(run)
+            lane.append(run)
+
+        known = [copy for copy in copies if copy[1:4] in forwards]
+        to_host: list[CopyRun] = []
+        for copy in sorted(known, key=lambda each: (each.offload_start, forwards[each[1:4]])):
+            place = forwards[copy[1:4]]
+            run = CopyRun(copy, False, copy.offload_start, copy.offload_end)
+            add(run, place, to_host, max(bisect_left(starts, copy.dropped), place + 1))
+        offloads = {run.copy: run for run in to_host}
+        from_host: list[CopyRun] = []
+        for copy in sorted(known, key=lambda each: (each.fetch_start, reader(each))):
+            run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
+            add(run, min(bisect_right(ends, copy.fetch_start), reader(copy)) - 1, from_host, reader(copy))
+            # Both may be posted at one place, and then nothing makes the way back wait.
+            if (there := offloads[copy]).end <= copy.fetch_start:
+                self._waits_of_copies[run].append(_Wait(there.end, 0.0, Reason.COPY, there))
 
     def _waits(self, event: Event) -> Iterator[_Wait]:
         """Event that an event waits for; of several at the same time, the first."""
         if isinstance(event, CopyRun):
-            waited = self._copies.of_copies[event]
-            if waited.op is not None:
-                yield _Wait(waited.op.end, 0.0, Reason.DATA, waited.op)
-            if waited.before is not None:
-                yield _Wait(waited.before.end, 0.0, Reason.LANE, waited.before)
-            if waited.offload is not None:
-                yield _Wait(waited.offload.end, 0.0, Reason.COPY, waited.offload)
+            yield from self._waits_of_copies[event]
             return
         if isinstance(event, Transfer):
             producer = self._spans[event.op]
@@ -382,7 +345,7 @@ class _Graph:
             return
         if (before := self._before_on_rank.get(event.op)) is not None:
             yield _Wait(before.end, 0.0, Reason.RANK, before)
-        for copy in self._copies.of_ops.get(event.op, ()):
+        for copy in self._copies_read.get(event.op, ()):
             yield _Wait(copy.end, 0.0, Reason.COPY, copy)
         for needed in prerequisites(event.op, self._timeline.shape):
             transfer = self._transfers.get(needed)
@@ -418,7 +381,7 @@ class _Graph:
         followers: dict[Event, list[Event]] = defaultdict(list)
         missing: dict[Event, int] = {}
         events: list[Event] = [span for spans in self._timeline.spans for span in spans]
-        events += [*self._timeline.transfers, *self._copies.of_copies]
+        events += [*self._timeline.transfers, *self._waits_of_copies]
         for event in events:
             waits = list(self._waits(event))
             missing[event] = len(waits)

@@ -10,9 +10,8 @@ What an op is can be read without its label, which thin ops have no room for. Be
 it has any: copies to the host and back, and gradients summed over replicas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from deepspeed_ext.plan.draw.elements import (
@@ -182,61 +181,58 @@ _LETTER = 6.6
 """Width of a letter of a name, in pixels."""
 
 
-class Legend(NamedTuple):
-    """A legend that is laid out."""
+def legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> tuple[list[str], float]:
+    """Return the meaning of all that timelines show, on as many lines as the width needs, and the height of the lines.
 
-    body: list[str]
-    height: float
-    """Of its lines but the first."""
-
-
-class _Entry(NamedTuple):
-    """Entry of the legend for one mark."""
-
-    width: float
-    draw: Callable[[float, float], Iterator[str]]
-    """Called with the left edge and the middle."""
-
-
-def legend(
-    shape: PipelineShape,
-    kinds: Sequence[OpKind],
-    width: float,
-    y: float,
-    *,
-    reduces: bool = False,
-    copies: bool = False,
-) -> Legend:
-    """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs."""
+    `y` is the base line of the first line, which is not counted.
+    """
     body: list[str] = []
     x: float = PLOT_LEFT
     first = y
-    for entry in _entries(shape, kinds, reduces, copies):
-        if x > PLOT_LEFT and x + entry.width > width - MARGIN:
+    for entry_width, draw in _entries(timelines, shape):
+        if x > PLOT_LEFT and x + entry_width > width - MARGIN:
             x, y = PLOT_LEFT, y + _LINE
-        body += entry.draw(x, y)
-        x += entry.width + _LEGEND_GAP
-    return Legend(body, y - first)
+        body += draw(x, y)
+        x += entry_width + _LEGEND_GAP
+    return body, y - first
 
 
-def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool, copies: bool) -> Iterator[_Entry]:
+_Entry = tuple[float, Callable[[float, float], Iterator[str]]]
+"""Width of an entry of the legend, and its drawing at a left edge and a middle."""
+
+
+def _entries(timelines: Sequence[Timeline], shape: PipelineShape) -> Iterator[_Entry]:
     shown = min(shape.num_micro_batches, _MAX_MICRO_BATCHES)
     chips = [(op_colour(micro_batch, 0, 1), str(micro_batch)) for micro_batch in range(shown)]
     yield _chips("micro-batch", chips, goes_on=shown < shape.num_micro_batches)
     if shape.num_token_slices > 1:
         yield _chips("token slice", _token_slice_chips(shape), goes_on=False)
     neutral = op_colour(0, 0, 1)
-    for kind in kinds:
-        yield _swatch(KIND_NAMES[kind], partial(_op, kind, neutral))
-    if shape.num_model_chunks > 1:
-        last = shape.num_model_chunks - 1
-        yield _swatch(f"model chunk {last}", partial(_striped, neutral, last))
-    if copies:
-        for lane, fill in zip(LANES, COPY_FILLS, strict=True):
-            yield _swatch(f"copy {lane}", partial(_bar, fill))
-    if reduces:
-        yield _swatch("gradient reduction", partial(_bar, REDUCTION))
-    yield _swatch("idle", lambda x, y: iter([rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')]))
+
+    def op(kind: OpKind, x: float, y: float) -> Iterator[str]:
+        return swatch(kind, x, y, _SWATCH, _CHIP, neutral)
+
+    def lane(fill: str, x: float, y: float) -> Iterator[str]:
+        yield bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)
+
+    there = {span.op.kind for timeline in timelines for rank in timeline.spans for span in rank}
+    for kind in (kind for kind in OpKind if kind in there):
+        yield _swatch(KIND_NAMES[kind], partial(op, kind))
+    if last := shape.num_model_chunks - 1:
+        yield _swatch(
+            f"model chunk {last}",
+            lambda x, y: [
+                *op(OpKind.FORWARD, x, y),
+                *stripe(last, last + 1, x, y, _SWATCH, _CHIP),
+            ],
+        )
+    lanes = [*zip(map("copy {}".format, LANES), COPY_FILLS, strict=True)]
+    lanes = lanes if any(timeline.host_copies for timeline in timelines) else []
+    if any(timeline.reductions for timeline in timelines):
+        lanes.append(("gradient reduction", REDUCTION))
+    for name, fill in lanes:
+        yield _swatch(name, partial(lane, fill))
+    yield _swatch("idle", lambda x, y: [rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')])
 
 
 def _chips(name: str, chips: Sequence[tuple[str, str]], *, goes_on: bool) -> _Entry:
@@ -252,30 +248,17 @@ def _chips(name: str, chips: Sequence[tuple[str, str]], *, goes_on: bool) -> _En
         if goes_on:
             yield text(x + left + 26 * len(chips) + 4, y, "…", f'{SOFT} font-size="12" {MIDDLE}')
 
-    return _Entry(left + 26 * len(chips) + (16 if goes_on else 0), draw)
+    return left + 26 * len(chips) + (16 if goes_on else 0), draw
 
 
-def _swatch(name: str, mark: Callable[[float, float], Iterator[str]]) -> _Entry:
+def _swatch(name: str, mark: Callable[[float, float], Iterable[str]]) -> _Entry:
     """A mark before its name."""
 
     def draw(x: float, y: float) -> Iterator[str]:
         yield from mark(x, y - _CHIP / 2)
         yield text(x + _SWATCH + 8, y, name, f'{SOFT} font-size="12" {MIDDLE}')
 
-    return _Entry(_SWATCH + 8 + len(name) * _LETTER, draw)
-
-
-def _op(kind: OpKind, fill: str, x: float, y: float) -> Iterator[str]:
-    return swatch(kind, x, y, _SWATCH, _CHIP, fill)
-
-
-def _bar(fill: str, x: float, y: float) -> Iterator[str]:
-    yield bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)
-
-
-def _striped(fill: str, last: int, x: float, y: float) -> Iterator[str]:
-    yield from swatch(OpKind.FORWARD, x, y, _SWATCH, _CHIP, fill)
-    yield from stripe(last, last + 1, x, y, _SWATCH, _CHIP)
+    return _SWATCH + 8 + len(name) * _LETTER, draw
 
 
 def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterator[str]:
@@ -315,7 +298,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
     ]
     if timeline.reductions:
         figures.insert(2, ("reductions end", with_unit(timeline.duration, timeline.unit)))
-    explained = _legend([timeline], timeline.shape, scale.width, bottom + 62)
+    explained, height_below = legend([timeline], timeline.shape, scale.width, bottom + 62)
     body = [
         text(MARGIN, 40, title, f'{INK} font-size="19" font-weight="600"'),
         text(MARGIN, 62, " · ".join(extents(timeline.shape)), f'{SOFT} font-size="13"'),
@@ -325,9 +308,9 @@ def render_svg(timeline: Timeline, title: str) -> str:
         *axis(scale, timeline.unit, bottom),
         *rows(timeline, scale, top, height),
         *peaks(timeline, scale, top, height),
-        *explained.body,
+        *explained,
     ]
-    return document(body, scale.width, bottom + 86 + explained.height, title, _description(title, timeline))
+    return document(body, scale.width, bottom + 86 + height_below, title, _description(title, timeline))
 
 
 def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
@@ -360,11 +343,11 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
     # The one with most to explain: all micro-batches, token slices and model chunks that any of them has.
     shape = max((each.shape for each in timelines), key=lambda each: (each.num_token_slices, each.num_model_chunks))
     body += axis(scale, units.pop(), bottom)
-    explained = _legend(timelines, shape, scale.width, bottom + 62)
-    body += explained.body
+    explained, height_below = legend(timelines, shape, scale.width, bottom + 62)
+    body += explained
     name = " / ".join(title for title, _ in panels)
     description = " ".join(_description(title, timeline) for title, timeline in panels)
-    return document(body, scale.width, bottom + 86 + explained.height, name, description)
+    return document(body, scale.width, bottom + 86 + height_below, name, description)
 
 
 def _width(timelines: Sequence[Timeline]) -> float:
@@ -380,19 +363,6 @@ def _width(timelines: Sequence[Timeline]) -> float:
     wanted = [margins + ops * pixels for pixels in (_LABELLED * label + 5, _THIN)]
     fitting = [width for width in wanted if width <= _WIDEST]
     return float(round(max(fitting[0] if fitting else _WIDEST, _WIDTH)))
-
-
-def _legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> Legend:
-    """The meaning of all that the timelines show."""
-    reduces = any(timeline.reductions for timeline in timelines)
-    copies = any(timeline.host_copies for timeline in timelines)
-    return legend(shape, _kinds(timelines), width, y, reduces=reduces, copies=copies)
-
-
-def _kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
-    """The kinds of ops to explain, in their usual order."""
-    there = {span.op.kind for timeline in timelines for rank in timeline.spans for span in rank}
-    return [kind for kind in OpKind if kind in there]
 
 
 def _saving(timeline: Timeline, reference: float, scale: Scale, top: float, bottom: float) -> Iterator[str]:

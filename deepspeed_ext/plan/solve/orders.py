@@ -52,7 +52,7 @@ from deepspeed_ext.plan.solve.problem import (
     keeps_limit,
     replay,
 )
-from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.plan.terminal import Progress, part_of, unseen
 
 __all__ = ["OptimisedSchedule", "optimise"]
 
@@ -97,7 +97,7 @@ class OptimisedSchedule:
         return fixed(self.orders)
 
 
-MOST_OPS = 2**18
+MOST_SEARCHED_OPS = 2**18
 """Ops on all ranks for which an order is looked for: minutes."""
 
 
@@ -124,7 +124,7 @@ def optimise(
         effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
             better.
     """
-    check_num_ops(shape, MOST_OPS)
+    check_num_ops(shape, MOST_SEARCHED_OPS)
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
     problem = SchedulingProblem.of(shape, costs, memory_limit, lengths)
@@ -178,10 +178,8 @@ def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Pr
     num_schedules = max(int(effort * SCHEDULED_OPS / problem.num_ops), FEWEST_SCHEDULES)
     num_rules = int(BY_RULES * num_schedules)
     num_nudges = num_schedules - num_rules
-    rule = search_rules(problem, num_rules, seed, progress=lambda share: progress(TILL_RULES * share))[0]
-    makespan, rows = _nudged(
-        problem, rule, num_nudges, seed, lambda share: progress(TILL_RULES + (TILL_NUDGES - TILL_RULES) * share)
-    )
+    rule = search_rules(problem, num_rules, seed, progress=part_of(progress, 0.0, TILL_RULES))[0]
+    makespan, rows = _nudged(problem, rule, num_nudges, seed, part_of(progress, TILL_RULES, TILL_NUDGES))
     orders = NumberedOrders.of(list(rows))
     return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
 
@@ -203,14 +201,9 @@ def _nudged(
         kind, stage = random.integers(3), random.integers(problem.shape.num_stages)
         first = random.integers(problem.num_units)
         stretch = slice(first, first + random.integers(1, problem.shape.num_token_slices + 1))
+        changes = (kind, stage), (kind, stage, stretch), (kind, slice(None), stretch)
         nudged = priorities.copy()
-        nudged[
-            (
-                (kind, stage),
-                (kind, stage, stretch),
-                (kind, slice(None), stretch),
-            )[random.integers(3)]
-        ] += step
+        nudged[changes[random.integers(3)]] += step
         length, changed = list_schedule(problem, nudged, patience)
         if length <= makespan:
             makespan, rows, priorities = length, changed, nudged

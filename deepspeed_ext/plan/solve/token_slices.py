@@ -16,7 +16,7 @@ is the clock of a search, since results must not depend on time.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of, o
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, list_schedule
 from deepspeed_ext.plan.solve.orders import search_rules
 from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, peaks, replay
-from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.plan.terminal import Progress, part_of, unseen
 
 PANEL = 4
 """Rules that judge a cut: an optimised schedule is as good as the best of them, or a little better."""
@@ -60,129 +60,95 @@ class CutEvaluation(Protocol):
         ...
 
 
-class _Cuts:
-    """Makes the problem of one cut from that of another."""
+class _Evaluation:
+    """Makes the problem of one cut from that of another; see `solve_token_slices` for the arguments."""
 
     def __init__(
         self,
-        shape: PipelineShape,
-        token_slice_costs: TokenSliceCosts,
-        memory_limit: float | None,
-        transfer: float | TransferCosts,
-    ) -> None:
-        self.token_slice_costs = token_slice_costs
-        even = TokenSlices((1,) * shape.num_token_slices)
-        self._even = SchedulingProblem.of(shape, op_costs(shape, even, token_slice_costs, transfer), memory_limit)
-
-    def problem(self, cut: TokenSlices) -> SchedulingProblem:
-        """With the times and the memory of a cut."""
-        shape, tables = self._even.shape, self._even.tables
-        shares = np.array(cut.lengths) / cut.seq_length
-        return replace(
-            self._even,
-            lengths=tuple(shares.tolist()),
-            tables=tables._replace(
-                times=np.ascontiguousarray(self.token_slice_costs(range(shape.num_stages), *bounds_of(cut))),
-                activation=shares / shape.num_model_chunks,
-                sending=tables.sending * (shares * shape.num_token_slices),
-            ),
-        )
-
-
-class FixedSchedule:
-    """Judges cuts by one schedule, whose order does not depend on them."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
         shape: PipelineShape,
         token_slice_costs: TokenSliceCosts,
         *,
         memory_limit: float | None = None,
         transfer: float | TransferCosts = 0.0,
     ) -> None:
-        """See `solve_token_slices` for the arguments."""
         self.num_ops = 0
-        self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
-        even = TokenSlices((1,) * shape.num_token_slices)
-        problem = self._cuts.problem(even)
+        self._token_slice_costs = token_slice_costs
+        self._equal = TokenSlices((1,) * shape.num_token_slices)
+        costs = op_costs(shape, self._equal, token_slice_costs, transfer)
+        self._problem = SchedulingProblem.of(shape, costs, memory_limit)
+
+    def problem(self, cut: TokenSlices) -> SchedulingProblem:
+        """Return the problem with the times and the memory of a cut."""
+        shape, tables = self._problem.shape, self._problem.tables
+        shares = np.array(cut.lengths) / cut.seq_length
+        return replace(
+            self._problem,
+            lengths=tuple(shares.tolist()),
+            tables=tables._replace(
+                times=np.ascontiguousarray(self._token_slice_costs(range(shape.num_stages), *bounds_of(cut))),
+                activation=shares / shape.num_model_chunks,
+                sending=tables.sending * (shares * shape.num_token_slices),
+            ),
+        )
+
+    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
+        """See `CutEvaluation`."""
+        self._token_slice_costs = token_slice_costs
+
+
+class FixedSchedule(_Evaluation):
+    """Judges cuts by one schedule, whose order does not depend on them."""
+
+    def __init__(
+        self, schedule: Schedule, shape: PipelineShape, token_slice_costs: TokenSliceCosts, **more: Any
+    ) -> None:
+        super().__init__(shape, token_slice_costs, **more)
+        problem = self.problem(self._equal)
         self._orders = NumberedOrders.of(problem.numbered(rank_orders(schedule, shape)))
         if replay(problem, self._orders) == inf:
             raise PlanError("the schedule deadlocks, whatever the token slices: simulate it to see which ops wait")
 
     def __call__(self, cut: TokenSlices) -> float:
         """See `CutEvaluation`."""
-        problem = self._cuts.problem(cut)
+        problem = self.problem(cut)
         self.num_ops += int(self._orders.lengths.sum())
         over = float(peaks(problem, self._orders).max()) - problem.memory_limit
         makespan = replay(problem, self._orders)
         # Not infinite, so that a search finds its way down to the limit.
         return makespan if over <= 1e-9 else makespan * (100 + over)
 
-    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """See `CutEvaluation`."""
-        self._cuts.token_slice_costs = token_slice_costs
-
     def adapt(self, cut: TokenSlices) -> None:
         """There is one order only."""
 
 
-class OptimisedOrders:
+class OptimisedOrders(_Evaluation):
     """Judges cuts by the orders that a few good rules give; `adapt` finds other rules."""
 
-    def __init__(
-        self,
-        shape: PipelineShape,
-        token_slice_costs: TokenSliceCosts,
-        *,
-        memory_limit: float | None = None,
-        transfer: float | TransferCosts = 0.0,
-        seed: int = 0,
-    ) -> None:
-        """See `solve_token_slices` for the arguments."""
-        self.num_ops = 0
-        self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
-        self._rules: Sequence[PriorityRule] = ()
-        self._seed = seed
+    _rules: Sequence[PriorityRule] = ()
 
     def __call__(self, cut: TokenSlices) -> float:
         """See `CutEvaluation`."""
-        problem = self._cuts.problem(cut)
+        problem = self.problem(cut)
         priorities = Priorities(problem)
         if not self._rules:
             self.adapt(cut)
         self.num_ops += problem.num_ops * len(self._rules) * LIST_SCHEDULE_PER_REPLAY
         return min(list_schedule(problem, priorities.of(rule), priorities.patience(rule))[0] for rule in self._rules)
 
-    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """See `CutEvaluation`."""
-        self._cuts.token_slice_costs = token_slice_costs
-
     def adapt(self, cut: TokenSlices) -> None:
         """See `CutEvaluation`."""
-        problem = self._cuts.problem(cut)
+        problem = self.problem(cut)
         num_rules = max(min(RULES_PER_ROUND, int(OPS_PER_ROUND / problem.num_ops)), FEWEST_RULES)
         self.num_ops += problem.num_ops * num_rules * LIST_SCHEDULE_PER_REPLAY
-        self._rules = search_rules(problem, num_rules, self._seed, self._rules)[:PANEL]
+        self._rules = search_rules(problem, num_rules, seed=0, known=self._rules)[:PANEL]
 
 
-def evaluation_of(
-    schedule: Schedule | None,
-    shape: PipelineShape,
-    token_slice_costs: TokenSliceCosts,
-    *,
-    memory_limit: float | None,
-    transfer: float | TransferCosts,
+def _evaluation(
+    schedule: Schedule | None, shape: PipelineShape, token_slice_costs: TokenSliceCosts, **more: Any
 ) -> CutEvaluation:
-    """Return what cuts for a schedule are judged by.
-
-    Args:
-        schedule: that will run; None for the one that `optimise` makes.
-        memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
-    """
     if schedule is None:
-        return OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
-    return FixedSchedule(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+        return OptimisedOrders(shape, token_slice_costs, **more)
+    return FixedSchedule(schedule, shape, token_slice_costs, **more)
 
 
 PLAYED_OPS = 25e6
@@ -218,22 +184,17 @@ def solve_token_slices(
 ) -> SolvedTokenSlices:
     """Find the cut with the shortest step.
 
-    The result depends on the arguments alone, not on the clock.
-
     Args:
-        shape: of the pipeline, with the number of token slices wanted.
-        token_slice_costs: times of token slices on each stage.
         schedule: that will run; None for one that `optimise` makes for this cut.
         memory_limit: activations of one micro-batch on one rank that a rank may hold; None for no limit.
         granularity: token slices are multiples of this, as kernels that work in tiles like it.
         min_length: tokens that each token slice has at least, so that kernels stay efficient.
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about a second of one core.
-        progress: is told how much of the search is done, at most.
     """
     grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
-    evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    evaluation = _evaluation(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
     rounds = 1 if schedule else ROUNDS
     solved = search_cuts(grid, shape.num_token_slices, evaluation, effort, rounds=rounds, progress=progress)
     if schedule is not None and memory_limit is not None:
@@ -253,10 +214,8 @@ def search_cuts(
     """Search the cuts of a grid for the one with the shortest step.
 
     Args:
-        grid: where token slices may begin and end.
         effort: time to take, in about a second of one core.
         rounds: times that the evaluation is adapted to the cut.
-        progress: is told how much of the search is done, at most.
     """
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
@@ -266,11 +225,8 @@ def search_cuts(
         if turn:
             evaluation.adapt(cut)
             makespan = evaluation(cut)
-
-        def of_all(share: float, turn: int = turn) -> None:
-            progress((turn + share) / rounds)
-
-        makespan, cut = _moved(grid, makespan, cut, evaluation, int(effort * PLAYED_OPS / rounds), of_all)
+        part = part_of(progress, turn / rounds, (turn + 1) / rounds)
+        makespan, cut = _moved(grid, makespan, cut, evaluation, int(effort * PLAYED_OPS / rounds), part)
     return SolvedTokenSlices(cut, makespan)
 
 
@@ -311,12 +267,7 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, memory_limit: float) -> None:
-    """See that a schedule keeps the memory limit with a cut.
-
-    Args:
-        cut: lengths of the token slices.
-        memory_limit: activations of one micro-batch that a rank may hold.
-    """
+    """See that a schedule keeps the memory limit, in activations of one micro-batch, with a cut."""
     peak = max(CompiledOrders.of_schedule(schedule, shape).peak_activation(cut.lengths))
     if peak > memory_limit + 1e-9:
         raise PlanError(
@@ -360,26 +311,19 @@ def solve_stages(
     """Find layers per stage and token slices with a short step.
 
     Args:
-        num_layers: of the model, at least one for each stage.
-        schedule: that will run; None for one that `optimise` makes.
-        memory_limit: as for `solve_token_slices`; activations count as if stages were even.
-        min_length: tokens that each token slice has at least.
-        transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
+        memory_limit: as the others, as for `solve_token_slices`; activations count as if stages were even.
         effort: time to take, in about three seconds of one core.
-        progress: is told how much of the search is done, at most.
     """
     grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
     even = StagePartition.uniform(num_layers, shape.num_stages)
     layers = _level([len(even.layers(stage)) for stage in range(shape.num_stages)], shape, costs_of_layers, seq_length)
     token_slice_costs = costs_of_layers(layers)
-    evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    evaluation = _evaluation(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
 
     def searched(turn: int) -> SolvedTokenSlices:
-        def of_all(share: float) -> None:
-            progress((turn + share) / (STAGE_ROUNDS + 1))
-
-        return search_cuts(grid, shape.num_token_slices, evaluation, effort, progress=of_all)
+        part = part_of(progress, turn / (STAGE_ROUNDS + 1), (turn + 1) / (STAGE_ROUNDS + 1))
+        return search_cuts(grid, shape.num_token_slices, evaluation, effort, progress=part)
 
     solved = searched(0)
     for turn in range(1, STAGE_ROUNDS + 1):
@@ -402,6 +346,10 @@ def _loads(layers: Sequence[int], shape: PipelineShape, costs_of_layers: CostsOf
     return [float(time) for time in times.sum(axis=(0, 2))]
 
 
+def _moved_layer(layers: Sequence[int], source: int, target: int) -> list[int]:
+    return [count - (stage == source) + (stage == target) for stage, count in enumerate(layers)]
+
+
 def _level(layers: list[int], shape: PipelineShape, costs_of_layers: CostsOfLayers, seq_length: int) -> list[int]:
     """Move layers from the rank with the most work to the one with the least, while that makes the most less."""
 
@@ -416,9 +364,7 @@ def _level(layers: list[int], shape: PipelineShape, costs_of_layers: CostsOfLaye
         target = min(shape.stages_of(light), key=layers.__getitem__)
         if layers[source] == 1 or heavy == light:
             return layers
-        changed = list(layers)
-        changed[source] -= 1
-        changed[target] += 1
+        changed = _moved_layer(layers, source, target)
         loads = _loads(changed, shape, costs_of_layers, seq_length)
         if sorted(by_rank(loads), reverse=True) >= sorted(work, reverse=True):
             return layers
@@ -444,9 +390,7 @@ def _moved_layers(
             for target in by_load[:MOST_SOURCES]:
                 if source == target or layers[source] == 1:
                     continue
-                changed = list(layers)
-                changed[source] -= 1
-                changed[target] += 1
+                changed = _moved_layer(layers, source, target)
                 evaluation.change_costs(costs_of_layers(changed))
                 judged = evaluation(cut)
                 if judged < makespan:
