@@ -1,29 +1,16 @@
+"""Cuts of sequences into token slices, and the parts of them that sequence-parallel ranks have."""
+
 from fractions import Fraction
 from itertools import pairwise
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.slicing import TokenSlices, parts_of_all_ranks, parts_of_rank
 from tests.strategies import cuts
 
 lengths = st.integers(1, 5000)
 weights = st.integers(0, 1000)
-
-
-def test_uniform_gives_the_tokens_left_over_to_the_first():
-    assert TokenSlices.uniform(10, 4).lengths == (3, 3, 2, 2)
-
-
-@given(st.data(), lengths)
-def test_uniform_cuts_cover_the_sequence_evenly(data, seq_length):
-    num_token_slices = data.draw(st.integers(1, min(seq_length, 64)))
-    cut = TokenSlices.uniform(seq_length, num_token_slices)
-    assert len(cut) == num_token_slices
-    assert cut.seq_length == seq_length
-    assert max(cut.lengths) - min(cut.lengths) <= 1
 
 
 @given(cuts())
@@ -44,15 +31,6 @@ def test_balanced_by_hand():
     # Attention alone: the first e of 100 tokens cost e^2, so the cuts lie at 100 * sqrt(j / 4).
     assert TokenSlices.balanced(100, 4, linear_cost=0, attention_cost=1).lengths == (50, 21, 16, 13)
     assert TokenSlices.balanced(100, 4, linear_cost=1, attention_cost=0).lengths == (25, 25, 25, 25)
-
-
-@given(st.data(), lengths, weights, weights)
-def test_balanced_cuts_cover_the_sequence_with_tokens_everywhere(data, seq_length, linear_cost, attention_cost):
-    assume(linear_cost + attention_cost > 0)
-    num_token_slices = data.draw(st.integers(1, min(seq_length, 64)))
-    cut = TokenSlices.balanced(seq_length, num_token_slices, linear_cost=linear_cost, attention_cost=attention_cost)
-    assert len(cut) == num_token_slices
-    assert cut.seq_length == seq_length
 
 
 @given(st.integers(1, 12), st.integers(200, 5000), weights, weights)
@@ -86,39 +64,22 @@ def test_equal_costs_may_have_a_bend():
     assert cut.lengths == (100, 100, 400, 400)
 
 
-def test_balanced_token_slices_shrink_along_the_sequence():
-    cut = TokenSlices.balanced(2048, 8, linear_cost=1000, attention_cost=1)
-    assert list(cut.lengths) == sorted(cut.lengths, reverse=True)
+@given(cut=cuts(max_length=8), num_ranks=st.integers(1, 5))
+def test_parts_tile_every_token_slice_in_the_order_of_ranks(cut: TokenSlices, num_ranks: int) -> None:
+    cut = TokenSlices(tuple(length * num_ranks for length in cut.lengths))
+    of_ranks = [parts_of_rank(cut, rank, num_ranks) for rank in range(num_ranks)]
+    joined = [part for parts in zip(*(parts.bounds() for parts in of_ranks), strict=True) for part in parts]
+    assert joined == list(parts_of_all_ranks(cut, num_ranks).bounds())
+    for parts in of_ranks:
+        assert len(parts) == len(cut)
+        assert parts.seq_length == cut.seq_length
+        assert [end - start for start, end in parts.bounds()] == list(parts.lengths)
+        assert [start for start, _ in parts.bounds()] == [parts.prefix_len(index) for index in range(len(cut))]
 
 
-def test_covering_accepts_its_own_length_alone():
-    cut = TokenSlices.parse("704,688,656")
-    assert cut.covering(2048) is cut
-    with pytest.raises(PlanError, match=r"sum to 2048, but the sequence has 2000 tokens: change one of them by -48"):
-        cut.covering(2000)
-
-
-@pytest.mark.parametrize("text", ["", "1,,2", "a", "1.5", "704;688"])
-def test_text_that_is_no_list_of_numbers(text):
-    with pytest.raises(PlanError, match="are not whole numbers with commas between them"):
-        TokenSlices.parse(text)
-
-
-@pytest.mark.parametrize("bad", [(), (0,), (4, -1)])
-def test_every_token_slice_has_tokens(bad):
-    with pytest.raises(PlanError, match="each of at least one token"):
-        TokenSlices(bad)
-
-
-@pytest.mark.parametrize("num_token_slices", [0, -1, 5])
-def test_there_are_no_more_token_slices_than_tokens(num_token_slices):
-    with pytest.raises(PlanError, match="give between 1 and 4 token slices"):
-        TokenSlices.uniform(4, num_token_slices)
-    with pytest.raises(PlanError, match="give between 1 and 4 token slices"):
-        TokenSlices.balanced(4, num_token_slices, linear_cost=1, attention_cost=1)
-
-
-@pytest.mark.parametrize("linear_cost, attention_cost", [(-1, 1), (1, -1), (0, 0)])
-def test_costs_of_a_token_are_positive(linear_cost, attention_cost):
-    with pytest.raises(PlanError, match="must be positive"):
-        TokenSlices.balanced(8, 2, linear_cost=linear_cost, attention_cost=attention_cost)
+def test_parts_know_whose_they_are() -> None:
+    cut = TokenSlices((8, 4))
+    parts = [parts_of_rank(cut, rank, 2) for rank in range(2)]
+    assert parts[0] != parts[1] != cut
+    assert str(parts[0]) == "4,2"
+    assert parts[0].covering(12) is parts[0]

@@ -1,18 +1,24 @@
+"""Timelines and their critical path."""
+
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.programs.host_copies import HostCopy, HostCopyPlan
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.schedules import gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.timeline import Span, Timeline, executed_order
-from tests.strategies import costs_with_links, orders_of_pipelines
+from deepspeed_ext.plan.timeline import Reason, Span, Timeline, critical_path, executed_order
+from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
 
-def timeline_of(*ranks: str, unit: str = "") -> Timeline:
+def one_micro_batch(*ranks: str, unit: str = "") -> Timeline:
     """Build a timeline of one micro-batch from words such as `0F0.0:1-2`."""
 
     def span(word: str) -> Span:
@@ -25,7 +31,7 @@ def timeline_of(*ranks: str, unit: str = "") -> Timeline:
 
 def test_figures_by_hand():
     # A measured timeline does not start at 0.
-    timeline = timeline_of("0F0.0:10-12 0F0.1:12-13 0B0.1:16-18 0B0.0:18-20", "1F0.0:12-14 1B0.0:14-18")
+    timeline = one_micro_batch("0F0.0:10-12 0F0.1:12-13 0B0.1:16-18 0B0.0:18-20", "1F0.0:12-14 1B0.0:14-18")
     assert (timeline.start, timeline.end, timeline.makespan) == (10.0, 20.0, 10.0)
     assert timeline.busy == (7.0, 6.0)
     assert timeline.bubble_ratio == pytest.approx(7 / 20)
@@ -33,13 +39,13 @@ def test_figures_by_hand():
 
 
 def test_ops_that_take_no_time_leave_no_bubble():
-    assert timeline_of("0F0.0:1-1").bubble_ratio == 0.0
+    assert one_micro_batch("0F0.0:1-1").bubble_ratio == 0.0
 
 
 def test_a_token_slice_is_live_until_its_weight_gradients_are_done():
-    late = timeline_of("0F0.1:0-1 0BI0.1:1-2 0F0.0:2-3 0BI0.0:3-4 0BW0.1:4-5 0BW0.0:5-6")
+    late = one_micro_batch("0F0.1:0-1 0BI0.1:1-2 0F0.0:2-3 0BI0.0:3-4 0BW0.1:4-5 0BW0.0:5-6")
     assert late.peak_live_token_slices == (2,)
-    early = timeline_of("0F0.1:0-1 0BI0.1:1-2 0BW0.1:2-3 0F0.0:3-4 0B0.0:4-6")
+    early = one_micro_batch("0F0.1:0-1 0BI0.1:1-2 0BW0.1:2-3 0F0.0:3-4 0B0.0:4-6")
     assert early.peak_live_token_slices == (1,)
 
 
@@ -53,44 +59,164 @@ def test_json_reads_back(orders_and_shape, data):
     assert executed_order(timeline) == orders
 
 
-GOOD = json.loads(timeline_of("0F0.0:0-1", unit="s").to_json())
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        [],
-        {},
-        {**GOOD, "num_stages": 0},
-        {**GOOD, "num_stages": 2},
-        {**GOOD, "spans": []},
-        {**GOOD, "spans": [[]]},
-        {**GOOD, "spans": [[["F0.0", 0, 1]]]},
-        {**GOOD, "spans": [[["0F0.0", 0]]]},
-        {**GOOD, "spans": [[["0F0.0", 0, "later"]]]},
-        {**GOOD, "spans": [[["0F0.0", 1, 0]]]},
-        {**GOOD, "spans": [[["0F0.0", 0, float("nan")]]]},
-        {**GOOD, "spans": [[["1F0.0", 0, 1]]]},
-        {**GOOD, "spans": [[["0F0.2", 0, 1]]]},
-        {**GOOD, "spans": [[[5, 0, 1]]]},
-        {**GOOD, "spans": [[["0F0.0", 0, 10**400]]]},
-        {**GOOD, "transfers": [5]},
-        {**GOOD, "reductions": [["a", 0, 0, 1]]},
-        {**GOOD, "unit": "\ud800"},
-        {**GOOD, "spans": [[["0F1.0", 0, 1]]]},
-    ],
-)
-def test_anything_else_is_no_timeline(fields):
-    with pytest.raises(PlanError, match="timeline"):
-        Timeline.from_json(json.dumps(fields))
-
-
 def test_files_written_before_there_were_model_chunks_or_transfers_still_read():
     old = {"num_stages": 1, "num_micro_batches": 1, "num_token_slices": 1, "unit": "s", "spans": [[["0F0.0", 0, 1]]]}
     timeline = Timeline.from_json(json.dumps(old))
     assert (timeline.shape, timeline.transfers) == (PipelineShape(1, 1, 1), ())
 
 
-def test_text_that_is_not_json():
-    with pytest.raises(PlanError, match="a timeline is not JSON"):
-        Timeline.from_json("spans")
+TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
+
+
+def steps(timeline: Timeline) -> list[tuple[str, str, float, float]]:
+    return [(str(event.op), reason.value, event.start, event.end) for event, reason, _ in critical_path(timeline).steps]
+
+
+def test_by_hand():
+    costs = OpCosts(forward=((1.0, 2.0), (3.0, 1.0)), backward=((2.0, 1.0), (4.0, 2.0)), transfer=0.5)
+    timeline = simulate(rank_orders(gpipe, TWO_BY_TWO), TWO_BY_TWO, costs)
+    assert steps(timeline) == [
+        ("0F0.0", "start", 0.0, 1.0),
+        ("0F0.0", "data", 1.0, 1.5),
+        ("1F0.0", "transfer", 1.5, 4.5),
+        ("1F0.1", "rank", 4.5, 5.5),
+        ("1B0.1", "rank", 5.5, 7.5),
+        ("1B0.0", "rank", 7.5, 11.5),
+        ("1BI0.0", "data", 11.5, 12.0),
+        ("0B0.0", "transfer", 12.0, 14.0),
+    ]
+    path = critical_path(timeline)
+    assert [str(op) for op in path.ops] == ["0F0.0", "1F0.0", "1F0.1", "1B0.1", "1B0.0", "0B0.0"]
+    # 0F0.1 must be there at 4.5 and is at 3.5; 0B0.1 must end before 12.0 and does at 9.0.
+    slack = {str(op): slack for op, slack in path.slack.items()}
+    on_path = dict.fromkeys(map(str, path.ops), 0.0)
+    assert slack == {**on_path, "0F0.1": 1.0, "0B0.1": 3.0}
+
+
+def test_a_message_that_waited_for_its_channel():
+    shape = PipelineShape(2, 1, 2)
+    links = TransferCosts(latency=(0.5,), bandwidth=(2.0,), message_bytes=(6.0, 2.0))
+    orders = [[Op.parse(text) for text in (f"{stage}F0.0", f"{stage}F0.1")] for stage in (0, 1)]
+    timeline = simulate(orders, shape, OpCosts.uniform(shape, forward=0.125, transfer=links))
+    assert steps(timeline) == [
+        ("0F0.0", "start", 0.0, 0.125),
+        ("0F0.0", "data", 0.125, 3.625),
+        ("0F0.1", "channel", 3.125, 4.625),  # half a latency of the first and its own are under way together
+        ("1F0.1", "transfer", 4.625, 4.75),
+    ]
+
+
+def test_slack_of_an_op_whose_message_holds_up_the_next():
+    shape = PipelineShape(2, 1, 3)
+    links = TransferCosts(latency=(0.5,), bandwidth=(1.0,), message_bytes=(3.0, 3.0, 1.0))
+    orders = [[Op.parse(f"{stage}F0.{number}") for number in range(3)] for stage in (0, 1)]
+    costs = OpCosts(((1.0, 1.0, 1.0), (10.0, 0.0, 1.0)), ((0.0,) * 3,) * 2, transfer=links)
+    timeline = simulate(orders, shape, costs)
+    slack = critical_path(timeline).slack
+    # 1F0.1 and 1F0.2 may start at 14.5. The last message takes 1.5, so the one before must have left by 13, earlier
+    # than for its own reader; it takes 3 to leave, and is ready at 2.
+    assert slack[Op.parse("0F0.1")] == 8.0
+    later = replace(costs, forward=((1.0, 9.0, 0.0), costs.forward[1]))
+    assert simulate(orders, shape, later).makespan == timeline.makespan
+    later = replace(costs, forward=((1.0, 9.25, 0.0), costs.forward[1]))
+    assert simulate(orders, shape, later).makespan == timeline.makespan + 0.25
+
+
+def test_results_whose_transfer_took_no_time_are_data():
+    timeline = simulate(rank_orders(one_f_one_b, TWO_BY_TWO), TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
+    assert {reason for _, reason, _ in critical_path(timeline).steps} == {Reason.START, Reason.DATA, Reason.RANK}
+
+
+def test_of_a_measured_timeline_the_path_counts_what_nobody_accounts_for():
+    spans = ((Span(Op.parse("0F0"), 5.0, 6.0),), (Span(Op.parse("1F0"), 6.25, 7.0),))
+    path = critical_path(Timeline(PipelineShape(2, 1), spans, "s"))
+    assert [(step.reason, step.idle) for step in path.steps] == [(Reason.START, 0.0), (Reason.DATA, 0.25)]
+
+
+def test_weight_gradients_at_the_end_have_slack_elsewhere():
+    shape = PipelineShape(4, 4)
+    timeline = simulate(rank_orders(zero_bubble, shape), shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    path = critical_path(timeline)
+    assert path.steps[-1].event.end == timeline.makespan
+    assert path.slack[Op.parse("3F0.0")] == 0.0
+    assert path.slack[Op.parse("0F3.0")] > 0.0
+
+
+@given(orders_of_pipelines(), st.data())
+def test_the_path_takes_the_makespan_and_has_no_gap(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    timeline = simulate(orders, shape, data.draw(costs_with_links(shape)))
+    path = critical_path(timeline)
+    assert path.steps[0].reason is Reason.START and path.steps[0].event.start == timeline.start
+    assert path.steps[-1].event.end == timeline.end
+    for before, after in pairwise(path.steps):
+        # On a channel the next one leaves while the latency of the one before still runs.
+        ends = before.event.sent if after.reason is Reason.CHANNEL else before.event.end
+        assert after.event.start == ends and after.idle == 0.0
+    assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * timeline.makespan) for op in path.ops)
+
+
+def test_a_copy_that_comes_back_late_is_on_the_path():
+    shape = PipelineShape(1, 1, 2)
+    orders = [[Op.parse(text) for text in ("0F0.0", "0F0.1", "0B0.1", "0B0.0")]]
+    costs = OpCosts.uniform(shape, backward=2.0)
+    copy = HostCopy(Content.INPUT, 0, 0, 0, size=8.0, offload=1, drop=2, fetch=2, reader=3)
+    timeline = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=8.0, from_host=2.0))
+    # To the host from 1 to 2; back from 2 to 6, beside the backward of token slice 1, which could take until then.
+    path = critical_path(timeline)
+    assert [(step.reason, step.event.start, step.event.end) for step in path.steps] == [
+        (Reason.START, 0.0, 1.0),
+        (Reason.RANK, 1.0, 2.0),
+        (Reason.DATA, 2.0, 6.0),
+        (Reason.COPY, 6.0, 8.0),
+    ]
+    assert path.slack == {
+        Op.parse("0F0.0"): 0.0,
+        Op.parse("0F0.1"): 0.0,
+        Op.parse("0B0.1"): 2.0,
+        Op.parse("0B0.0"): 0.0,
+    }
+    # A drop waits for the end of the copy to the host, and the next op behind it.
+    held = simulate(orders, shape, costs, HostCopyPlan(((copy,),), to_host=1.0, from_host=8.0))
+    assert [step.reason for step in critical_path(held).steps] == [Reason.START, Reason.DATA, Reason.COPY, Reason.RANK]
+    assert held.makespan == 1 + 8 + 2 + 2
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_with_host_copies_the_path_has_no_gap(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    costs, copied = data.draw(costs_with_links(shape)), data.draw(host_copy_settings(shape))
+    planned = HostCopyPlan.of(simulate(orders, shape, costs).spans.__getitem__, shape, copied)
+    # As planned, or slower, so that ranks wait.
+    slower = data.draw(st.sampled_from([1.0, 7.0]))
+    timeline = simulate(
+        orders, shape, costs, replace(planned, to_host=planned.to_host / slower, from_host=planned.from_host / slower)
+    )
+    path = critical_path(timeline)
+    assert path.steps[0].reason is Reason.START and path.steps[-1].event.end == timeline.end
+    for before, after in pairwise(path.steps):
+        ends = before.event.sent if after.reason is Reason.CHANNEL else before.event.end
+        assert after.event.start == ends and after.idle == 0.0
+    assert all(path.slack[op] == pytest.approx(0.0, abs=1e-6 * (1 + timeline.makespan)) for op in path.ops)
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_an_op_may_be_longer_by_its_slack_and_no_more(orders_and_shape, data):
+    # Costs are by token slice, so one micro-batch of one token slice lets one op be made longer alone.
+    orders, shape = orders_and_shape
+    shape = replace(shape, num_micro_batches=1)
+    orders = [[op for op in order if op.micro_batch == 0] for order in orders]
+    costs = data.draw(costs_with_links(shape))
+    timeline = simulate(orders, shape, costs)
+    slack = critical_path(timeline).slack
+    op = data.draw(st.sampled_from([op for order in orders for op in order]))
+    table = {"F": "forward", "B": "backward", "BI": "backward", "BW": "weight_gradient"}[op.kind]
+
+    def makespan_with(more: float) -> float:
+        rows = [list(row) for row in getattr(costs, table)]
+        rows[op.stage][op.token_slice] += more
+        return simulate(orders, shape, replace(costs, **{table: tuple(map(tuple, rows))})).makespan
+
+    tolerance = 1e-9 * (1 + timeline.makespan)
+    assert makespan_with(slack[op]) <= timeline.makespan + tolerance
+    assert makespan_with(slack[op] + 1.0) >= timeline.makespan + 1.0 - tolerance

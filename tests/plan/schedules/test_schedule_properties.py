@@ -3,14 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement, parts, prerequisites, result
+from deepspeed_ext.plan.ops import Op, OpKind, parts, prerequisites, result
 from deepspeed_ext.plan.schedules import (
-    SCHEDULES,
     fixed,
     forward_order,
     interleaved,
@@ -123,17 +120,6 @@ def test_one_token_slice_gives_the_classic_1f1b(shape):
         kinds = "".join(op.kind.value for op in order)
         warmup = min(shape.num_stages - rank - 1, shape.num_micro_batches)
         assert kinds == "F" * warmup + "FB" * (shape.num_micro_batches - warmup) + "B" * warmup
-
-
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(WITH_MODEL_CHUNKS)))
-def test_schedules_of_one_stage_a_rank_refuse_model_chunks(name):
-    with pytest.raises(PlanError, match=rf"schedule '{name}' has one stage on each pipeline rank, and there are 2 "):
-        rank_orders(schedule_named(name), PipelineShape(4, 2, 2, num_model_chunks=2))
-
-
-def test_interleaved_refuses_the_v():
-    with pytest.raises(PlanError, match="'interleaved' goes round and round, and the placement is 'v'"):
-        rank_orders(interleaved, PipelineShape(4, 2, 2, 2, Placement.V))
 
 
 @given(shapes())

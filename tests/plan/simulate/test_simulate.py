@@ -5,7 +5,6 @@ from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement, parts, prerequisites, reading_stage, received, result
 from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, check_orders, simulate
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 ROUND = PipelineShape(num_stages=4, num_micro_batches=1, num_model_chunks=2)
@@ -65,11 +64,6 @@ def test_there_and_back_needs_no_transfer_at_the_turn():
     assert [str(transfer.op) for transfer in timeline.transfers] == ["3BI0.0", "0F0.0", "1BI0.0", "2F0.0"]
 
 
-def test_weight_gradients_need_a_cost_of_their_own():
-    with pytest.raises(PlanError, match=r"op 1BW0\.1 computes weight gradients apart, and the costs have no weight_gr"):
-        simulate(rank_orders(zero_bubble, TWO_BY_TWO), TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
-
-
 def test_a_forward_needs_the_stage_before_and_the_token_slice_before():
     shape = PipelineShape(3, 2, 3)
     assert prerequisites(Op.parse("1F1.1"), shape) == tuple(ops("0F1.1 1F1.0"))
@@ -102,70 +96,6 @@ def test_results_and_who_reads_them():
     shape = PipelineShape(3, 1)
     readers = {text: reading_stage(Op.parse(text), shape) for text in ("1F0", "2F0", "1BI0", "0BI0", "1BW0")}
     assert readers == {"1F0": 2, "2F0": None, "1BI0": 0, "0BI0": None, "1BW0": None}
-
-
-def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for():
-    orders = [ops("0F0.0 0B0.1 0F0.1 0B0.0"), ops("1F0.0 1F0.1 1B0.1 1B0.0")]
-    with pytest.raises(ScheduleDeadlock) as caught:
-        simulate(orders, TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
-    assert str(caught.value) == (
-        "the schedule deadlocks: rank 0 at 0B0.1 waits for 0F0.1 and 1B0.1; rank 1 at 1F0.1 waits for 0F0.1; "
-        "reorder these ops"
-    )
-
-
-def test_a_deadlock_between_model_chunks_and_parts_of_a_backward_names_the_ops_as_they_stand():
-    # Rank 0 wants to go back before it has gone forward twice; stage 3's backward is in two parts.
-    orders = [ops("0F0 2B0 2F0 0B0"), ops("1F0 3F0 3BI0 3BW0 1B0")]
-    with pytest.raises(ScheduleDeadlock) as caught:
-        simulate(orders, ROUND, OpCosts.uniform(ROUND, weight_gradient=1.0))
-    assert str(caught.value) == (
-        "the schedule deadlocks: rank 0 at 2B0.0 waits for 2F0.0 and 3BI0.0; rank 1 at 3F0.0 waits for 2F0.0; "
-        "reorder these ops"
-    )
-
-
-def test_weight_gradients_before_their_input_gradient_deadlock():
-    shape = PipelineShape(1, 1)
-    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0BW0\.0 waits for 0BI0\.0"):
-        simulate([ops("0F0 0BW0 0BI0")], shape, OpCosts.uniform(shape, weight_gradient=1.0))
-
-
-def test_backward_in_forward_order_deadlocks():
-    orders = [ops(f"{stage}F0.0 {stage}F0.1 {stage}B0.0 {stage}B0.1") for stage in range(2)]
-    with pytest.raises(ScheduleDeadlock, match=r"rank 1 at 1B0\.0 waits for 1B0\.1"):
-        simulate(orders, TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
-
-
-def test_too_few_warmup_forwards_deadlock():
-    shape = PipelineShape(num_stages=1, num_micro_batches=2, num_token_slices=2)
-    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1"):
-        simulate([ops("0F0.0 0B0.1 0F0.1 0B0.0")], shape, OpCosts.uniform(shape))
-
-
-def test_an_order_without_an_op_that_others_need_deadlocks():
-    with pytest.raises(ScheduleDeadlock, match=r"rank 1 at 1F0\.1 waits for 0F0\.1"):
-        simulate([ops("0F0.0"), ops("1F0.0 1F0.1")], TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
-
-
-@pytest.mark.parametrize(
-    "orders, message",
-    [
-        ([ops("0F0.0")], "1 op orders for 2 pipeline ranks"),
-        ([ops("1F0.0"), []], "op 1F0.0 does not belong to rank 0"),
-        ([ops("0F1.0"), []], "op 0F1.0 does not belong to rank 0"),
-        ([ops("0F0.2"), []], "op 0F0.2 does not belong to rank 0"),
-        ([ops("9F0.0"), []], "op 9F0.0 does not belong to rank 0"),
-        ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice in the order of rank 0"),
-        ([ops("0B0.0 0BI0.0"), []], "op 0BI0.0 stands twice in the order of rank 0, whole or in part"),
-        ([ops("0B0.0 0BW0.0"), []], "op 0BW0.0 stands twice in the order of rank 0, whole or in part"),
-        ([ops("0BW0.0 0B0.0"), []], "op 0B0.0 stands twice in the order of rank 0, whole or in part"),
-    ],
-)
-@pytest.mark.parametrize("check", [check_orders, CompiledOrders.of], ids=["plain", "compiled"])
-def test_orders_that_are_none_of_the_shape(check, orders, message):
-    with pytest.raises(PlanError, match=message):
-        check(orders, TWO_BY_TWO)
 
 
 def test_a_stage_on_the_wrong_rank():
@@ -207,6 +137,28 @@ def test_orders_are_not_bound_to_the_schedules_we_ship():
     assert simulate(orders, shape, costs).makespan == simulate(mirrored, shape, costs).makespan
 
 
-def test_what_is_not_an_op_is_named():
-    with pytest.raises(PlanError, match=r"'0F0.0' in the order of rank 0 is not an op: yield Op\(...\)"):
-        simulate([["0F0.0"]], PipelineShape(1, 1), OpCosts.uniform(PipelineShape(1, 1)))
+@pytest.mark.parametrize(
+    ("shape", "orders", "message"),
+    [
+        (
+            TWO_BY_TWO,
+            ["0F0.0 0B0.1 0F0.1 0B0.0", "1F0.0 1F0.1 1B0.1 1B0.0"],
+            "rank 0 at 0B0.1 waits for 0F0.1 and 1B0.1; rank 1 at 1F0.1 waits for 0F0.1",
+        ),
+        # Rank 0 wants to go back before it has gone forward twice; stage 3's backward is in two parts.
+        (
+            ROUND,
+            ["0F0 2B0 2F0 0B0", "1F0 3F0 3BI0 3BW0 1B0"],
+            "rank 0 at 2B0.0 waits for 2F0.0 and 3BI0.0; rank 1 at 3F0.0 waits for 2F0.0",
+        ),
+        # Backward in the order of the forward, and too few forwards before it.
+        (PipelineShape(1, 1, 2), ["0F0.0 0F0.1 0B0.0 0B0.1"], "rank 0 at 0B0.0 waits for 0B0.1"),
+        (PipelineShape(1, 1, 2), ["0F0.0 0B0.1 0F0.1 0B0.0"], "rank 0 at 0B0.1 waits for 0F0.1"),
+        # Without an op that others need.
+        (TWO_BY_TWO, ["0F0.0", "1F0.0 1F0.1"], "rank 1 at 1F0.1 waits for 0F0.1"),
+    ],
+)
+def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for(shape, orders, message):
+    with pytest.raises(ScheduleDeadlock) as caught:
+        simulate(list(map(ops, orders)), shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    assert str(caught.value) == f"the schedule deadlocks: {message}; reorder these ops"

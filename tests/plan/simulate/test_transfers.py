@@ -48,25 +48,6 @@ def test_links_differ_between_stages():
     assert [costs.sending_time(boundary, 0) for boundary in (0, 1)] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "transfer, message",
-    [
-        ({"latency": 1}, r"costs\['transfer'\] has no 'bandwidth'"),
-        ({**GOOD, "size": 1}, r"unknown field 'size'"),
-        ({**GOOD, "bytes": [1, 2, 3]}, r"\['bytes'\] has 3 entries for 2: give one, or one for each token slice"),
-        ({**GOOD, "latency": [1]}, r"\['latency'\] has 1 entries for 2: give one, or one for each stage boundary"),
-        ({**GOOD, "bandwidth": 0}, r"\['bandwidth'\] is 0"),
-        ({**GOOD, "bandwidth": -1}, r"entry -1, which cannot be"),
-        ({**GOOD, "bytes": [1, "2"]}, r"entry '2', which cannot be"),
-        ({**GOOD, "bytes": True}, r"entry True, which cannot be"),
-        ({**GOOD, "latency": float("nan")}, r"holds the number nan, or one too large"),
-    ],
-)
-def test_malformed_transfers_are_named(transfer, message):
-    with pytest.raises(PlanError, match=message):
-        read(transfer)
-
-
 def test_messages_of_a_channel_go_one_after_the_other_by_hand():
     # Both token slices are ready by 2, and the first is 3 on the wire: the second leaves at 4, not at 2.
     shape = PipelineShape(2, 1, 2)

@@ -1,6 +1,5 @@
 """Token slices cut by what documents cost, against all cuts there are and against counting."""
 
-import doctest
 from itertools import pairwise, product
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve import cuts as document_cuts
 from deepspeed_ext.plan.solve.cuts import DocumentCuts
 
 TOKENS = 48
@@ -107,12 +105,3 @@ def test_a_long_document_is_cut_finer_than_short_ones() -> None:
         for bounds in ([0, *(end for _, end in each.bounds())] for each in (cut, equal))
     ]
     assert max(costs[0]) < 0.72 * max(costs[1])
-
-
-def test_costs_that_are_none_are_refused() -> None:
-    with pytest.raises(PlanError, match="must be positive"):
-        DocumentCuts(seq_length=8, num_token_slices=2, linear_cost=0, attention_costs={None: 0})
-
-
-def test_the_example() -> None:
-    assert not doctest.testmod(document_cuts).failed

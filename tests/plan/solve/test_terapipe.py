@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -159,22 +158,3 @@ def test_what_every_op_costs_besides_makes_token_slices_longer():
 def test_times_of_nothing_end():
     free = PolynomialCosts(np.zeros((3, 2, 3)))
     assert problem_of(lambda size: free, CutGrid(32, 8), 2, 2, (1, 2)).solve().makespan == 0
-
-
-def test_sizes_that_cannot_fill_the_batch():
-    problem = problem_of(lambda size: anything(0, size), CutGrid(SEQ_LENGTH), 3, 2, (2,))
-    with pytest.raises(PlanError, match="micro-batches of 2 sequences do not fill a batch of 3"):
-        problem.solve()
-
-
-def test_too_many_places_to_cut_at():
-    with pytest.raises(PlanError, match="granularity 1 leaves 8192 places to cut 8192 tokens at: give 8 or more"):
-        problem_of(lambda size: anything(0, size), CutGrid(8192), 1, 2)
-
-
-def test_what_cannot_be_cut():
-    costs = PolynomialCosts.of_layers([1], 100, 0.5)
-    with pytest.raises(PlanError, match="5 token slices of 100 tokens, each of at least 30"):
-        problem_of(lambda size: costs, CutGrid(100, 1, 30), 1, 1).solve(5)
-    with pytest.raises(PlanError, match="granularity=0 is not a positive whole number"):
-        CutGrid(100, 0)

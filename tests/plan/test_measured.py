@@ -1,6 +1,5 @@
 """Measured beside predicted: op costs of steps, what a simulation with them leaves unexplained, and by what."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.command import main
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, alike, gaps, measured_costs, rank_times
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
@@ -78,11 +76,6 @@ def test_whole_backwards_are_divided_as_those_in_parts_are():
     assert costs.backward == ((3.0, 6.0, 3.0),)
     assert costs.weight_gradient == ((1.0, 2.0, 1.0),)
     assert Comparison((step,)).efficiency == 1.0
-
-
-def test_a_step_without_some_op_has_no_costs():
-    with pytest.raises(PlanError, match=r"no op 0B0\.0 and none of its kind"):
-        measured_costs([timeline_of("0F0.0 0-1", shape=PipelineShape(1, 1, 1))])
 
 
 # What is not explained
@@ -167,19 +160,6 @@ def test_the_median_step_is_shown():
     assert Comparison((longest, LATE, longer)).measured is longer
 
 
-def test_steps_of_two_runs_are_not_compared():
-    other = timeline_of("0F0.0 0-1, 0B0.0 1-2", shape=PipelineShape(1, 1, 1))
-    with pytest.raises(PlanError, match="step 1 has the shape"):
-        Comparison((LATE, other))
-    shape = PipelineShape(1, 2, 1)
-    one = timeline_of("0F0.0 0-1, 0F1.0 1-2, 0B0.0 2-3, 0B1.0 3-4", shape=shape)
-    two = timeline_of("0F0.0 0-1, 0B0.0 1-2, 0F1.0 2-3, 0B1.0 3-4", shape=shape)
-    with pytest.raises(PlanError, match="step 1 ran its ops in another order"):
-        Comparison((one, two))
-    with pytest.raises(PlanError, match="no measured step"):
-        Comparison(())
-
-
 # Files
 
 
@@ -188,15 +168,6 @@ def test_a_step_is_written_and_read_again():
     assert StepRecord.from_json(step.to_json()) == step
     assert StepRecord.from_json(LATE.to_json()) == StepRecord(LATE)
     assert Timeline.from_json(step.to_json()) == LATE
-
-
-@pytest.mark.parametrize(
-    "field, value", [("schedule", 1), ("iteration", "x"), ("token_slices", [1, 2]), ("token_slices", "a")]
-)
-def test_what_is_no_step_is_refused(field, value):
-    fields = json.loads(StepRecord(LATE).to_json()) | {field: value}
-    with pytest.raises(PlanError, match="not a measured step"):
-        StepRecord.from_json(json.dumps(fields))
 
 
 def test_only_steps_that_ran_what_the_last_one_ran_are_compared():

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve import PolynomialCosts, op_costs, solve_token_slices
 from deepspeed_ext.plan.solve.orders import optimise
-from tests.plan.schedules.test_nonuniform_table import balanced
+from tests.plan.schedules.test_published import balanced
 
 MEMORY = (8 + 8 - 1) / 8
 """Activations of one micro-batch that 1f1b with even token slices keeps."""

@@ -1,0 +1,234 @@
+"""Orders that are found: they run, keep the limit, and lie between the bound and the fixed schedules."""
+
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan.costs import OpCosts, attention_costs
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.memory import peak_activation
+from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.solve.bound import lower_bound
+from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
+from deepspeed_ext.plan.solve.orders import merged, optimise
+from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
+from tests.plan.solve.pipelines import problems
+
+QUICK = 1e-3
+
+
+def optimised(problem, **options):
+    limit = None if problem.memory_limit == np.inf else problem.memory_limit
+    options = {"effort": QUICK, "lengths": problem.lengths, "memory_limit": limit, **options}
+    return optimise(problem.shape, problem.costs, **options)
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_what_is_found_runs_and_keeps_the_limit(problem):
+    found = optimised(problem)
+    check_complete(found.orders, problem.shape)
+    timeline = simulate(found.orders, problem.shape, problem.costs)
+    assert found.makespan == pytest.approx(timeline.makespan)
+    assert found.bubble_ratio == pytest.approx(timeline.bubble_ratio, abs=1e-9)
+    assert found.peak_activation == pytest.approx(peak_activation(timeline, problem.lengths))
+    assert max(found.peak_activation) <= problem.memory_limit + 1e-9
+    assert found.lower_bound <= found.makespan * (1 + 1e-9)
+    programs = lower(found.schedule, problem.shape)
+    assert [tuple(program.ops()) for program in programs] == list(found.orders)
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_gradients_add_up_in_the_order_of_all_schedules(problem):
+    for order in optimised(problem).orders:
+        for stage in {op.stage for op in order}:
+            for kinds in ({OpKind.BACKWARD, OpKind.INPUT_GRADIENT}, {OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT}):
+                backward = [(op.micro_batch, -op.token_slice) for op in order if op.stage == stage and op.kind in kinds]
+                assert all(before < after for before, after in pairwise(backward))
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_never_worse_than_a_fixed_schedule_that_keeps_the_limit(problem):
+    found = optimised(problem)
+    for schedule in SCHEDULES.values():
+        try:
+            timeline = simulate(rank_orders(schedule, problem.shape), problem.shape, problem.costs)
+        except PlanError:  # not for these model chunks, or these costs
+            continue
+        if max(peak_activation(timeline, problem.lengths)) <= problem.memory_limit:
+            assert found.makespan <= timeline.makespan * (1 + 1e-9)
+
+
+@given(problems(is_split=False))
+@settings(max_examples=10, deadline=None)
+def test_backwards_stay_whole_where_costs_do_not_tell_their_parts(problem):
+    kinds = {op.kind for order in optimised(problem).orders for op in order}
+    assert kinds == {OpKind.FORWARD, OpKind.BACKWARD}
+
+
+def test_the_same_arguments_give_the_same_orders():
+    shape = PipelineShape(8, 4, 4, 2, Placement.V)
+    costs = attention_costs(shape, [4, 3, 2, 2], 0.5)
+    first, again = (optimise(shape, costs, memory_limit=1.75, lengths=[4, 3, 2, 2], effort=0.02) for _ in range(2))
+    assert first == again
+
+
+@given(problems(is_split=True), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_annealing_and_merging_keep_what_was_reached(problem, seed):
+    priorities = np.random.default_rng(seed).random((3, problem.shape.num_stages, problem.num_units))
+    # Whole backwards stand together wherever they can, so there is something to merge.
+    priorities[2] = -1.0
+    _, rows = list_schedule(problem, priorities, 0.0)
+    orders = NumberedOrders.of(list(rows))
+    makespan, annealed = anneal(problem, orders, 100, seed)
+    assert makespan <= replay(problem, orders)
+    assert replay(problem, annealed) == makespan
+    joined = merged(problem, annealed)
+    assert replay(problem, joined) <= makespan * (1 + 1e-9)
+    assert joined.lengths.sum() <= annealed.lengths.sum()
+    assert keeps_limit(problem, joined)
+
+
+def test_annealing_repairs_one_op_out_of_place():
+    shape = PipelineShape(4, 4, 1)
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    rows = problem.numbered(rank_orders(one_f_one_b, shape))
+    best = replay(problem, NumberedOrders.of(rows))
+    # The second forward of the last rank goes before its first backward, for which all others wait.
+    rows[-1][[1, 2]] = rows[-1][[2, 1]]
+    assert replay(problem, NumberedOrders.of(rows)) > best
+    assert anneal(problem, NumberedOrders.of(rows), 500, 0)[0] <= best
+
+
+def test_parts_that_stand_together_become_whole_where_nobody_waits():
+    shape = PipelineShape(2, 1, 1)
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    rows = problem.numbered(rank_orders(zero_bubble, shape))
+    first, last = problem.named(merged(problem, NumberedOrders.of(rows)).to_list())
+    assert [op.kind for op in first] == [OpKind.FORWARD, OpKind.BACKWARD]
+    assert [op.kind for op in last] == [OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT]
+
+
+def drawn(problem, seed):
+    return np.random.default_rng(seed).random((3, problem.shape.num_stages, problem.num_units))
+
+
+@given(problems(is_split=True), st.integers(0, 1000), st.sampled_from([0.0, 0.5, 1e9]))
+@settings(max_examples=200, deadline=None)
+def test_whatever_the_priorities_nothing_deadlocks_and_the_limit_is_kept(problem, seed, patience):
+    makespan, rows = list_schedule(problem, drawn(problem, seed), patience)
+    orders = problem.named(list(rows))
+    check_complete(orders, problem.shape)
+    timeline = simulate(orders, problem.shape, problem.costs)
+    assert max(peak_activation(timeline, problem.lengths)) <= problem.memory_limit + 1e-9
+    # With patience a rank says what it will do next and waits; the simulator does not wait for less.
+    assert abs(timeline.end - makespan) <= 1e-9 * makespan
+
+
+@given(problems(is_split=True), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_a_replay_is_what_the_simulator_says(problem, seed):
+    _, rows = list_schedule(problem, drawn(problem, seed), 0.0)
+    orders = NumberedOrders.of(list(rows))
+    timeline = simulate(problem.named(list(rows)), problem.shape, problem.costs)
+    assert replay(problem, orders) == timeline.end
+    expected = peak_activation(timeline, problem.lengths)
+    assert np.allclose(peaks(problem, orders), expected, rtol=0, atol=1e-12)
+
+
+@given(problems(is_split=True))
+@settings(max_examples=50, deadline=None)
+def test_numbers_name_their_ops(problem):
+    _, rows = list_schedule(problem, drawn(problem, 0), 0.0)
+    again = problem.numbered(problem.named(list(rows)))
+    assert all(np.array_equal(before, after) for before, after in zip(rows, again, strict=True))
+
+
+def test_orders_that_deadlock_have_no_makespan():
+    from deepspeed_ext.plan.costs import OpCosts
+    from deepspeed_ext.plan.ops import PipelineShape
+    from deepspeed_ext.plan.schedules import gpipe, rank_orders
+    from deepspeed_ext.plan.solve.problem import SchedulingProblem
+
+    shape = PipelineShape(2, 2, 1)
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    first, second = problem.numbered(rank_orders(gpipe, shape))
+    assert replay(problem, NumberedOrders.of([first, second])) == 9.0
+    assert replay(problem, NumberedOrders.of([first, second[::-1]])) == np.inf
+
+
+@given(problems(is_split=True), st.integers(0, 1000))
+@settings(max_examples=200, deadline=None)
+def test_no_order_beats_it(problem, seed):
+    priorities = np.random.default_rng(seed).random((3, problem.shape.num_stages, problem.num_units))
+    makespan, _ = list_schedule(problem, priorities, 0.0)
+    assert lower_bound(problem) <= makespan * (1 + 1e-9)
+
+
+def shortest(problem):
+    """By trying every order of two ranks with one stage each: all merges of the three queues."""
+    queues = [0, 1, 2]
+    units = problem.num_units
+    merges = set(permutations([queue for queue in queues for _ in range(units)]))
+    per_kind, token_slices = problem.shape.num_stages * units, problem.shape.num_token_slices
+
+    def row(merge, stage):
+        done = [0, 0, 0]
+        ops = []
+        for kind in merge:
+            position = done[kind]
+            unit = position if kind == 0 else position - 2 * (position % token_slices) + token_slices - 1
+            ops.append(kind * per_kind + stage * units + unit)
+            done[kind] += 1
+        return np.array(ops)
+
+    rows = [[row(merge, stage) for merge in merges] for stage in range(problem.shape.num_stages)]
+    candidates = (NumberedOrders.of([first, second]) for first in rows[0] for second in rows[1])
+    return min(replay(problem, orders) for orders in candidates if keeps_limit(problem, orders))
+
+
+@pytest.mark.parametrize("memory_limit", [None, 1.0])
+@pytest.mark.parametrize(("num_micro_batches", "num_token_slices"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_between_the_bound_and_what_is_found_lies_the_best(memory_limit, num_micro_batches, num_token_slices, seed):
+    random = np.random.default_rng(seed)
+    shape = PipelineShape(2, num_micro_batches, num_token_slices)
+    tables = [tuple(map(tuple, random.uniform(0.5, 2, (2, num_token_slices)).tolist())) for _ in range(3)]
+    costs = OpCosts(*tables, transfer=0.2)
+    best = shortest(SchedulingProblem.of(shape, costs, memory_limit))
+    found = optimise(shape, costs, memory_limit=memory_limit, effort=0.02)
+    assert found.lower_bound <= best * (1 + 1e-12)
+    assert found.makespan == pytest.approx(best)
+
+
+def test_without_a_limit_and_with_work_enough_it_is_the_way_to_the_last_rank_and_its_work():
+    shape = PipelineShape(8, 8, 8)
+    lengths = [1] * 8
+    bound = lower_bound(SchedulingProblem.of(shape, attention_costs(shape, lengths, 0.0)))
+    assert bound == pytest.approx(8 * 3 + 7 / 8)
+
+
+def test_memory_makes_it_longer():
+    # All of a micro-batch must be given up before the next begins: what is left is one after the other on each rank.
+    shape = PipelineShape(4, 3, 1)
+    costs = OpCosts.uniform(shape, weight_gradient=1.0)
+    # Without a limit: 4 F and 3 BI until the first gradient is back on rank 0, which then has 3 BI and 3 BW to do.
+    assert lower_bound(SchedulingProblem.of(shape, costs)) == 4 + 3 + 3 + 3
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) == 3 * (4 + 4 + 1)
+
+
+def test_memory_as_an_area():
+    # Two model chunks in a V and room for one and a half micro-batches, with no work but the first forward.
+    shape = PipelineShape(4, 8, 1, 2, Placement.V)
+    costs = OpCosts(((1.0,),) * 4, ((1.0,),) * 4, ((0.0,),) * 4)
+    held = 8 * (8 + 2) / 2
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) >= held

@@ -1,0 +1,29 @@
+"""Text and JSON of users; what is refused is in test_refusals."""
+
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import MOST_CHARACTERS, UserError
+from deepspeed_ext.plan.text_files import parse_json, read_text, write_text
+
+
+def test_values_come_back() -> None:
+    assert parse_json('{"a": [1, 2.5, null, true, "\\ud83d\\ude00"]}', "f") == {"a": [1, 2.5, None, True, "😀"]}
+
+
+def test_whole_numbers_without_bound_where_they_are_asked_for() -> None:
+    assert parse_json(f"[{10**30}]", "f", unbounded=True) == [10**30]
+
+
+def test_messages_are_one_line() -> None:
+    assert str(UserError("--save a\nb\x1b[2J\ud800 é: name another")) == "--save a\\nb\\x1b[2J\\ud800 é: name another"
+    assert str(UserError(str(UserError("a\nb")))) == "a\\nb"
+    long = str(UserError("--lr " + "9" * 1_000_000 + ": give less"))
+    assert len(long) < MOST_CHARACTERS + 100 and long.endswith("9: give less") and "left out" in long
+    escaped = str(UserError("--save " + "\ud800" * 5000))
+    assert len(escaped) < MOST_CHARACTERS + 100
+    assert str(UserError(escaped)).count("left out") <= 2
+
+
+def test_text_comes_back_without_the_mark_of_spreadsheets(tmp_path: Path) -> None:
+    write_text(tmp_path / "f", "\ufeffä\n")
+    assert read_text(tmp_path / "f") == "ä\n"
