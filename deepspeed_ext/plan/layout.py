@@ -43,7 +43,6 @@ class ParallelLayout:
     num_token_slices: int = 1
 
     def __post_init__(self) -> None:
-        """Check every size."""
         for name in self.__slots__:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
@@ -137,7 +136,6 @@ class StagePartition:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the bounds."""
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(end <= start for start, end in pairwise(self.bounds)):
             raise PlanError(
                 f"stage partition {self} does not rise from 0: give the first layer of each stage, "
@@ -145,7 +143,6 @@ class StagePartition:
             )
 
     def __str__(self) -> str:
-        """The bounds as `--stage-partition` takes them."""
         return ",".join(map(str, self.bounds))
 
     @property

@@ -34,7 +34,6 @@ class StepRecord:
     """One step."""
 
     timeline: Timeline
-    """When its ops ran."""
     schedule: str | None = None
     """Name of the schedule; None if unknown."""
     iteration: int | None = None
@@ -179,7 +178,6 @@ class Difference:
     """An op that took longer, or began later, than the simulation expects."""
 
     op: Op
-    """The op."""
     duration: float
     """Time it took beyond its cost; less than 0 if it was faster."""
     late: float
@@ -199,7 +197,6 @@ class Comparison:
     """Timelines of the steps, of one shape and in one order."""
 
     def __post_init__(self) -> None:
-        """Check that the steps are of one kind."""
         if not self.steps:
             raise PlanError("no measured step to compare: give at least one")
         first, *others = self.steps

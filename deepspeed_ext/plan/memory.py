@@ -126,22 +126,13 @@ class TokenBytes:
 
 
 def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
-    """Return the bytes that each rank holds over the time of a timeline.
-
-    Args:
-        timeline: simulated or measured. What has no backward in it stays until the rank's last op ends.
-    """
+    """Return the bytes that each rank holds over time; without a backward they stay until the rank's last op ends."""
     _check_lengths(timeline.shape, lengths)
     shape, limit = timeline.shape, token_bytes.logits_limit
     without_logits = replace(token_bytes, logits=0.0)
     nothing = (0.0,) * shape.num_stages
-    of_logits = TokenBytes(
-        nothing,
-        nothing,
-        nothing,
-        token_bytes.logits,
-        stage_input=None if token_bytes.stage_input is None else nothing,
-    )
+    stage_input = None if token_bytes.stage_input is None else nothing
+    of_logits = TokenBytes(nothing, nothing, nothing, token_bytes.logits, stage_input=stage_input)
     apart = any(copy.content is Content.KEYS_AND_VALUES for copy in timeline.host_copies)
     curves = []
     for rank, spans in enumerate(timeline.spans):
@@ -169,7 +160,6 @@ def host_memory_over_time(timeline: Timeline, lengths: Sequence[float], token_by
 def _copies(
     timeline: Timeline, rank: int, lengths: Sequence[float], token_bytes: TokenBytes
 ) -> Iterator[tuple[TimedCopy, float]]:
-    """Host copies of a rank, with their bytes."""
     of_content = {
         Content.INPUT: token_bytes.stage_input or (0.0,) * timeline.shape.num_stages,
         Content.KEYS_AND_VALUES: token_bytes.key_value,

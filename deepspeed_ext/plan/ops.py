@@ -77,7 +77,6 @@ class Op(NamedTuple):
     token_slice: int
 
     def __str__(self) -> str:
-        """The text form: stage, kind, micro-batch, token slice."""
         return f"{self.stage}{self.kind.value}{self.micro_batch}.{self.token_slice}"
 
     @classmethod
@@ -125,7 +124,6 @@ class PipelineShape:
     placement: Placement = Placement.LOOPED
 
     def __post_init__(self) -> None:
-        """Check every extent."""
         for name in ("num_stages", "num_micro_batches", "num_token_slices", "num_model_chunks"):
             extent = getattr(self, name)
             if not isinstance(extent, int) or extent < 1:
@@ -137,7 +135,6 @@ class PipelineShape:
             )
 
     def __str__(self) -> str:
-        """The extents in words."""
         words = [
             f"{self.num_stages} stages",
             f"{self.num_micro_batches} micro-batches",

@@ -23,7 +23,6 @@ class TokenSlices:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check every length."""
         if not self.lengths or any(length < 1 for length in self.lengths):
             raise PlanError(
                 f"token slices {','.join(map(str, self.lengths)) or '(none)'}: "
@@ -31,11 +30,9 @@ class TokenSlices:
             )
 
     def __len__(self) -> int:
-        """Number of token slices."""
         return len(self.lengths)
 
     def __str__(self) -> str:
-        """The lengths as `--token-slices` takes them."""
         return ",".join(map(str, self.lengths))
 
     @property

@@ -160,7 +160,8 @@ class CommandParser(argparse.ArgumentParser):
         """Say what is wrong, and where the flags are explained."""
         if message.startswith("the following arguments are required"):
             # Whoever misspelled the flag that is missed has to see both.
-            wrong = [word for word in self._words if word.startswith("--") and not self._knows(word)]
+            known = {*self._option_string_actions, "--"}
+            wrong = [each for each in self._words if each.startswith("--") and each.partition("=")[0] not in known]
             message += f", and {' '.join(wrong)} is no flag of this command" if wrong else ""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         meant = nearest(unknown[1], self._option_string_actions) if unknown else None
@@ -171,9 +172,6 @@ class CommandParser(argparse.ArgumentParser):
         """Return what argparse does."""
         self._words = list(sys.argv[1:] if words is None else words)
         return super().parse_known_args(words, namespace)
-
-    def _knows(self, word: str) -> bool:
-        return word == "--" or word.partition("=")[0] in self._option_string_actions
 
     def format_usage(self) -> str:
         """Return the shortest command in one line: what must be given, and `[flags]` for all that may be left out."""
@@ -235,7 +233,11 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = []
-        for verbatim, lines in groupby(textwrap.dedent(text).strip("\n").splitlines(), key=_stands_as_it_is):
+
+        def is_verbatim(line: str) -> bool:
+            return not line.strip() or line.startswith((" ", "usage: "))
+
+        for verbatim, lines in groupby(textwrap.dedent(text).strip("\n").splitlines(), key=is_verbatim):
             if verbatim:
                 parts += [f"{indent}{line}".rstrip() for line in lines]
             else:
@@ -249,10 +251,6 @@ class _HelpFormatter(argparse.HelpFormatter):
 def _is_choice(action: argparse.Action) -> TypeGuard["argparse._SubParsersAction[CommandParser]"]:
     """Whether an action is the choice of a sub-command."""
     return isinstance(action, argparse._SubParsersAction)
-
-
-def _stands_as_it_is(line: str) -> bool:
-    return not line.strip() or line.startswith((" ", "usage: "))
 
 
 STANDARD_OUTPUT = "-"

@@ -94,19 +94,15 @@ def build_parser(prog: str) -> CommandParser:
         "--timeline",
         type=Path,
         metavar="FILE|DIR",
-        help=(
-            "show a timeline instead, beside its simulation: a file or the directory that the trainer wrote with "
-            "--timeline, or a file written by --json"
-        ),
+        help="show a timeline instead, beside its simulation: a file or the directory that the trainer wrote with "
+        "--timeline, or a file written by --json",
     )
     what.add_argument(
         "--hardware-queues",
         type=int,
         metavar="N",
-        help=(
-            "CUDA_DEVICE_MAX_CONNECTIONS of the devices; refuse programs that could deadlock with it (default: "
-            "enough queues)"
-        ),
+        help="CUDA_DEVICE_MAX_CONNECTIONS of the devices; refuse programs that could deadlock with it (default: "
+        "enough queues)",
     )
 
     costs = parser.add_argument_group("what it costs")
@@ -115,19 +111,15 @@ def build_parser(prog: str) -> CommandParser:
         "--attention-share",
         type=float,
         metavar="RHO",
-        help=(
-            "instead of --costs: the share of attention in the forward, 0 to 1; the forward of a micro-batch on a "
-            "rank takes 1"
-        ),
+        help="instead of --costs: the share of attention in the forward, 0 to 1; the forward of a micro-batch on a "
+        "rank takes 1",
     )
     costs.add_argument(
         "--head-share",
         type=float,
         metavar="X",
-        help=(
-            "with --attention-share: the last stage also computes a language-model head, which costs X times the "
-            "forward of a rank (default: 0)"
-        ),
+        help="with --attention-share: the last stage also computes a language-model head, which costs X times the "
+        "forward of a rank (default: 0)",
     )
     costs.add_argument(
         "--window",
@@ -170,10 +162,8 @@ def build_parser(prog: str) -> CommandParser:
     find.add_argument(
         "--solve-stages",
         action="store_true",
-        help=(
-            "with --solve-slices: also find the number of layers of each stage, for example where a head makes the "
-            "last stage slow"
-        ),
+        help="with --solve-slices: also find the number of layers of each stage, for example where a head makes the "
+        "last stage slow",
     )
     find.add_argument(
         "--layers",

@@ -108,7 +108,6 @@ class Request:
     """Tokens of the token slices, or their shares of a sequence."""
     costs: OpCosts
     orders: Sequence[Sequence[Op]]
-    """Op order of every pipeline rank."""
     lower_bound: float | None = None
     """No schedule has a smaller makespan; None if nobody has looked for a bound."""
     partition: StagePartition | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed_ext.plan.draw.elements import KIND_NAMES, LANES, copies_of, rank_name
 from deepspeed_ext.plan.memory import StepFunction
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, received, result
-from deepspeed_ext.plan.timeline import Span, Timeline
+from deepspeed_ext.plan.timeline import Timeline
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _Event = dict[str, Any]
@@ -63,7 +63,8 @@ def _events(timeline: Timeline, counters: Mapping[str, Sequence[StepFunction]]) 
         if needed is not None and needed in ran and shape.rank_of(needed.stage) != shape.rank_of(reader.op.stage):
             for span, ending in ((ran[needed], {"ph": "s"}), (reader, {"ph": "f", "bp": "e"})):
                 yield {"name": "transfer", "cat": "transfer", "id": number, **_place(span.op, shape)} | {
-                    "ts": time(_middle(span)),
+                    # Viewers tie an arrow to the op that it falls in, and ends are shared with neighbours.
+                    "ts": time((span.start + span.end) / 2),
                     **ending,
                 }
 
@@ -112,10 +113,4 @@ def _names(shape: PipelineShape, rank: int) -> Iterator[_Event]:
 
 
 def _place(op: Op, shape: PipelineShape) -> dict[str, int]:
-    """Process and thread of an op."""
     return {"pid": shape.rank_of(op.stage), "tid": op.stage // shape.num_ranks}
-
-
-def _middle(span: Span) -> float:
-    """A time inside the op: viewers tie an arrow to the op it falls in, and ends are shared with neighbours."""
-    return (span.start + span.end) / 2

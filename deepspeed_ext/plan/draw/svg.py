@@ -252,7 +252,6 @@ def _chips(name: str, chips: Sequence[tuple[str, str]], *, goes_on: bool) -> _En
 
 
 def _swatch(name: str, mark: Callable[[float, float], Iterable[str]]) -> _Entry:
-    """A mark before its name."""
 
     def draw(x: float, y: float) -> Iterator[str]:
         yield from mark(x, y - _CHIP / 2)

@@ -58,7 +58,9 @@ def _characters_per_time(timeline: Timeline, column: int, max_length: int) -> fl
 
 def _rows(timeline: Timeline, rank: int, scale: float, length: int, column: int) -> Iterator[str]:
     """Draw one rank: its ops, and below them the copies to the host and back where the timeline has any."""
-    ops = [(_label(op, timeline.shape), _letter(op), start, end) for op, start, end in timeline.spans[rank]]
+    # Of the two parts of a backward, W is the one for weights.
+    letters = {kind: "W" if kind is OpKind.WEIGHT_GRADIENT else kind.value[0] for kind in OpKind}
+    ops = [(_label(op, timeline.shape), letters[op.kind], start, end) for op, start, end in timeline.spans[rank]]
     lanes = copies_of(timeline, rank) if timeline.host_copies else ()
     copies = [[(each.label(timeline.shape), each.letter, each.start, each.end) for each in lane] for lane in lanes]
     for blocks in (ops, *copies):
@@ -76,11 +78,6 @@ def _block(label: str, letter: str, width: int, column: int) -> str:
     if width <= column:
         return label.ljust(width)
     return label.ljust(width - 1, "-") + " "
-
-
-def _letter(op: Op) -> str:
-    """Of the two parts of a backward, W is the one for weights."""
-    return "W" if op.kind is OpKind.WEIGHT_GRADIENT else op.kind.value[0]
 
 
 def _label(op: Op, shape: PipelineShape) -> str:

@@ -74,66 +74,44 @@ def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
             )
 
 
-_Thing = tuple[Content, int, int, int]
-"""What a host copy is of: content, stage, micro-batch, token slice."""
-
-
 def check_host_copies(programs: Sequence[Program], shape: PipelineShape, settings: HostCopySettings) -> None:
     """See that each op finds what it reads on its device, and that each copy is of something that is there."""
     settings = settings.fitting(shape)
+    before = {OFFLOADS: None, DROPS: OFFLOADS, FETCHES: DROPS}
     for program in programs:
-        _Data(settings).follow(program)
-
-
-class _Data:
-    """Where the data of one rank are while its program runs."""
-
-    def __init__(self, settings: HostCopySettings) -> None:
-        self._settings = settings
-        self._away: dict[tuple[Content, int, int], set[int]] = defaultdict(set)  # token slices that are dropped
-        self._done: dict[_Thing, frozenset[str]] = {}  # the last that was done with a thing
-
-    def follow(self, program: Program) -> None:
-        """Go through the instructions of a rank, first to last."""
+        # The last that was done with a thing, and the token slices of a micro-batch on a stage that are dropped.
+        done: dict[tuple[Content, int, int, int], frozenset[InstructionKind]] = {}
+        away: dict[tuple[Content, int, int], set[int]] = defaultdict(set)
         for instruction in program.instructions:
+            _, stage, micro_batch, token_slice, _ = instruction
             if instruction.kind in HOST_COPIES:
-                self._copy(instruction, program.rank)
-            elif instruction.kind in COMPUTES:
-                self._read(instruction, program.rank)
-        for thing, done in self._done.items():
-            if done is not FETCHES:
-                raise PlanError(f"rank {program.rank} leaves {_name(thing)} on the host: fetch it before its backward")
-
-    def _copy(self, instruction: Instruction, rank: int) -> None:
-        content = content_of(instruction.kind)
-        thing = (content, *instruction[1:4])
-        for kinds, before in ((OFFLOADS, None), (DROPS, OFFLOADS), (FETCHES, DROPS)):
-            if instruction.kind in kinds:
-                if self._done.get(thing) is not before:
+                content = content_of(instruction.kind)
+                kinds = next(kinds for kinds in before if instruction.kind in kinds)
+                if done.get((content, stage, micro_batch, token_slice)) is not before[kinds]:
                     raise PlanError(
-                        f"'{instruction}' of rank {rank} is out of order: offload, drop and fetch {_name(thing)} once "
-                        "each, one after the other"
+                        f"'{instruction}' of rank {program.rank} is out of order: offload, drop and fetch "
+                        f"{_name(content, stage, micro_batch, token_slice)} once each, one after the other"
                     )
-                self._done[thing] = kinds
-        away = self._away[content, instruction.stage, instruction.micro_batch]
-        if instruction.kind in DROPS:
-            away.add(instruction.token_slice)
-        elif instruction.kind in FETCHES:
-            away.remove(instruction.token_slice)
+                done[content, stage, micro_batch, token_slice] = kinds
+                if kinds is DROPS:
+                    away[content, stage, micro_batch].add(token_slice)
+                elif kinds is FETCHES:
+                    away[content, stage, micro_batch].remove(token_slice)
+            elif instruction.kind in COMPUTES and instruction.kind is not InstructionKind.WEIGHT_GRADIENT:
+                # A weight gradient reads what its input gradient has kept.
+                for content in Content:
+                    for each in away[content, stage, micro_batch]:
+                        if each <= token_slice <= settings.last_reader(content, stage, each):
+                            raise PlanError(
+                                f"'{instruction}' of rank {program.rank} reads "
+                                f"{_name(content, stage, micro_batch, each)}, not on its device: fetch it before"
+                            )
+        for thing, kinds in done.items():
+            if kinds is not FETCHES:
+                raise PlanError(f"rank {program.rank} leaves {_name(*thing)} on the host: fetch it before its backward")
 
-    def _read(self, instruction: Instruction, rank: int) -> None:
-        op = instruction.op
-        if op.kind is OpKind.WEIGHT_GRADIENT:  # it reads what its input gradient has kept
-            return
-        for content in Content:
-            for each in self._away.get((content, op.stage, op.micro_batch), ()):
-                if each <= op.token_slice <= self._settings.last_reader(content, op.stage, each):
-                    thing = _name((content, op.stage, op.micro_batch, each))
-                    raise PlanError(f"'{instruction}' of rank {rank} reads {thing}, not on its device: fetch it before")
 
-
-def _name(thing: _Thing) -> str:
-    content, *unit = thing
+def _name(content: Content, *unit: int) -> str:
     return f"the {content.value} of {Op(OpKind.FORWARD, *unit)}"
 
 
@@ -240,8 +218,6 @@ class Events:
         self._connected: set[tuple[int, Channel]] = set()
         for program in programs:
             self._add_program(program)
-
-    # ------------------------------------------------------------------ the graph
 
     def _event(self, rank: int, position: int, *needs: int | None) -> int:
         self._needs.append([need for need in needs if need is not None])
@@ -354,8 +330,6 @@ class Events:
                 self._needs[event].append(rank.queues[queue])
             rank.queues[queue] = event
 
-    # ------------------------------------------------------------------ what follows from it
-
     def levels(self) -> list[list[int]]:
         """Events by level: first those that need none, then those that need these, and so on."""
         followers: dict[int, list[int]] = defaultdict(list)
@@ -425,13 +399,15 @@ class Events:
                 end[event] = max((end[need] for need in self._needs[event]), default=0.0) + duration[event]
         return max(end.values(), default=0.0)
 
-    # ------------------------------------------------------------------ in words
-
     def _describe(self, stuck: set[int]) -> str:
         """Say for every rank that is stuck at which instruction it is, and what it waits for."""
         results = {event: op for op, event in self._results.items()}
         messages = {event: op for op, event in self._messages.items()}
-        receives = {message: self._of_instruction[rank, place] for rank, place, message in self._receives()}
+        receives = {
+            message: self._of_instruction[rank, position]
+            for rank, position, message in self._posted
+            if self._programs[rank].instructions[position].kind in RECEIVES
+        }
 
         def waits(event: int) -> Iterator[str]:
             for need in self._needs[event]:
@@ -450,16 +426,9 @@ class Events:
                     break
         return f"the programs deadlock: {'; '.join(lines)}; {self._remedy()}"
 
-    def _receives(self) -> Iterator[tuple[int, int, int]]:
-        for rank, position, message in self._posted:
-            if self._programs[rank].instructions[position].kind in RECEIVES:
-                yield rank, position, message
-
     def _remedy(self) -> str:
         if not self._device.warms_up:
             return "make all connections before the first step"
-        return (
-            "reorder these instructions"
-            if self._device.has_queues_for(self._shape)
-            else self._device.sharing(self._shape)
-        )
+        if self._device.has_queues_for(self._shape):
+            return "reorder these instructions"
+        return self._device.sharing(self._shape)

@@ -67,7 +67,6 @@ class HostCopySettings:
     timeline."""
 
     def __post_init__(self) -> None:
-        """Check every value."""
         for name in ("to_host", "from_host"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name}={getattr(self, name)!r} bytes per time would never end: give more than 0")
@@ -121,7 +120,6 @@ class HostCopy(NamedTuple):
     micro_batch: int
     token_slice: int
     size: float
-    """Bytes."""
     offload: int
     """Place at which the copy to the host is posted: behind the forward of its token slice."""
     drop: int

@@ -93,18 +93,14 @@ class Posting(NamedTuple):
 
 
 class RankMessages:
-    """The messages that one rank gives and reads.
-
-    Attributes:
-        spans: its ops.
-        given: per channel, the messages in the order of their ops, each with the place of its op.
-        readers: per message, the place of the op that reads it.
-    """
+    """The messages that one rank gives and reads."""
 
     def __init__(self, rank: int, spans: Sequence[Span], shape: PipelineShape) -> None:
         self.spans = spans
         self.given: dict[Channel, list[tuple[Op, int]]] = defaultdict(list)
+        """Per channel, the messages in the order of their ops, each with the place of its op."""
         self.readers: dict[Op, int] = {}
+        """Per message, the place of the op that reads it."""
         ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
         for place, span in enumerate(spans):
             message, reader = result(span.op), reader_of(result(span.op), shape)
@@ -336,13 +332,16 @@ def lower_rank(
         )
 
     copies = [] if host_copies is None else plan_host_copies(messages[rank].spans, shape, host_copies)
-    copied = copies_by_place(copies)
+    copied, nothing = copies_by_place(copies), CopiesOfPlace([], [], [])
     steps: list[_Step] = []
     loaded: set[int] = set()
     for place, (op, *_) in enumerate(messages[rank].spans):
         sending, receiving, completing = transfers(place)
         # Another rank waits for what is sent. To drop, this rank may have to wait.
-        offloading, fetching, dropping = _host_copies(copied.get(place))
+        offloading, fetching, dropping = (
+            [(table[copy.content], copy.op) for copy in of_place]
+            for table, of_place in zip((OFFLOAD, FETCH, DROP), copied.get(place, nothing), strict=True)
+        )
         steps += [*sending, *offloading]
         # Before the first receive, since the shape of a message may depend on the data (ADR 51).
         for each in [*(reader for _, reader in receiving), op] if loads else []:
@@ -355,17 +354,6 @@ def lower_rank(
             steps.append((PASS[reader.kind], result(op)))
     sending, _, completing = transfers(len(messages[rank].spans))
     return with_reductions(_assign_buffers(rank, steps + sending + completing))
-
-
-def _host_copies(copied: CopiesOfPlace | None) -> tuple[list[_Step], list[_Step], list[_Step]]:
-    """Offloads, fetches and drops of a place."""
-    if copied is None:
-        return [], [], []
-    offloading, fetching, dropping = (
-        [(table[copy.content], copy.op) for copy in copies]
-        for table, copies in zip((OFFLOAD, FETCH, DROP), copied, strict=True)
-    )
-    return offloading, fetching, dropping
 
 
 def _reader(message: Op, shape: PipelineShape) -> Op:

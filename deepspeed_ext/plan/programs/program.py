@@ -59,11 +59,9 @@ class InstructionKind(StrEnum):
     DROP_INPUT = "drop input"
     """Wait for the copy and let go of the device's tensors. Roughly: `buffers[b].inputs = None`."""
     DROP_KEYS_AND_VALUES = "drop keys and values"
-    """The same for keys and values."""
     FETCH_INPUT = "fetch input"
     """Post the copy back; the op that reads waits for it. Roughly: `buffers[b].inputs = copy(host.pop((i, m, t)))`."""
     FETCH_KEYS_AND_VALUES = "fetch keys and values"
-    """The same for keys and values."""
 
 
 class Content(StrEnum):
@@ -79,24 +77,18 @@ COMPUTE = {kind: InstructionKind[kind.name] for kind in OpKind}
 """Instruction that is an op of each kind."""
 
 # Instructions that serve a transfer, by the kind of result that is transferred.
-RECEIVE = {
-    OpKind.FORWARD: InstructionKind.RECEIVE_ACTIVATION,
-    OpKind.INPUT_GRADIENT: InstructionKind.RECEIVE_GRADIENT,
-}
-SEND = {OpKind.FORWARD: InstructionKind.SEND_ACTIVATION, OpKind.INPUT_GRADIENT: InstructionKind.SEND_GRADIENT}
-PASS = {OpKind.FORWARD: InstructionKind.PASS_ACTIVATION, OpKind.INPUT_GRADIENT: InstructionKind.PASS_GRADIENT}
-COMPLETE = {
-    OpKind.FORWARD: InstructionKind.COMPLETE_ACTIVATION,
-    OpKind.INPUT_GRADIENT: InstructionKind.COMPLETE_GRADIENT,
-}
+RECEIVE, SEND, PASS, COMPLETE = (
+    {
+        OpKind.FORWARD: InstructionKind[f"{verb}_ACTIVATION"],
+        OpKind.INPUT_GRADIENT: InstructionKind[f"{verb}_GRADIENT"],
+    }
+    for verb in ("RECEIVE", "SEND", "PASS", "COMPLETE")
+)
 
-# Instructions that serve a host copy, by what is copied.
-OFFLOAD = {
-    Content.INPUT: InstructionKind.OFFLOAD_INPUT,
-    Content.KEYS_AND_VALUES: InstructionKind.OFFLOAD_KEYS_AND_VALUES,
-}
-DROP = {Content.INPUT: InstructionKind.DROP_INPUT, Content.KEYS_AND_VALUES: InstructionKind.DROP_KEYS_AND_VALUES}
-FETCH = {Content.INPUT: InstructionKind.FETCH_INPUT, Content.KEYS_AND_VALUES: InstructionKind.FETCH_KEYS_AND_VALUES}
+# Instructions that serve a host copy, by its content.
+OFFLOAD, DROP, FETCH = (
+    {content: InstructionKind[f"{verb}_{content.name}"] for content in Content} for verb in ("OFFLOAD", "DROP", "FETCH")
+)
 
 UNBUFFERED = {
     InstructionKind.LOAD_MICRO_BATCH,
@@ -119,7 +111,7 @@ _OP_KINDS[InstructionKind.REDUCE_GRADIENTS] = OpKind.BACKWARD
 
 
 def content_of(kind: InstructionKind) -> Content:
-    """What an instruction of a host copy is for."""
+    """Return the content of a host copy."""
     return next(content for content in Content if kind in (OFFLOAD[content], DROP[content], FETCH[content]))
 
 
@@ -242,11 +234,7 @@ class Reduction(NamedTuple):
 
 
 def completing_ops(order: Iterable[Op]) -> dict[int, Op]:
-    """The ops of a rank that complete the gradients of its stages: of each stage, its last gradient of weights.
-
-    Returns:
-        The op by stage, in the order in which they run; none for orders of evaluation.
-    """
+    """Return the last gradient of weights of each stage of a rank, in the order in which they run."""
     completing: dict[int, Op] = {}
     for op in order:
         if op.kind in _COMPLETING:

@@ -182,7 +182,6 @@ class CompiledOrders:
         return tuple(float(peak / whole) for peak in peaks)
 
     def _times(self, costs: OpCosts) -> "dict[str, Numbers]":
-        """Times of each op and of its message."""
         import numpy as np
 
         num_token_slices = self.shape.num_token_slices

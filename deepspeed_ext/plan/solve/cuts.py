@@ -122,7 +122,6 @@ class CutGrid:
     min_length: int = 1
 
     def __post_init__(self) -> None:
-        """Check the extents."""
         for name in self.__slots__:
             extent = getattr(self, name)
             if extent < 1:
@@ -206,9 +205,7 @@ class DocumentCuts:
     """
 
     seq_length: int
-    """Tokens of a sequence."""
     num_token_slices: int
-    """Token slices of a sequence."""
     linear_cost: float
     """Cost of a token whatever its position, in any unit."""
     attention_costs: Mapping[int | None, float]
@@ -220,7 +217,6 @@ class DocumentCuts:
     """Quanta of a token slice of average length."""
 
     def __post_init__(self) -> None:
-        """Check sizes and costs."""
         TokenSlices.uniform(self.seq_length, self.num_token_slices, granularity=self.granularity)
         costs = self.linear_cost, *self.attention_costs.values()
         if min(costs) < 0 or max(costs) == 0:

@@ -20,6 +20,8 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.programs.program import Channel
+from deepspeed_ext.plan.simulate import arrays
+from deepspeed_ext.plan.simulate.arrays import OpColumns
 
 Numbers = np.ndarray[Any, Any]
 
@@ -126,7 +128,6 @@ class SchedulingProblem:
 
     shape: PipelineShape
     costs: OpCosts
-    """What ops and transfers take."""
     lengths: tuple[float, ...]
     """Shares of the token slices in the sequence."""
     memory_limit: float
@@ -135,7 +136,6 @@ class SchedulingProblem:
     """Whether backwards may be in two parts: the costs tell weight gradients apart."""
     tables: Tables
     flow: DataFlow
-    """What ops read and keep alive, as arrays."""
 
     @classmethod
     def of(
@@ -188,18 +188,13 @@ class SchedulingProblem:
 
     def numbered(self, orders: Sequence[Sequence[Op]]) -> list[Numbers]:
         """Return the ops of each rank as numbers: one array of [ops] for each."""
-        numbers = {kind: number for number, kind in enumerate(KINDS)}
+        codes = np.array([KINDS.index(kind) for kind in arrays.KINDS], np.int64)
+        ranks = map(OpColumns.of, orders)
         return [
-            np.array(
-                [
-                    (numbers[op.kind] * self.shape.num_stages + op.stage) * self.num_units
-                    + op.micro_batch * self.shape.num_token_slices
-                    + op.token_slice
-                    for op in order
-                ],
-                np.int64,
-            )
-            for order in orders
+            (codes[ops.kind] * self.shape.num_stages + ops.stage) * self.num_units
+            + ops.micro_batch * self.shape.num_token_slices
+            + ops.token_slice
+            for ops in ranks
         ]
 
     def named(self, rows: Sequence[Numbers]) -> tuple[tuple[Op, ...], ...]:

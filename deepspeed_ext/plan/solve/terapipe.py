@@ -55,7 +55,6 @@ class TerapipeProblem:
     tables: Mapping[int, "_Tables"]
     """Times of token slices, by size of micro-batches."""
     grid: CutGrid
-    """Where token slices may begin and end."""
     batch_size: int
     """Sequences that one pipeline trains on in a step."""
     num_waits: int

@@ -341,7 +341,6 @@ def solve_stages(
 
 
 def _loads(layers: Sequence[int], shape: PipelineShape, costs_of_layers: CostsOfLayers, seq_length: int) -> list[float]:
-    """Work of each stage for one whole sequence."""
     times = costs_of_layers(layers)(range(shape.num_stages), np.array([0]), np.array([seq_length]))
     return [float(time) for time in times.sum(axis=(0, 2))]
 
