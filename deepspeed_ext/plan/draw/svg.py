@@ -55,11 +55,6 @@ COPY_FILLS = (OFFLOAD, FETCH)
 """Of copies to the host, and back."""
 
 
-def lanes_height(timeline: Timeline) -> float:
-    """Height of the lanes below each track: two where anything is copied, one where anything is reduced."""
-    return _LANE * (2 * bool(timeline.host_copies) + bool(timeline.reductions))
-
-
 def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[str]:
     """Return the bars in the lanes of a rank."""
 
@@ -101,20 +96,15 @@ def row_height(num_ranks: int) -> float:
     return 30 if num_ranks <= 8 else 22 if num_ranks <= 16 else 14
 
 
-def rows_height(timeline: Timeline, height: float) -> float:
-    """Return the height of all rows of a timeline together, in pixels."""
-    return timeline.shape.num_ranks * _pitch(timeline, height) - _GAP
-
-
-def _pitch(timeline: Timeline, height: float) -> float:
-    """From the top of one row to that of the next."""
-    return height + _GAP + lanes_height(timeline)
+def pitch(timeline: Timeline, height: float) -> float:
+    """Return the pixels from the top of one row to that of the next: its track, two lanes of copies, one of sums."""
+    return height + _GAP + _LANE * (2 * bool(timeline.host_copies) + bool(timeline.reductions))
 
 
 def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
     """Return a track per rank, as long as the timeline, with the rank's ops on it."""
     for rank, spans in enumerate(timeline.spans):
-        y = top + rank * _pitch(timeline, height)
+        y = top + rank * pitch(timeline, height)
         size = f'font-size="{min(13.0, height * 0.62):g}"'
         name = rank_name(timeline.shape, rank)
         yield text(PLOT_LEFT - 14, y + height / 2, name, f'{SOFT} {size} text-anchor="end" {MIDDLE}')
@@ -130,7 +120,7 @@ def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterat
     """Return the column of live token slices at the peak of each rank."""
     size = min(13.0, height * 0.62)
     for rank, peak in enumerate(timeline.peak_live_token_slices):
-        y = top + rank * _pitch(timeline, height) + height / 2
+        y = top + rank * pitch(timeline, height) + height / 2
         yield text(scale.plot_right + 36, y, str(peak), f'{INK} font-size="{size:g}" {CENTRED}')
 
 
@@ -144,15 +134,12 @@ def swatch(kind: OpKind, x: float, y: float, width: float, height: float, fill: 
         yield rect(x, y, width, height, f"{corner} {texture}")
 
 
-def stripe(model_chunk: int, num_model_chunks: int, x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Return the mark of a model chunk on the upper edge of an op."""
-    if model_chunk:
-        thickness = _stripe_height(model_chunk, num_model_chunks, height)
-        yield rect(x, y, width, thickness, 'fill="#1f2328" fill-opacity="0.62"')
-
-
-def _stripe_height(model_chunk: int, num_model_chunks: int, height: float) -> float:
+def stripe(model_chunk: int, num_model_chunks: int, height: float) -> float:
+    """Return the height of the mark of a model chunk, which is on the upper edge of an op."""
     return height * 0.2 * model_chunk / max(num_model_chunks - 1, 1)
+
+
+_STRIPE = 'fill="#1f2328" fill-opacity="0.62"'
 
 
 def _block(op: Op, shape: PipelineShape, box: tuple[float, float, float, float], tooltip: str) -> Iterator[str]:
@@ -165,8 +152,9 @@ def _block(op: Op, shape: PipelineShape, box: tuple[float, float, float, float],
     low = height * (1 - _LOW) if op.kind is OpKind.WEIGHT_GRADIENT else 0.0
     y, height = y + low, height - low
     model_chunk = op.stage // shape.num_ranks
-    yield from stripe(model_chunk, shape.num_model_chunks, x, y, width, height)
-    marked = _stripe_height(model_chunk, shape.num_model_chunks, height)
+    marked = stripe(model_chunk, shape.num_model_chunks, height)
+    if model_chunk:
+        yield rect(x, y, width, marked, _STRIPE)
     y, height = y + marked, height - marked
     label = op_label(op, shape)
     size = min(12.0, height * 0.48, (width - 4) / text_width(label))
@@ -223,7 +211,7 @@ def _entries(timelines: Sequence[Timeline], shape: PipelineShape) -> Iterator[_E
             f"model chunk {last}",
             lambda x, y: [
                 *op(OpKind.FORWARD, x, y),
-                *stripe(last, last + 1, x, y, _SWATCH, _CHIP),
+                rect(x, y, _SWATCH, stripe(last, last + 1, _CHIP), _STRIPE),
             ],
         )
     lanes = [*zip(map("copy {}".format, LANES), COPY_FILLS, strict=True)]
@@ -289,7 +277,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
     scale = Scale(timeline.duration, _width([timeline]))
     height = row_height(timeline.shape.num_ranks)
     top = 104
-    bottom = top + rows_height(timeline, height)
+    bottom = top + timeline.shape.num_ranks * pitch(timeline, height) - _GAP
     figures = [
         ("bubble ratio", f"{timeline.bubble_ratio:.1%}"),
         ("makespan", with_unit(timeline.makespan, timeline.unit)),
@@ -334,7 +322,7 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
             figures += f"  ·  reductions end at {with_unit(timeline.duration, timeline.unit)}"
         body.append(text(MARGIN, top - 20, title, f'{INK} font-size="16" font-weight="600"'))
         body.append(text(scale.plot_right, top - 20, figures, f'{INK} font-size="13" text-anchor="end"'))
-        bottom = top + rows_height(timeline, height)
+        bottom = top + timeline.shape.num_ranks * pitch(timeline, height) - _GAP
         body += grid(scale, top, bottom)
         body += rows(timeline, scale, top, height)
         body += _saving(timeline, timelines[0].duration, scale, top, bottom)

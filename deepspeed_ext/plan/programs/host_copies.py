@@ -291,31 +291,29 @@ class CopyLanes:
 
     def __init__(self, copies: Sequence[HostCopy], plan: HostCopyPlan) -> None:
         self._places = copies_by_place(copies)
-        self._to_host, self._from_host = plan.to_host, plan.from_host
-        self._to_host_free = self._from_host_free = -inf
+        self._speeds = plan.to_host, plan.from_host
+        self._free = [-inf, -inf]
         self._there: dict[int, float] = {}
         self._offloads: dict[HostCopy, tuple[float, float]] = {}
         self._dropped: dict[HostCopy, float] = {}
         self._fetches: dict[HostCopy, tuple[float, float]] = {}
 
-    def arrive(self, place: int, time: float) -> float:
-        """Post what stands at a place.
+    def _run(self, lane: int, copy: HostCopy, time: float) -> tuple[float, float]:
+        """Start and end of a copy that is posted at a time."""
+        start = max(time, self._free[lane])
+        self._free[lane] = start + copy.size / self._speeds[lane]
+        return start, self._free[lane]
 
-        Returns:
-            When the rank goes on: later if a copy to the host has not ended by the time at which it must.
-        """
+    def arrive(self, place: int, time: float) -> float:
+        """Post the copies of a place, and return when the rank goes on: a drop waits for the copy to the host."""
         copied = self._places.get(place)
         if copied is None:
             return time
         for copy in copied.offloaded:
-            start = max(time, self._to_host_free)
-            self._to_host_free = start + copy.size / self._to_host
-            self._offloads[copy] = start, self._to_host_free
+            self._offloads[copy] = self._run(0, copy, time)
         for copy in copied.fetched:
-            start = max(time, self._from_host_free)
-            self._from_host_free = start + copy.size / self._from_host
-            self._fetches[copy] = start, self._from_host_free
-            self._there[copy.reader] = self._from_host_free
+            self._fetches[copy] = self._run(1, copy, time)
+            self._there[copy.reader] = self._fetches[copy][1]
         for copy in copied.dropped:
             time = max(time, self._offloads[copy][1])
             self._dropped[copy] = time

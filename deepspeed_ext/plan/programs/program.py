@@ -11,9 +11,11 @@ last to first, and the reductions of a rank run one after the other on the links
       link |    [7 ====][6 ====][5 ====][4 ====]      all of it in the cool-down
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import count
 from typing import NamedTuple
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, received
@@ -189,15 +191,12 @@ def communicators(shape: PipelineShape) -> dict[Channel, int]:
     what the receive waits for may come of that very send. With one channel on each rank nothing is held up that its
     channel would not hold up anyhow.
     """
-    busy: list[set[int]] = []
+    busy: defaultdict[int, set[int]] = defaultdict(set)
     numbers = {}
     for channel in channels(shape):
         ends = {channel.source, channel.target}
-        number = next((number for number, ranks in enumerate(busy) if ranks.isdisjoint(ends)), len(busy))
-        if number == len(busy):
-            busy.append(set())
-        busy[number] |= ends
-        numbers[channel] = number
+        numbers[channel] = next(number for number in count() if busy[number].isdisjoint(ends))
+        busy[numbers[channel]] |= ends
     return numbers
 
 
@@ -247,17 +246,15 @@ def with_reductions(program: Program) -> Program:
     """A program that starts the reductions of each stage after the op that completes them, and after what it sends."""
     completing = {Instruction(COMPUTE[op.kind], *op[1:])[:4] for op in completing_ops(program.ops()).values()}
     placed: list[Instruction] = []
-    due: Instruction | None = None
+    due: list[Instruction] = []
     for instruction in program.instructions:
-        if due is not None and instruction.kind not in _AT_ONCE:
-            placed.append(due)
-            due = None
+        if instruction.kind not in _AT_ONCE:
+            placed += due
+            due = []
         placed.append(instruction)
         if instruction[:4] in completing:
-            due = Instruction(InstructionKind.REDUCE_GRADIENTS, *instruction[1:4])
-    if due is not None:
-        placed.append(due)
-    return replace(program, instructions=tuple(placed))
+            due = [Instruction(InstructionKind.REDUCE_GRADIENTS, *instruction[1:4])]
+    return replace(program, instructions=(*placed, *due))
 
 
 def reductions_beside(

@@ -83,16 +83,12 @@ def simulate_with_host_copies(
 
 
 class _Network:
-    """The channels between ranks: messages of one channel leave one after the other, in the order of their ops.
-
-    Attributes:
-        arrival: when each result that left is there.
-    """
+    """The channels between ranks: messages of one channel leave one after the other, in the order of their ops."""
 
     def __init__(self, shape: PipelineShape, costs: OpCosts) -> None:
         self.arrival: dict[Op, float] = {}
-        self._shape = shape
-        self._costs = costs
+        """When each result that left is there."""
+        self._shape, self._costs = shape, costs
         self._ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
         self._free: dict[Channel, float] = defaultdict(float)
         self._transfers: dict[Channel, list[Transfer]] = defaultdict(list)

@@ -32,6 +32,7 @@ for tens of ops.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -147,8 +148,7 @@ def optimise(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
+class _Candidate(NamedTuple):
     makespan: float
     orders: NumberedOrders
     name: str
@@ -177,9 +177,8 @@ def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Pr
     """The best orders that priorities give."""
     num_schedules = max(int(effort * SCHEDULED_OPS / problem.num_ops), FEWEST_SCHEDULES)
     num_rules = int(BY_RULES * num_schedules)
-    num_nudges = num_schedules - num_rules
     rule = search_rules(problem, num_rules, seed, progress=part_of(progress, 0.0, TILL_RULES))[0]
-    makespan, rows = _nudged(problem, rule, num_nudges, seed, part_of(progress, TILL_RULES, TILL_NUDGES))
+    makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed, part_of(progress, TILL_RULES, TILL_NUDGES))
     orders = NumberedOrders.of(list(rows))
     return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
 
