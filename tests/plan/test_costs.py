@@ -53,12 +53,6 @@ def test_tables_by_kind_have_the_times_of_the_ops(weight_gradient):
                 assert costs.durations(kind)[stage][token_slice] == costs.duration(Op(kind, stage, 0, token_slice))
 
 
-def test_uniform():
-    costs = OpCosts.uniform(SHAPE, backward=2.0, transfer=0.5)
-    assert costs == OpCosts(((1.0, 1.0), (1.0, 1.0)), ((2.0, 2.0), (2.0, 2.0)), None, 0.5)
-    assert OpCosts.uniform(SHAPE, weight_gradient=3.0).weight_gradient == ((3.0, 3.0), (3.0, 3.0))
-
-
 def test_with_model_chunks_rows_are_for_stages_or_for_ranks():
     shape = PipelineShape(4, 1, 2, num_model_chunks=2, placement=Placement.V)
     by_rank = json.dumps({"forward": [[1, 2], [3, 4]], "backward": [[2, 4], [6, 8]]})

@@ -288,7 +288,15 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
                 )
             ),
             *(timeline(written(num_stages=count)) for count in (0, 2)),
-            timeline(written(transfers=[5])),
+            *(
+                timeline(
+                    {**json.loads(simulate(rank_orders(gpipe, SHAPE), SHAPE, UNIFORM).to_json()), "transfers": [wrong]}
+                )
+                for wrong in (
+                    *(["0F0.0", 1, 2], ["1F0.0", 1, 2, 2], ["9F0.0", 1, 2, 2], ["0F0.0", 2, 1, 1]),
+                    *(["0BW0.0", 1, 2, 2], 7),
+                )
+            ),
             timeline(written(reductions=[["a", 0, 0, 1]])),
             timeline(written(unit="\ud800")),
             *(

@@ -88,12 +88,6 @@ def test_a_very_long_timeline_shows_letters_alone():
     assert set(re.sub(r"stage \d|time .*", "", drawing)) <= set("FB-. |\n")
 
 
-def test_ops_that_take_no_time_can_be_drawn():
-    timeline = timeline_of(2, 1, 2, forward=0.0, backward=0.0)
-    assert render_text(timeline).splitlines() == ["stage 0 | B", "stage 1 | B"]
-    ElementTree.fromstring(render_svg(timeline, "nothing"))
-
-
 def test_ops_name_their_stage_where_ranks_own_several():
     lines = render_text(interleaved_timeline()).splitlines()
     assert lines[0].startswith("rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1 0F1.0 0F1.1 2B0.1 ")

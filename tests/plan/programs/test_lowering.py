@@ -109,12 +109,6 @@ def test_what_stays_on_a_rank_is_passed_on_and_weight_gradients_keep_the_buffer(
     ]
 
 
-def test_one_stage_sends_and_receives_nothing():
-    (program,) = lower(one_f_one_b, PipelineShape(1, 2, 2))
-    kinds = {instruction.kind for instruction in program.instructions}
-    assert kinds == {*map(InstructionKind, ("load", "forward", "backward", "reduce gradients", "free"))}
-
-
 def test_one_rank_of_several_stages_passes_everything_on():
     (program,) = lower(interleaved, PipelineShape(2, 1, 1, num_model_chunks=2))
     kinds = [instruction.kind.value for instruction in program.instructions]
@@ -192,18 +186,6 @@ def test_completions_that_wait_for_each_other_are_found():
         check_programs([Program(0, tuple(first), 2), Program(1, tuple(last), 2)], shape)
 
 
-def test_programs_that_wait_for_each_other_are_found():
-    first, last = lower(one_f_one_b, SHAPE)
-    without = tuple(step for step in first.instructions if step.kind is not InstructionKind.FORWARD)
-    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 'backward 0B0\.1 @\d' waits for 0F0\.1"):
-        check_programs([replace(first, instructions=without), last], SHAPE)
-
-
-def test_ops_of_a_program_name_their_stage():
-    _, last = lower(one_f_one_b, SHAPE)
-    assert next(last.ops()) == Op(OpKind.FORWARD, stage=1, micro_batch=0, token_slice=0)
-
-
 def test_what_was_proven_once_is_not_proven_again(monkeypatch):
     played = SimulatedSchedule(one_f_one_b)
     check_lowering(played, SHAPE)
@@ -244,11 +226,6 @@ def test_each_stage_is_reduced_once_behind_its_last_gradient_of_weights(name: st
                 assert program.instructions[position + 1].kind not in goes
                 assert not later & goes or name == "breadth-first"
         assert sorted(reduced) == list(shape.stages_of(program.rank))
-
-
-def test_evaluation_reduces_nothing() -> None:
-    kinds = {each.kind for program in lower(forward_order, TWO_BY_TWO) for each in program.instructions}
-    assert InstructionKind.REDUCE_GRADIENTS not in kinds
 
 
 def test_the_last_weight_gradient_completes_a_stage_though_input_gradients_are_done() -> None:

@@ -66,12 +66,9 @@ def test_replays_do_not_touch_each_other(orders_and_shape, data):
     assert first.starts.tolist() == again.starts.tolist() and first.ends.tolist() == again.ends.tolist()
 
 
-def test_evaluation_too():
-    assert_equal([list(forward_order(SHAPE, rank)) for rank in range(2)], SHAPE, OpCosts.uniform(SHAPE, transfer=0.5))
-
-
-def test_a_rank_may_have_nothing_to_do():
-    assert_equal([ops("0F0.0"), []], SHAPE, OpCosts.uniform(SHAPE))
+def test_evaluation_and_ranks_that_have_nothing_to_do():
+    for orders in ([list(forward_order(SHAPE, rank)) for rank in range(2)], [ops("0F0.0"), []]):
+        assert_equal(orders, SHAPE, OpCosts.uniform(SHAPE, transfer=0.5))
 
 
 @pytest.mark.parametrize("schedule, shape", [(zero_bubble, SHAPE), (interleaved, PipelineShape(6, 2, 2, 3))])
