@@ -260,10 +260,7 @@ def attention_costs(
         head_share: what the language-model head adds to F, BI and BW of the last stage, each, for a whole sequence.
         window: sliding window of all layers, in the unit of the lengths; None = tokens attend to all before them.
     """
-    if len(lengths) != shape.num_token_slices or not all(0 < length < inf for length in lengths):
-        raise PlanError(
-            f"lengths {list(lengths)} for {shape.num_token_slices} token slices: give one above 0 for each of them"
-        )
+    shape.check_lengths(lengths)
     if not 0 <= attention_share <= 1:
         raise PlanError(f"attention share {attention_share} is not a share: give a number between 0 and 1")
     if not 0 <= head_share < inf:

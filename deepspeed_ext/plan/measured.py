@@ -23,7 +23,7 @@ from deepspeed_ext.plan.costs import OpCosts, Table
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, prerequisites, result
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.text_files import parse_json, read_text
+from deepspeed_ext.plan.text_files import parse_file, parse_json
 from deepspeed_ext.plan.timeline import Span, Timeline, executed_order
 
 __all__ = ["Comparison", "Difference", "StepRecord", "measured_costs"]
@@ -78,13 +78,7 @@ def read_steps(path: Path) -> list[StepRecord]:
         files = sorted(path.glob(STEP_FILES))
         if not files:
             raise UserError(f"{path} has no {STEP_FILES}, which the trainer writes with --timeline: name another")
-    steps = []
-    for file in files:
-        try:
-            steps.append(StepRecord.from_json(read_text(file)))
-        except PlanError as error:
-            raise PlanError(f"{file}: {error}") from None
-    return steps
+    return [parse_file(file, StepRecord.from_json) for file in files]
 
 
 def alike(steps: list[StepRecord]) -> list[StepRecord]:
@@ -119,8 +113,6 @@ class Gap:
     """The rest, until the op began: its input was on the way, or the host had other things to do."""
     waited: bool
     """Whether an input was computed after the op before had ended."""
-    reason: Op | None
-    """The op of another rank that computed it, if so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +138,9 @@ def gaps(timeline: Timeline) -> list[list[Gap]]:
         free = timeline.start
         for op, start, end in row:
             needed = [ended[each] for each in prerequisites(op, timeline.shape) if each in ended]
-            latest = max(needed, key=lambda span: span.end, default=None)
-            if latest is not None and latest.end > free:
-                there = min(latest.end, max(start, free))
-                of_rank.append(Gap(there - free, max(start - there, 0.0), True, latest.op))
-            else:
-                of_rank.append(Gap(0.0, max(start - free, 0.0), False, None))
+            latest = max((span.end for span in needed), default=free)
+            there = min(max(latest, free), max(start, free))
+            of_rank.append(Gap(there - free, max(start - there, 0.0), latest > free))
             free = max(end, free)
         found.append(of_rank)
     return found

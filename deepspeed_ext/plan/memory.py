@@ -117,17 +117,10 @@ class TokenBytes:
             stage_input = (0.0, *stage_input[1:])
         return cls(activation, key_value, key_value_gradient, logits, freed, limit, stage_input)
 
-    @classmethod
-    def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
-        """Return activations alone, in a unit in which one micro-batch on all stages of one rank keeps 1."""
-        each = 1 / (sum(lengths) * shape.num_model_chunks)
-        nothing = (0.0,) * shape.num_stages
-        return cls((each,) * shape.num_stages, nothing, nothing)
-
 
 def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
     """Return the bytes that each rank holds over time; without a backward they stay until the rank's last op ends."""
-    _check_lengths(timeline.shape, lengths)
+    timeline.shape.check_lengths(lengths)
     shape, limit = timeline.shape, token_bytes.logits_limit
     without_logits = replace(token_bytes, logits=0.0)
     nothing = (0.0,) * shape.num_stages
@@ -148,7 +141,7 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
 
 def host_memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
     """Return the bytes that each rank has on its host over the time of a timeline."""
-    _check_lengths(timeline.shape, lengths)
+    timeline.shape.check_lengths(lengths)
     curves = []
     for rank in range(timeline.shape.num_ranks):
         copies = list(_copies(timeline, rank, lengths, token_bytes))
@@ -175,8 +168,10 @@ def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = N
     Args:
         lengths: tokens, or shares, of the token slices; None for equal ones.
     """
-    lengths = token_lengths(lengths, timeline.shape)
-    return memory_over_time(timeline, lengths, TokenBytes.activations_only(timeline.shape, lengths))
+    shape, lengths = timeline.shape, token_lengths(lengths, timeline.shape)
+    each = 1 / (sum(lengths) * shape.num_model_chunks)
+    nothing = (0.0,) * shape.num_stages
+    return memory_over_time(timeline, lengths, TokenBytes((each,) * shape.num_stages, nothing, nothing))
 
 
 def peak(curve: StepFunction) -> float:
@@ -204,15 +199,8 @@ def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) 
 def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequence[float]:
     """Return lengths as they were given, or equal ones."""
     lengths = [1] * shape.num_token_slices if lengths is None else lengths
-    _check_lengths(shape, lengths)
+    shape.check_lengths(lengths)
     return lengths
-
-
-def _check_lengths(shape: PipelineShape, lengths: Sequence[float]) -> None:
-    if len(lengths) != shape.num_token_slices or min(lengths) <= 0:
-        raise PlanError(
-            f"lengths {list(lengths)} for {shape.num_token_slices} token slices: give one above 0 for each of them"
-        )
 
 
 def _changes(

@@ -12,10 +12,11 @@ Token slices of a micro-batch on one stage: F of the first to the last, then B (
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -163,6 +164,13 @@ class PipelineShape:
             fields.get("num_model_chunks", 1),
             Placement(fields.get("placement", Placement.LOOPED)),
         )
+
+    def check_lengths(self, lengths: Sequence[float]) -> None:
+        """See that there is a length, or a share of the sequence, for each token slice."""
+        if len(lengths) != self.num_token_slices or not all(0 < length < inf for length in lengths):
+            raise PlanError(
+                f"lengths {list(lengths)} for {self.num_token_slices} token slices: give one above 0 for each of them"
+            )
 
     @property
     def num_ranks(self) -> int:

@@ -20,7 +20,7 @@ from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, check_lowering
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import check_order
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import parse_file
 
 __all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_schedule"]
 
@@ -31,7 +31,7 @@ def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
     Raises:
         ScheduleDeadlock: if ranks would wait for each other.
     """
-    return _read(path)[:2]
+    return parse_file(path, lambda text: _parse(text, str(path)))[:2]
 
 
 def parse_schedule(text: str) -> tuple[PipelineShape, list[list[Op]]]:
@@ -40,14 +40,6 @@ def parse_schedule(text: str) -> tuple[PipelineShape, list[list[Op]]]:
 
 
 _Parsed = tuple[PipelineShape, list[list[Op]], SimulatedSchedule]
-
-
-def _read(path: Path | str) -> _Parsed:
-    text = read_text(path)
-    try:
-        return _parse(text, str(path))
-    except PlanError as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def _parse(text: str, name: str) -> _Parsed:
@@ -78,7 +70,7 @@ def _parse(text: str, name: str) -> _Parsed:
 
 def schedule_from_file(path: Path | str) -> SimulatedSchedule:
     """Return the schedule of a file, which fits the shape of the file alone and is known to end there."""
-    return _read(path)[2]
+    return parse_file(path, lambda text: _parse(text, str(path)))[2]
 
 
 def write_schedule(orders: Sequence[Sequence[Op]]) -> str:

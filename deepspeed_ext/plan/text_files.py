@@ -10,12 +10,16 @@ import json
 import os
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from math import isfinite, isinf
 from pathlib import Path
 from textwrap import dedent
+from typing import TypeVar
 
 from deepspeed_ext.plan.errors import PlanError, UserError
+
+_Parsed = TypeVar("_Parsed")
 
 
 def permit_as_new(path: Path) -> None:
@@ -49,6 +53,15 @@ def read_text(path: Path | str, flag: str = "") -> str:
         raise UserError(f"{flag} {path} is not UTF-8 text ({place}): mend the file".lstrip()) from None
     except ValueError as error:  # A name that no file can have.
         raise UserError(f"{flag} {path} cannot be read ({error}): give a file that can".lstrip()) from None
+
+
+def parse_file(path: Path | str, parse: Callable[[str], _Parsed]) -> _Parsed:
+    """Parse the text of a file; a `PlanError` names the file."""
+    text = read_text(path)
+    try:
+        return parse(text)
+    except PlanError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool = False) -> None:

@@ -108,10 +108,9 @@ def test_the_time_of_a_rank_adds_up(step, later):
 
 
 def test_gaps_are_told_apart_by_what_fills_them():
-    forward, backward = Op.parse("0F0.0"), Op.parse("1B0.0")
     assert gaps(LATE) == [
-        [Gap(0.0, 0.0, False, None), Gap(6.0, 1.0, True, backward)],
-        [Gap(2.0, 0.5, True, forward), Gap(0.0, 0.25, False, None)],
+        [Gap(0.0, 0.0, False), Gap(6.0, 1.0, True)],
+        [Gap(2.0, 0.5, True), Gap(0.0, 0.25, False)],
     ]
     assert rank_times(LATE, gaps(LATE)) == [RankTime(5.0, 6.0, 1.0, 0.0), RankTime(5.25, 6.0, 0.5, 0.25)]
 

@@ -1,11 +1,11 @@
 """The simulation that the command line asks for: pipeline, costs of ops, their order, host copies, units of memory."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts, attention_costs
@@ -25,7 +25,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, sche
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.terminal import Progress, ProgressLine
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import parse_file
 from deepspeed_ext.plan.timeline import Timeline
 
 
@@ -64,17 +64,7 @@ def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequen
         raise UserError(
             "--token-bytes needs the tokens of a sequence: add --seq-length, or show a timeline of the trainer's"
         )
-    return Memory(lengths, _read(options.token_bytes, TokenBytes.from_json, shape))
-
-
-_Parsed = TypeVar("_Parsed", TokenBytes, OpCosts)
-
-
-def _read(path: Path, parse: Callable[[str, PipelineShape], _Parsed], shape: PipelineShape) -> _Parsed:
-    try:
-        return parse(read_text(path), shape)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    return Memory(lengths, parse_file(options.token_bytes, lambda text: TokenBytes.from_json(text, shape)))
 
 
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
@@ -268,7 +258,7 @@ def _costs(
 ) -> OpCosts:
     """Times of ops: from the file, from the share of attention, or 1 for each."""
     if options.costs is not None:
-        return _read(options.costs, OpCosts.from_json, shape)
+        return parse_file(options.costs, lambda text: OpCosts.from_json(text, shape))
     if options.attention_share is not None:
         if options.window is not None and sum(lengths) < 2:
             raise UserError(

@@ -157,10 +157,7 @@ class SchedulingProblem:
                 "backward begins: give 1 or more"
             )
         lengths = (1.0,) * shape.num_token_slices if lengths is None else tuple(lengths)
-        if len(lengths) != shape.num_token_slices or not all(0 < length < inf for length in lengths):
-            raise PlanError(
-                f"lengths {list(lengths)} for {shape.num_token_slices} token slices: give one above 0 for each of them"
-            )
+        shape.check_lengths(lengths)
         shares = tuple(length / sum(lengths) for length in lengths)
         limit = inf if memory_limit is None else memory_limit
         is_split, tables = costs.weight_gradient is not None, _tables(shape, costs, shares)
@@ -181,10 +178,6 @@ class SchedulingProblem:
         """[P] time that each rank computes for."""
         by_stage = self.tables.times.sum(axis=(0, 2)) * self.shape.num_micro_batches
         return np.bincount(self.tables.rank_of, by_stage, self.shape.num_ranks)
-
-    def bubble_ratio(self, makespan: float) -> float:
-        """Idle time over ranks x makespan."""
-        return 1 - float(self.work.sum()) / (self.shape.num_ranks * makespan) if makespan else 0.0
 
     def numbered(self, orders: Sequence[Sequence[Op]]) -> list[Numbers]:
         """Return the ops of each rank as numbers: one array of [ops] for each."""
