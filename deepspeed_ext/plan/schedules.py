@@ -269,13 +269,7 @@ EFFORT = 0.2
 
 
 class FoundSchedule:
-    """A schedule that is found for each shape of the pipeline when it is first asked for. Every rank finds the same.
-
-    Args:
-        costs: costs of the ops of a shape, the same on all ranks.
-        token_slices: lengths of the token slices, which memory depends on.
-        memory_limit: activations of one micro-batch that a rank may hold; None for as many as `1f1b` does.
-    """
+    """A schedule that is found for each shape of the pipeline when it is first asked for. Every rank finds the same."""
 
     def __init__(
         self,
@@ -284,8 +278,9 @@ class FoundSchedule:
         memory_limit: float | None = None,
     ) -> None:
         self.costs = costs
-        """Costs that it is found for."""
-        self._token_slices, self._memory_limit = token_slices, memory_limit
+        """Costs of the ops of a shape, the same on all ranks."""
+        self._token_slices = token_slices
+        self._memory_limit = memory_limit  # None for as many activations as `1f1b` keeps
         self._found: dict[PipelineShape, OptimisedSchedule] = {}
 
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:

@@ -150,9 +150,7 @@ SpansOfRank = Callable[[int], Sequence[Span]]
 class SimulatedSchedule:
     """A schedule that keeps its simulated timelines. It is a schedule itself.
 
-    Args:
-        costs: of the ops of a shape, the same on all ranks; None for `lowering_costs`.
-        complete: every token slice must go forward and backward.
+    With `complete` every token slice must go forward and backward.
     """
 
     def __init__(
@@ -160,7 +158,7 @@ class SimulatedSchedule:
     ) -> None:
         self._schedule, self._complete = schedule, complete
         self.costs = costs or lowering_costs
-        """Costs that the timeline of a shape has."""
+        """Costs of the ops of a shape, the same on all ranks."""
         self._spans: dict[PipelineShape, SpansOfRank] = {}
         self.proven: set[tuple[PipelineShape, Device, HostCopySettings | None]] = set()
         """Shapes, devices and host copies for which `lowering.check_lowering` has found that its programs end."""
@@ -261,7 +259,7 @@ def check_lowering(
     device: Device | None = None,
     host_copies: HostCopySettings | None = None,
 ) -> None:
-    """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
+    """See that the programs that ranks will lower by themselves end. What was proven once is not proven again.
 
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
     can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.

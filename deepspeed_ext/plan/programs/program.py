@@ -186,10 +186,8 @@ def channels(shape: PipelineShape) -> list[Channel]:
 def communicators(shape: PipelineShape) -> dict[Channel, int]:
     """Number of the communicator for each channel: channels that share one have no rank in common.
 
-    A communicator runs the messages of a rank one after the other, in the order in which the rank posts them, whoever
-    they are for. A receive that is posted ahead would hold up a send behind it; and where stages go round and round,
-    what the receive waits for may come of that very send. With one channel on each rank nothing is held up that its
-    channel would not hold up anyhow.
+    A communicator runs the messages of a rank one after the other. A receive that is posted ahead would hold up a send
+    behind it; and where stages go round and round, the receive may wait for a result of that very send.
     """
     busy: defaultdict[int, set[int]] = defaultdict(set)
     numbers = {}
@@ -203,8 +201,8 @@ def communicators(shape: PipelineShape) -> dict[Channel, int]:
 def warm_up_order(shape: PipelineShape) -> list[Channel]:
     """Channels in the order in which every rank sends a first message over each of its own.
 
-    A connection is made when both of its ranks first use it, and each waits for the other. All ranks go through their
-    channels in one order, so none waits in a circle; by communicator, so that as many as possible connect at a time.
+    A connection is made when both of its ranks first use it. In one order none waits in a circle; by communicator as
+    many as possible connect at a time.
     """
     numbers = communicators(shape)
     return sorted(numbers, key=lambda channel: (numbers[channel], channel))
@@ -260,11 +258,7 @@ def with_reductions(program: Program) -> Program:
 def reductions_beside(
     spans: Sequence[Sequence[tuple[Op, float, float]]], shape: PipelineShape, costs: Sequence[Sequence[float]] | None
 ) -> Iterator[Reduction]:
-    """Yield the reductions of an iteration whose ops have run; see `reductions`.
-
-    Args:
-        costs: per stage, the time of each of its pieces on the link; None for no reductions.
-    """
+    """Yield the reductions of an iteration whose ops have run; see `reductions`. Costs of None stand for none."""
     completed: dict[int, tuple[float, float]] = {}
     for rank in spans:
         times = {op: (start, end) for op, start, end in rank}

@@ -114,16 +114,14 @@ def optimise(
 ) -> OptimisedSchedule:
     """Find op orders with a short makespan, never worse than a fixed schedule that keeps the limit.
 
-    The result depends on the arguments alone, not on the clock. Its orders do not deadlock and keep the order of
-    micro-batches that all schedules have (ADR 0005). It ignores host copies: costs and memory are those without any.
+    They do not deadlock and keep the order of micro-batches that all schedules have (ADR 0005).
 
     Args:
         costs: of ops and transfers. Without `weight_gradient` all backwards stay whole.
         memory_limit: activations of one micro-batch on one rank that a rank may hold, 1 or more; None for no limit.
             A token slice of a stage counts its share of the tokens over the model chunks, from F to BW or B.
         lengths: of the token slices, for the memory; None for equal ones.
-        effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
-            better.
+        effort: time to take, in some seconds of one core.
     """
     check_num_ops(shape, MOST_SEARCHED_OPS)
     if not effort > 0:
@@ -239,11 +237,7 @@ def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders
     """Return the orders with input and weight gradients joined into whole backwards, as many as keep the makespan.
 
     A whole backward keeps fewer tensors alive and starts fewer kernels, but gives its input gradient only at its end.
-    The stage before may have time to wait for it.
-
-    Neighbours are tried by the block: those of a rank at once, then either half of a block that would cost time. So
-    the number of replays is small where there is much time or none. Costs that do not tell weight gradients apart have
-    no other backwards than whole ones.
+    Neighbours are tried by the block: those of a rank at once, then either half of a block that would cost time.
     """
     per_kind = problem.shape.num_stages * problem.num_units
     rows = orders.to_list()
