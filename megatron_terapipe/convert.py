@@ -22,9 +22,6 @@ from megatron_terapipe.errors import ConfigError
 
 TO_HUGGINGFACE = "to-huggingface"
 
-Written = tuple[dict[str, Any], str]
-"""What was written, for programs and for people."""
-
 DESCRIPTION = """\
 Convert models to and from the files of Hugging Face: config.json, safetensors and a tokenizer."""
 
@@ -37,7 +34,7 @@ Read on: docs/how-to/huggingface.md, with the families of models that can be con
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.convert") -> int:
-    """Convert, and return the exit code: 2 for bad input, said in one line."""
+    """Convert, and return the exit code: 2 for bad input, with one line."""
     return run_command(lambda: _run(argv, prog))
 
 
@@ -100,7 +97,8 @@ def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: st
     return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
-def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
+def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[dict[str, Any], str]:
+    """Export, and return the answer for programs and the sentence for people."""
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
     from megatron_terapipe.checkpoint.conversion import export_checkpoint
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
@@ -131,7 +129,8 @@ def _eod(directory: Path) -> int | None:
         return None
 
 
-def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
+def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[dict[str, Any], str]:
+    """Import, and return the answer for programs and the sentence for people."""
     from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")

@@ -8,7 +8,7 @@ BackgroundSaves  does the latter in a thread of each rank while training goes on
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -175,19 +175,17 @@ Part = tuple[dict[str, FileFacts], str | None, list[tuple[str, Place]]]
 """One rank's part of a checkpoint: facts of its files, its fault if it has one, and places of its parameters' state."""
 
 
+@dataclass(frozen=True, slots=True)
 class UnfinishedSave:
     """A checkpoint of which this rank has copied or written its part, and which has no name yet."""
 
-    def __init__(
-        self,
-        directory: Path,
-        info: CheckpointInfo,
-        writer: FileWriter,
-        places: list[tuple[str, Place]],
-        keep_last: int | None,
-    ) -> None:
-        self.directory = directory
-        self._info, self._writer, self._places, self._keep_last = info, writer, places, keep_last
+    directory: Path
+    info: CheckpointInfo
+    writer: FileWriter
+    places: list[tuple[str, Place]]
+    """Places of the state of this rank's parameters."""
+    keep_last: int | None
+    """Checkpoints to keep, the newest; None for all."""
 
     def finish(self, group: dist.ProcessGroup | None = None) -> list[str]:
         """Write what is not written yet, give the checkpoint its name, and return lines for the log.
@@ -197,9 +195,9 @@ class UnfinishedSave:
         Args:
             group: of all ranks, in which nothing else is sent meanwhile; None for that of the run.
         """
-        self._writer.write_kept()
+        self.writer.write_kept()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        own: Part = self._writer.facts, self._writer.fault, self._places
+        own: Part = self.writer.facts, self.writer.fault, self.places
         dist.gather_object(own, parts, dst=0, group=group)
         return from_first_rank(partial(self._complete, parts or []), group=group, error=SaveError)
 
@@ -210,7 +208,7 @@ class UnfinishedSave:
                 if fault is not None:
                     raise OSError(f"rank {rank}, {fault}")
             files = {name: facts for written, _, _ in parts for name, facts in written.items()}
-            texts = {RUN_FILE: self._info.text()}
+            texts = {RUN_FILE: self.info.text()}
             # Ranks count stages slowest.
             if places := [place for _, _, places in parts for place in places]:
                 texts[INDEX_FILE] = index_text(places)
@@ -223,7 +221,7 @@ class UnfinishedSave:
             ) from None
         lines = [f" saved checkpoint {self.directory}"]
         try:
-            remove_older(self.directory.parent, self._info.iteration, self._keep_last)
+            remove_older(self.directory.parent, self.info.iteration, self.keep_last)
         except OSError as error:
             lines.append(f" warning: older checkpoints in {self.directory.parent} could not be removed: {error}")
         return lines

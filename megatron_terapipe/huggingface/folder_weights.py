@@ -4,7 +4,7 @@ First tensors in safetensors files, in one or in several with an index.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -45,15 +45,15 @@ class SavedTensors:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, in the shape [...] that the file gives it."""
-        try:
-            return self._open(self._files[name]).get_tensor(name)
-        except Exception as error:
-            raise self._unreadable(self._files[name], error) from None
+        return self._found(name, lambda file: file.get_tensor(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, which is not read."""
+        return self._found(name, lambda file: tuple(file.get_slice(name).get_shape()))
+
+    def _found(self, name: str, find: Callable[[Any], Any]) -> Any:
         try:
-            return tuple(self._open(self._files[name]).get_slice(name).get_shape())
+            return find(self._open(self._files[name]))
         except Exception as error:
             raise self._unreadable(self._files[name], error) from None
 

@@ -33,11 +33,6 @@ class Activation(nn.Module):
         return _FUNCTIONS[self.name](inputs)
 
 
-def _squared_relu(inputs: Tensor) -> Tensor:
-    """So et al., Primer, arXiv 2109.08668."""
-    return F.relu(inputs).square()
-
-
 class _Gated(torch.autograd.Function):
     """`gate function(gate) * up` (Shazeer, arXiv 2002.05202); keeps its inputs alone, as autograd would not."""
 
@@ -87,7 +82,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),
     "gelu-exact": F.gelu,
     "relu": F.relu,
-    "squared-relu": _squared_relu,
+    "squared-relu": lambda inputs: F.relu(inputs).square(),  # So et al., Primer, arXiv 2109.08668
     "swiglu": _with_gate("silu"),
     "geglu": _with_gate("tanh"),
     "geglu-exact": _with_gate("none"),
