@@ -114,24 +114,17 @@ def tags(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
-def empty(folder: Path, iteration: int) -> None:
-    (folder / f"global_step{iteration}" / "layer_00-model_00-model_states.pt").write_bytes(b"")
-
-
-def test_a_damaged_checkpoint_does_not_count_and_stays(tmp_path: Path) -> None:
-    for iteration in (1, 2, 3, 4):
+@pytest.mark.parametrize(
+    ("saved", "keep_last", "kept"), [((1, 2, 3, 4), 2, {2, 3, 4}), ((1, 2, 3), 1, {2, 3})], ids=["older", "newest"]
+)
+def test_a_damaged_checkpoint_does_not_count_and_stays(
+    tmp_path: Path, saved: tuple[int, ...], keep_last: int, kept: set[int]
+) -> None:
+    for iteration in saved:
         save(tmp_path, iteration)
-    empty(tmp_path, 3)
-    remove_older(tmp_path, 4, 2)
-    assert tags(tmp_path) == {"global_step2", "global_step3", "global_step4"}
-
-
-def test_the_last_good_one_stays_where_the_newest_is_damaged(tmp_path: Path) -> None:
-    for iteration in (1, 2, 3):
-        save(tmp_path, iteration)
-    empty(tmp_path, 3)
-    remove_older(tmp_path, 3, 1)
-    assert tags(tmp_path) == {"global_step2", "global_step3"}
+    (tmp_path / "global_step3" / "layer_00-model_00-model_states.pt").write_bytes(b"")
+    remove_older(tmp_path, saved[-1], keep_last)
+    assert tags(tmp_path) == {f"global_step{each}" for each in kept}
 
 
 def test_a_damaged_checkpoint_is_kept_aside_under_a_name_of_its_own(tmp_path: Path) -> None:

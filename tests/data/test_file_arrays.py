@@ -121,14 +121,6 @@ def test_an_interruption_leaves_nothing_half_there(tmp_path: Path, monkeypatch: 
     assert values(cache.get(DESCRIPTION, compute)) == SQUARES
 
 
-def test_an_exception_of_the_computation_is_raised(tmp_path: Path) -> None:
-    def fails() -> Arrays:
-        raise DataError("too little text")
-
-    with pytest.raises(DataError, match="too little text"):
-        IndexCache(tmp_path).get(DESCRIPTION, fails)
-
-
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"^--data-cache-path .*/file cannot be written \(.*\): name another, or"):
