@@ -149,11 +149,7 @@ def headroom_of(options: argparse.Namespace) -> float:
 
 
 def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
-    """Check a flag that counts, where it is given.
-
-    Args:
-        value: its value; None = it is not given.
-    """
+    """Check a flag that counts, where it is given; `value`: its value; None = it is not given."""
     if value is not None and value < 1:
         raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
     if value is not None and value > most:

@@ -134,11 +134,7 @@ class Launch:
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
-    """Return what launches a strategy.
-
-    Args:
-        model: the trainer's model section; None = a model that it cannot build.
-    """
+    """Return what launches a strategy; `model`: the trainer's model section; None = a model that it cannot build."""
     if model is None:
         raise ConfigError(
             "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
@@ -305,11 +301,7 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
 
 
 def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:
-    """Write the page alone.
-
-    Args:
-        command: what launches the winner; empty = nothing does.
-    """
+    """Write the page alone; `command`: what launches the winner; empty = nothing does."""
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.
     for entry in [*answer.priced[:1], *runners_up(answer.priced)[-1:]]:

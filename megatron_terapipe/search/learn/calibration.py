@@ -304,11 +304,7 @@ GUESSED = 2.0
 
 
 def no_calibration(cluster: Cluster | None = None) -> Calibration:
-    """Defaults, and how far off they may be.
-
-    Args:
-        cluster: whose devices they are of; None = A100s.
-    """
+    """Defaults, and how far off they may be; `cluster`: whose devices they are of; None = A100s."""
     prior = Prior.of(HardwareEfficiency())
     if cluster is not None and any(is_guessed(node.device) for node in cluster.nodes):
         wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])

@@ -81,11 +81,7 @@ class Calibrations:
         self._none = no_calibration()
 
     def of(self, source: str, device: str, several_nodes: bool) -> Calibration:
-        """The calibration of a cluster.
-
-        Args:
-            source: who measures; empty where nobody is known.
-        """
+        """The calibration of a cluster; `source`: who measures; empty where nobody is known."""
         key = source, device, several_nodes
         if key not in self._found:
             self._found[key] = self._fit(*key)

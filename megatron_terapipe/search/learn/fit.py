@@ -75,11 +75,7 @@ class GroupEffects:
         return len(self._rows)
 
     def some(self, which: NDArray[np.bool_]) -> "GroupEffects":
-        """Return the groups of some of the trials.
-
-        Args:
-            which: [n] whether a trial is one of them.
-        """
+        """Return the groups of some of the trials; `which`: [n] whether a trial is one of them."""
         chosen = [group for group, used in zip(self._groups, which, strict=True) if used]
         return GroupEffects(chosen, self.share, self.offset)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -85,11 +85,6 @@ class Trial:
     """Fields of the file that mean nothing here, by `part.field`."""
 
     @property
-    def name(self) -> str:
-        """For people: its id, or where it stands."""
-        return self.id or f"{self.path}:{self.line}"
-
-    @property
     def device(self) -> str:
         """Kinds of devices of its cluster."""
         return "+".join(sorted({node.device.name for node in self.cluster.nodes}))
@@ -127,11 +122,10 @@ def trial_line(
     trial_id: str = "",
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """One line, without its end.
+    """Return one line, without its end; `model` has the fields of the trainer's model section, and times may be None.
 
     Args:
-        peak_memory_bytes: of the fullest device; None = not measured.
-        out_of_memory: whether memory ran out; None = not known.
+        more: other measurements.
     """
     measured: dict[str, Any] = {"iteration_time_s": iteration_time_s, **(more or {})}
     if peak_memory_bytes is not None:
@@ -139,10 +133,9 @@ def trial_line(
         measured["peak_memory_gb"] = round(peak_memory_bytes / GIBIBYTE, 3)
     if out_of_memory is not None:
         measured["out_of_memory"] = out_of_memory
+    names = {"source": source} | ({"id": trial_id} if trial_id else {}) | {"group": group}
     document = {
-        "source": source,
-        **({"id": trial_id} if trial_id else {}),
-        "group": group,
+        **names,
         "software": software,
         "precision": precision,
         "model": dict(model),
@@ -163,24 +156,10 @@ DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
 of plain Megatron."""
 
 
-PUBLISHED_PRECISION = "fp16"
-"""Precision of trials that name none: published tables of Megatron are of fp16."""
-
-PRECISION_BY_SECTION = (
-    # "From now on the testing is happening with BF16 optimizer", says the section of that day
-    # (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers").
-    ("tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_"), "bf16"),
-)
-"""Text in the source, pattern in the group, and the precision that the section around the table states."""
-
-
-def published_precision(source: str, group: str) -> str:
-    """Precision of a trial that names none, from the text around the published table."""
-    for text, pattern, precision in PRECISION_BY_SECTION:
-        if text in source and pattern.search(group):
-            return precision
-    return PUBLISHED_PRECISION
-
+BF16_SECTION = "tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_")
+"""Text in the source, and pattern in the group, of published trials in bf16: "From now on the testing is happening with
+BF16 optimizer", says the section of that day (github.com/bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers"). Other published tables of Megatron are of fp16."""
 
 SOFTWARE_OF_SOURCE = (
     ("bigscience", "", DEEPSPEED),
@@ -192,17 +171,12 @@ SOFTWARE_OF_SOURCE = (
 
 
 def published_software(source: str, named: str = "") -> str:
-    """Name of the software of a trial: what its publication says, what the trial names, or Megatron-LM.
-
-    Args:
-        named: software that the trial names; empty = none.
-    """
+    """Return the software of a trial: what its publication says, what the trial names, or Megatron-LM."""
     found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
     return next(found, named or MEGATRON_LM.name)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedSchedule:
+class PublishedSchedule(NamedTuple):
     """A schedule by the name that its authors gave it."""
 
     schedule: str
@@ -215,49 +189,33 @@ class PublishedSchedule:
 PUBLISHED_SCHEDULES = {
     # Qi et al. 2024 (arXiv 2401.10241) section 5: 1p and 2p are limits of memory, as multiples of 1F1B's; its
     # interleaved baseline has "the maximum number of chunks", one layer each.
-    "ZB-1p": PublishedSchedule("zero-bubble", 1.0),
-    "ZB-2p": PublishedSchedule("zero-bubble", 2.0),
-    "ZB-H1": PublishedSchedule("zero-bubble", 1.0),
-    "ZB-H2": PublishedSchedule("zero-bubble", 2.0),
+    **dict.fromkeys(("ZB-1p", "ZB-H1"), PublishedSchedule("zero-bubble", 1.0)),
+    **dict.fromkeys(("ZB-2p", "ZB-H2"), PublishedSchedule("zero-bubble", 2.0)),
     "1F1B": PublishedSchedule("1f1b"),
     "1F1B-I": PublishedSchedule("interleaved", one_layer_model_chunks=True),
     "GPipe": PublishedSchedule("gpipe"),
 }
 """By their names in tables. Any other name is one of the plan's."""
 
+COUNTED = "layers_per_stage_counting_embedding_and_head"
 
-def counting_ends(workload: Workload) -> Workload:
-    """Return the model with the embedding and the head counted as a layer each in stage partitions.
 
-    DeepSpeed's `type:transformer|embedding` and the models of Qi et al. count them so. The last norm stands between
-    the layers and the head, and goes with the head.
+def bounds_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tuple[int, ...]:
+    """Return the bounds of stages that count the embedding and the head as a layer each, in all layers of the model.
+
+    DeepSpeed's `type:transformer|embedding` and the models of Qi et al. count so. The last norm goes with the head.
+
+    Raises:
+        ConfigError: if they are not all the layers, or a stage has none.
     """
-    return replace(workload, first_dealt=0, end_dealt=len(workload.layers))
-
-
-def partition_counting_ends(workload: Workload, layers_per_stage: list[int]) -> tuple[int, ...]:
-    """Bounds, in the layers of `counting_ends`, of stages that count the embedding and the head as a layer each."""
     counted = workload.num_dealt_layers + 2
     if sum(layers_per_stage) != counted or min(layers_per_stage) < 1:
         raise ConfigError(
-            f"layers_per_stage_counting_embedding_and_head {layers_per_stage} adds up to {sum(layers_per_stage)}, "
+            f"{COUNTED} {layers_per_stage} adds up to {sum(layers_per_stage)}, "
             f"not {counted}, or has a stage without: count num_layers, one for the embedding and one for the head"
         )
-    bounds = [sum(layers_per_stage[:end]) for end in range(len(layers_per_stage) + 1)]
-    return (*bounds[:-1], len(workload.layers))
-
-
-def layers_counting_ends(num_layers: int, num_stages: int) -> list[int] | None:
-    """Layers of each stage, if only with both ends counted the layers divide among the stages; otherwise None.
-
-    Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were partitioned so.
-    """
-    if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
-        return [(num_layers + 2) // num_stages] * num_stages
-    return None
-
-
-COUNTED = "layers_per_stage_counting_embedding_and_head"
+    bounds = [sum(layers_per_stage[:end]) for end in range(len(layers_per_stage))]
+    return (*bounds, len(workload.layers))
 
 
 class LooseEntry(Entry):
@@ -346,7 +304,8 @@ class _Reader:
         schedule = PUBLISHED_SCHEDULES.get(entry.strategy.schedule) or PublishedSchedule(entry.strategy.schedule)
         strategy, ends = _strategy(entry.strategy, workload, schedule, where)
         if ends:
-            workload = self._counting_ends.setdefault(key, counting_ends(workload))
+            whole = replace(workload, first_dealt=0, end_dealt=len(workload.layers))
+            workload = self._counting_ends.setdefault(key, whole)
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
                 f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
@@ -354,6 +313,7 @@ class _Reader:
                 "cluster.num_devices: make them agree"
             )
         group = entry.group or f"{key} {cluster.name} {strategy.global_batch_size}"
+        is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
         rounded = None if peak_gb is None else peak_gb * GIBIBYTE
         known = {each.name for each in fields(Strategy)}
@@ -371,7 +331,7 @@ class _Reader:
             cluster=cluster,
             strategy=strategy,
             software=SOFTWARE[published_software(entry.source, entry.software or "")],
-            precision=entry.precision or published_precision(entry.source, group),
+            precision=entry.precision or ("bf16" if is_bf16 else "fp16"),
             activation_limit=schedule.activation_limit,
             iteration_time_s=measured.iteration_time_s,
             longer_than_s=measured.longer_than_s,
@@ -437,9 +397,12 @@ def _strategy(
         at = place(where, "strategy", COUNTED)
         raise fault(at, layers_per_stage, f"does not have {num_stages} stages", "give one number a stage")
     if layers_per_stage is None and strategy.stage_partition == "uniform":
-        layers_per_stage = layers_counting_ends(layers, num_stages)
+        # Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were
+        # partitioned so: only with both ends counted the layers divide among the stages.
+        if layers % num_stages and (layers + 2) % num_stages == 0:
+            layers_per_stage = [(layers + 2) // num_stages] * num_stages
     if layers_per_stage is not None:
-        changes["stage_partition"] = partition_counting_ends(workload, layers_per_stage)
+        changes["stage_partition"] = bounds_counting_ends(workload, layers_per_stage)
     strategy = Strategy.from_json({**strategy.to_json(), **changes})
     if layers_per_stage is None:
         workload.partition(strategy.stage_partition, num_stages)

@@ -24,7 +24,7 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.simulated_time import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.ranked import Ranked, priced
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
@@ -43,12 +43,10 @@ def with_found_order(
     found = []
     for strategy in _candidates(winner.strategy, problem, constraints):
         try:
-            prediction = pricing.predict(strategy)
+            found.append(priced(strategy, pricing, problem.memory_headroom))
         except (ConfigError, PlanError):
             continue  # no layers for so many stages, or no order within the memory
-        if pricing.why_it_does_not_fit(strategy, prediction.memory, problem.memory_headroom) is None:
-            found.append(Ranked(strategy=strategy, prediction=prediction))
-    best = min(found, key=lambda entry: entry.sort_key, default=None)
+    best = min(filter(None, found), key=lambda entry: entry.sort_key, default=None)
     if best is None or best.iteration_time_s > (1 - WORTH_FINDING) * winner.iteration_time_s:
         return None
     return best

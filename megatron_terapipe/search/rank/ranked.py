@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
@@ -47,11 +48,10 @@ class Ranked:
     @property
     def sort_key(self) -> tuple[Any, ...]:
         """Key that sorts the feasible first, then by time, peak memory and simplicity."""
-        strategy, prediction = self.strategy, self.prediction
-        time_s = prediction.iteration_time_s if prediction is not None else float("inf")
-        peak_bytes = prediction.peak_memory_bytes if prediction is not None else float("inf")
+        found = self.prediction
+        time_s, peak_bytes = (inf, inf) if found is None else (found.iteration_time_s, found.peak_memory_bytes)
         # Differences that floating point makes are none: sums of the same terms in another order.
-        return (not self.feasible, prediction is None, float(f"{time_s:.10g}"), peak_bytes, simplicity(strategy))
+        return (not self.feasible, found is None, float(f"{time_s:.10g}"), peak_bytes, simplicity(self.strategy))
 
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:
@@ -73,6 +73,14 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     """Return the entries numbered from 1, best first. The same entries in any order give the same ranking."""
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
+
+
+def priced(strategy: Strategy, pricing: Pricing, headroom: float = 0.0) -> Ranked | None:
+    """Return a strategy with its price on a node order; None if it does not leave this share of memory free."""
+    memory = pricing.memory(strategy)
+    if pricing.why_it_does_not_fit(strategy, memory, headroom) is not None:
+        return None
+    return Ranked(strategy=strategy, prediction=pricing.predict(strategy, memory), cluster_in_order=pricing.cluster)
 
 
 def with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:

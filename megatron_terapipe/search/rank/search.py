@@ -14,7 +14,7 @@ then solved for the best (`refined`). The same question always has the same answ
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
-from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
+from megatron_terapipe.search.rank.ranked import Ranked, priced, ranked_in_order, without_repetitions
 from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.sensitivity import contenders_of
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
@@ -104,7 +104,8 @@ def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, ch
     except (ConfigError, PlanError):
         return []  # a schedule without room for more: the strategy stays as it is
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    return _priced(cut, problem, pricing)
+    found = priced(cut, pricing, problem.memory_headroom)
+    return [] if found is None else [found]
 
 
 def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
@@ -120,30 +121,25 @@ def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing)
     )
     if partition == problem.partition(strategy.stage_partition, num_stages):
         return []
-    return _priced(replace(strategy, stage_partition=partition.bounds), problem, pricing)
+    found = priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)
+    return [] if found is None else [found]
 
 
 def _with_better_order(
     winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
 ) -> list[Ranked]:
+    def on(cluster: Cluster) -> Ranked | None:
+        return priced(winner.strategy, pricing_on(cluster), problem.memory_headroom)
+
     def score(cluster: Cluster) -> float:
-        entries = _priced(winner.strategy, problem, pricing_on(cluster))
-        return entries[0].prediction.iteration_time_s if entries and entries[0].prediction else float("inf")
+        found = on(cluster)
+        return float("inf") if found is None else found.iteration_time_s
 
     start = winner.cluster_in_order or problem.cluster
     ordered = better_order(start, score, evaluations=max(evaluations, 2))
-    return _priced(winner.strategy, problem, pricing_on(ordered)) if ordered != start else []
+    found = None if ordered == start else on(ordered)
+    return [] if found is None else [found]
 
-
-def _priced(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
-    """Return the strategy with its price; empty if it does not leave the headroom free."""
-    prediction = pricing.predict(strategy)
-    if pricing.why_it_does_not_fit(strategy, prediction.memory, problem.memory_headroom) is not None:
-        return []
-    return [Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)]
-
-
-Floats = NDArray[np.float64]
 
 MOST_STRATEGIES = 200
 """Strategies that are simulated with effort 1."""
@@ -213,7 +209,7 @@ def search(
     everything = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))
     ordered = everything[:top]
     left = contest.lowest_bound_left
-    best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
+    best_s = ordered[0].iteration_time_s if ordered else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
     too_full = contest.fastest_too_full(best_s)
     others = contest.best_of_other_layouts(best_s) if other_layouts else []
@@ -231,13 +227,6 @@ def search(
     )
 
 
-class _Budget(NamedTuple):
-    """How many strategies are simulated, and how many ops of new schedules generated, since the start of a contest."""
-
-    strategies: int
-    ops: float
-
-
 class _Contest:
     """Simulates strategies until none that is left can be among the best."""
 
@@ -246,8 +235,13 @@ class _Contest:
     ) -> None:
         self._problem, self._pricings, self._grids = problem, pricings, grids
         self._counts, self._top = counts, top
-        self._estimate, self._bound = (_joined(grids, name, float) for name in ("estimate", "bound"))
-        self._roomy = _joined(grids, "roomy", bool)
+
+        def joined(name: str, dtype: type) -> NDArray[Any]:
+            """[n] an attribute of all grids."""
+            return np.concatenate([np.zeros(0, dtype), *(getattr(grid, name) for grid in grids)])
+
+        self._estimate, self._bound = joined("estimate", float), joined("bound", float)
+        self._roomy = joined("roomy", bool)
         self._too_full: list[int] = np.flatnonzero(~self._roomy).tolist()
         """Places of the strategies that fit the devices, but do not leave the headroom free."""
         self._first = np.cumsum([0, *(len(grid.places) for grid in grids)])
@@ -271,23 +265,22 @@ class _Contest:
         most, ops = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         left = self._by_estimate(np.flatnonzero(self._roomy))
         for share in (0.5, 1.0):
-            budget = _Budget(max(int(most * share), self._top), ops * share)
-            left = self._simulate_some(left, budget, progress)
+            left = self._simulate_some(left, max(int(most * share), self._top), ops * share, progress)
             left.sort(key=self._bound.__getitem__)
         self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
 
-    def _simulate_some(self, places: list[int], budget: _Budget, progress: ProgressCallback | None) -> list[int]:
-        """Simulate what may be among the best, in this order; return what the budget leaves over."""
+    def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback | None) -> list[int]:
+        """Simulate what may be among the best, in this order; return the rest after so many strategies or new ops."""
         left = []
         for index in places:
             if self._bound[index] >= self._to_beat_s * (1 - ROUNDING):
                 continue
-            spent = self._ops >= budget.ops and len(self.ranked) >= self._top
-            if self._done >= budget.strategies or spent:
+            spent = self._ops >= ops and len(self.ranked) >= self._top
+            if self._done >= most or spent:
                 left.append(index)
                 continue
             if progress is not None:
-                progress(self._done, budget.strategies, "simulated")
+                progress(self._done, most, "simulated")
             self._done += 1
             self._simulate(index)
         return [index for index in left if self._bound[index] < self._to_beat_s * (1 - ROUNDING)]
@@ -300,15 +293,10 @@ class _Contest:
                 break
             if self._bound[index] >= to_beat_s * (1 - ROUNDING):
                 continue
-            strategy, pricing = self._at(index)
             simulated += 1
-            memory = pricing.memory(strategy)
-            if pricing.why_it_does_not_fit(strategy, memory) is not None:
-                continue
-            prediction = pricing.predict(strategy, memory)
-            if prediction.iteration_time_s < to_beat_s * (1 - ROUNDING):
-                to_beat_s = prediction.iteration_time_s
-                fastest = Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
+            found = priced(*self._at(index))
+            if found is not None and found.iteration_time_s < to_beat_s * (1 - ROUNDING):
+                to_beat_s, fastest = found.iteration_time_s, found
         return fastest
 
     def best_of_other_layouts(self, best_s: float) -> list[Ranked]:
@@ -327,26 +315,16 @@ class _Contest:
             layout = self._at(indices[0])[0].layout
             if layout not in known:
                 known.add(layout)
-                found += ranked_in_order(filter(None, map(self._roomy_entry, indices)))[:1]
+                entries = (priced(*self._at(index), self._problem.memory_headroom) for index in indices)
+                found += ranked_in_order(filter(None, entries))[:1]
         return found
-
-    def _roomy_entry(self, index: int) -> Ranked | None:
-        """Return the strategy at a place with its price; None if it does not leave the headroom free."""
-        strategy, pricing = self._at(index)
-        memory = pricing.memory(strategy)
-        if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
-            return None
-        prediction = pricing.predict(strategy, memory)
-        return Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
 
     def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
         """Return places in the order of their estimates; equal ones in the order of the space."""
         if not len(places):
             return []
         estimate = self._estimate[places]
-        order = np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
-        found: list[int] = places[order].tolist()
-        return found
+        return list(places[np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")].tolist())
 
     def _at(self, index: int) -> tuple[Strategy, Pricing]:
         """Return the strategy at a place among all grids, and what prices it on its node order."""
@@ -378,11 +356,6 @@ class _Contest:
         insort(self._times_s, prediction.iteration_time_s)
         if len(self._times_s) >= self._top:
             self._to_beat_s = self._times_s[self._top - 1]
-
-
-def _joined(grids: list[PricedGrid], name: str, dtype: type) -> NDArray[Any]:
-    """[n] an attribute of all grids."""
-    return np.concatenate([np.zeros(0, dtype), *(getattr(grid, name) for grid in grids)])
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:

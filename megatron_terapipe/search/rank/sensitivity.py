@@ -44,29 +44,21 @@ HIGHEST = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class OtherWinner:
-    """A constant with which another strategy is better than the winner."""
+    """A constant with which another strategy is better than the winner; `OtherWinnerPart` describes its fields."""
 
     constant: str
     change: float
-    """By how much it is moved, as a share of it."""
     strategy: Strategy | None
-    """Which is the best of the contenders then; None = none of them fits the devices."""
     regret: float
-    """How much longer the winner takes then than this one, as a share; for constants of the memory, with which the
-    winner does not fit, how much longer this one takes than the winner."""
     is_memory: bool = False
-    """Whether it is a constant of the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The constants that decide who wins."""
+    """The constants that decide who wins; `SensitivityPart` describes its fields."""
 
-    changes: tuple[OtherWinner, ...]
-    """Constants with which another strategy is better, those with the largest regret first."""
+    changes: list[OtherWinner]
     nearest: OtherWinner | None
-    """Where there are none, the constant with which another strategy wins after the smallest change, about; its regret
-    is 0. None = none within a factor of two."""
     num_constants: int
     num_contenders: int
 
@@ -98,7 +90,7 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
     overheads = [move for move in moves_of(pricing.memory_model.overheads) if move[1] > 0]
     changes += _memory_changes(contenders, overheads, pricing)
     return Sensitivity(
-        changes=tuple(sorted(changes, key=lambda each: -each.regret)),
+        changes=sorted(changes, key=lambda each: -each.regret),
         nearest=None if changes else _nearest(near, moves, np.log(times / simulated)),
         num_constants=len({name for name, _, _ in moves}) + len(overheads),
         num_contenders=len(contenders),
@@ -138,11 +130,7 @@ def _highest(constants: Any, name: str) -> float:
 
 
 def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel) -> list[OtherWinner]:
-    """Return the constants with which another strategy is faster than the first.
-
-    Args:
-        times: [m, n] seconds, about.
-    """
+    """Return the constants with which another strategy is faster than the first; `times`: [m, n] seconds, about."""
     found = []
     for (name, change, constants), row in zip(moves, times, strict=True):
         best = int(np.argmin(row))

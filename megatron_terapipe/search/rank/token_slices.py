@@ -14,6 +14,9 @@ the arguments alone, not on time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,24 +212,20 @@ TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class PricedCut:
-    """A cut and what an iteration takes with it."""
+class PricedCut(NamedTuple):
+    """A cut and the seconds of an iteration with it."""
 
     token_slices: tuple[int, ...]
     """Lengths in tokens."""
     iteration_time_s: float
-    """Seconds, predicted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedCut:
+class SolvedCut(NamedTuple):
     """The best cut."""
 
     token_slices: tuple[int, ...]
     """Lengths in tokens."""
     iteration_time_s: float
-    """Seconds, predicted."""
     alternatives: tuple[PricedCut, ...]
     """A good cut of each number of token slices that was priced, the fewest first; the best among them."""
 
@@ -276,7 +275,7 @@ def solve_cut(
         beside = [count for count in (best[0] - 1, best[0] + 1) if count > 1 and count not in found]
         for count, judged in solver.simulated(beside).items():
             found[count] = solver.searched(count, judged)
-    priced = [solver.priced(found[count].cut) for count in sorted(found)]
+    priced = [solver.priced(found[count][1]) for count in sorted(found)]
     best_cut = min(priced, key=lambda cut: cut.iteration_time_s)
     return SolvedCut(best_cut.token_slices, best_cut.iteration_time_s, tuple(priced))
 
@@ -317,17 +316,13 @@ def whole_messages(cost_model: CostModel, strategy: Strategy) -> float | Transfe
     return cost_model.pipeline_costs(replace(strategy, num_token_slices=1, token_slices=None)).transfer
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """A cut and its makespan."""
-
-    cut: TokenSlices
-    makespan: float
+Judged = tuple[float, TokenSlices]
+"""Makespan with a cut, and the cut."""
 
 
-def _most_promising(found: Mapping[int, _Judged]) -> list[int]:
+def _most_promising(found: Mapping[int, Judged]) -> list[int]:
     """Numbers of token slices that leave lengths to choose, the best first."""
-    return sorted((count for count in found if count > 1), key=lambda count: found[count].makespan)
+    return sorted((count for count in found if count > 1), key=lambda count: found[count][0])
 
 
 class _Solver:
@@ -345,10 +340,11 @@ class _Solver:
         self._granularity = granularity
         self._memory_limit, self._model_chunk_placement = memory_limit, model_chunk_placement
         self._schedule = None if strategy.schedule == OPTIMISED else schedule_named(strategy.schedule)
-        self._costs: dict[CutGrid, TabulatedCosts] = {}
-        self._problems: dict[CutGrid, TerapipeProblem] = {}
-        self._evaluations: dict[int, CutEvaluation] = {}
+        self._tabulated = cache(partial(TabulatedCosts.of, cost_model, strategy))
+        """Times of a grid, made once; so are the others."""
+        self._problem, self._evaluation = cache(self._problem_of), cache(self._evaluation_of)
         self.refusal = ""
+        """Why the last number was refused; empty = none was."""
 
     def sketched_s(self, count: int) -> float | None:
         """About the makespan of the best cut; None if so many token slices do not fit."""
@@ -361,7 +357,7 @@ class _Solver:
         problem = self._problem(grid)
         return min(problem.makespan(1, cut) for cut in cuts)
 
-    def simulated(self, counts: Sequence[int]) -> dict[int, _Judged]:
+    def simulated(self, counts: Sequence[int]) -> dict[int, Judged]:
         """The better of equal lengths and gpipe's best, for each number that the sequence and the schedule allow."""
         found = {}
         for count in counts:
@@ -373,15 +369,15 @@ class _Solver:
             except PlanError as error:
                 self.refusal = f" ({error})"
                 continue
-            judged = (_Judged(cut, evaluation(cut)) for cut in sorted(cuts, key=str))
-            found[count] = min(judged, key=lambda one: one.makespan)
+            judged = ((evaluation(cut), cut) for cut in sorted(cuts, key=str))
+            found[count] = min(judged, key=itemgetter(0))
         return found
 
-    def searched(self, count: int, simulated: _Judged) -> _Judged:
+    def searched(self, count: int, simulated: Judged) -> Judged:
         """The best of a search; never worse than what is known."""
         effort = EFFORT if self._schedule else OPTIMISED_EFFORT
         solved = search_cuts(self._grid(count), count, self._evaluation(count), effort)
-        return min(simulated, _Judged(solved.cut, solved.makespan), key=lambda one: one.makespan)
+        return min(simulated, (solved.makespan, solved.cut), key=itemgetter(0))
 
     def priced(self, cut: TokenSlices) -> PricedCut:
         """With all that an iteration takes."""
@@ -394,18 +390,14 @@ class _Solver:
     def _grid(self, count: int) -> CutGrid:
         return places_to_cut(self._cost_model.workload.seq_length, self._strategy, count, self._granularity)
 
-    def _evaluation(self, count: int) -> CutEvaluation:
-        if count not in self._evaluations:
-            shape = pipeline_shape(replace(self._strategy, num_token_slices=count, token_slices=None))
-            shape = replace(shape, placement=self._model_chunk_placement)
-            transfer = whole_messages(self._cost_model, self._strategy)
-            costs = self._tabulated(self._grid(count))
-            self._evaluations[count] = (
-                ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
-                if self._schedule
-                else self._optimised(shape, costs, transfer)
-            )
-        return self._evaluations[count]
+    def _evaluation_of(self, count: int) -> CutEvaluation:
+        shape = pipeline_shape(replace(self._strategy, num_token_slices=count, token_slices=None))
+        shape = replace(shape, placement=self._model_chunk_placement)
+        transfer = whole_messages(self._cost_model, self._strategy)
+        costs = self._tabulated(self._grid(count))
+        if self._schedule is not None:
+            return ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
+        return self._optimised(shape, costs, transfer)
 
     def _optimised(self, shape: PipelineShape, costs: TabulatedCosts, transfer: float | TransferCosts) -> CutEvaluation:
         even = TokenSlices((1,) * shape.num_token_slices)
@@ -414,20 +406,12 @@ class _Solver:
         fewer = replace(shape, num_micro_batches=min(shape.num_micro_batches, OPTIMISED_ROUNDS * shape.num_ranks))
         return OptimisedOrders(fewer, costs, memory_limit=limit, transfer=transfer)
 
-    def _tabulated(self, grid: CutGrid) -> TabulatedCosts:
-        if grid not in self._costs:
-            self._costs[grid] = TabulatedCosts.of(self._cost_model, self._strategy, grid)
-        return self._costs[grid]
-
-    def _problem(self, grid: CutGrid) -> TerapipeProblem:
-        if grid not in self._problems:
-            strategy = self._strategy
-            # A rank with several model chunks passes every micro-batch as often.
-            passes = strategy.num_micro_batches * strategy.num_model_chunks
-            ranks = strategy.pipeline_parallel_size
-            costs = self._tabulated(grid).busiest_and_others(ranks)
-            self._problems[grid] = TerapipeProblem.of({1: costs}, grid, passes, 2, ranks - 1)
-        return self._problems[grid]
+    def _problem_of(self, grid: CutGrid) -> TerapipeProblem:
+        strategy = self._strategy
+        # A rank with several model chunks passes every micro-batch as often.
+        passes, ranks = strategy.num_micro_batches * strategy.num_model_chunks, strategy.pipeline_parallel_size
+        costs = self._tabulated(grid).busiest_and_others(ranks)
+        return TerapipeProblem.of({1: costs}, grid, passes, 2, ranks - 1)
 
     def _for_gpipe(self, count: int) -> TokenSlices:
         grid = self._grid(count)
