@@ -47,20 +47,17 @@ from megatron_terapipe.strategy import Strategy
 RIVAL = "ZeRO-3 with Ulysses"
 RIVAL_TRAINER = "DeepSpeed's ALST"
 
-FASTER = 0.98
-"""Seconds of a rival in those of the winner up to which a note advises it: predictions are not exact."""
+FASTER = 0.98  # seconds of a rival in those of the winner up to which a note advises it: predictions are not exact
 
 FOUND_ORDER = "found-order"
 """Folder, in that of an answer, with the files that launch the winner with an order that was found."""
 
-WORTH_SAYING = 0.02
-"""Share of the time that leaving devices out must save before a note advises it."""
+WORTH_SAYING = 0.02  # share of the time that leaving devices out must save before a note advises it
 
 WORTH_CHANGING = 0.01
 """How much longer, as a share, the winner takes than another strategy before a note advises to look at that one."""
 
-CHEAPER = 0.1
-"""Share of the device hours that leaving devices out must save before a note advises it."""
+CHEAPER = 0.1  # share of the device hours that leaving devices out must save before a note advises it
 
 
 def advise(

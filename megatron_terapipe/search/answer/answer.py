@@ -39,7 +39,6 @@ class Answer:
     global_batch_size: int | None = None
     """Sequences of one optimizer step; None = each strategy has its own."""
     constraints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that flags allow for dimensions."""
     counts: SearchCounts | None = None
     """Strategies that were looked at; None = nothing was searched."""
     proven: bool = False
@@ -106,11 +105,8 @@ TIME_NAMES = {
 }
 """Parts of an iteration in words."""
 
-_WORTH_SAYING = 0.005
-"""Parts that differ by less than this share of the iteration are noise to a reader."""
-
-_LEAST_SHARE = 0.001
-"""Shares below this would be written as none."""
+_WORTH_SAYING = 0.005  # parts that differ by less than this share of the iteration are noise to a reader
+_LEAST_SHARE = 0.001  # shares below this would be written as none
 
 
 class StrategyComparison(NamedTuple):

@@ -29,11 +29,8 @@ CHANGES = (
 )
 """Fields of the model section that flags of the search may change."""
 
-FLAGS_ALONE = "-"
-"""MODEL that is no file and no preset: flags say all of it."""
-
-FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup
-"""What flags are added to."""
+FLAGS_ALONE = "-"  # MODEL that is no file and no preset: flags say all of it
+FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # what flags are added to
 
 TERAPIPE = "terapipe"
 TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp", "llm-foundry")

@@ -74,7 +74,6 @@ class Launch:
     strategy: Strategy
     """As `--strategy` reads it."""
     nodes: tuple[Node, ...]
-    """In the order of the ranks."""
     deepspeed: dict[str, Any]
     """The DeepSpeed file; it repeats what the flags say, and is the place for more."""
     flags: tuple[str, ...]
@@ -216,8 +215,7 @@ def _quoted(words: Sequence[str]) -> str:
     return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)
 
 
-MOST_OPS = 12_000
-"""Ops that are drawn at most: a page of them is 2 MB and opens at once."""
+MOST_OPS = 12_000  # ops that are drawn at most: a page of them is 2 MB and opens at once
 
 
 def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:

@@ -66,14 +66,12 @@ Read on: docs/how-to/search.md."""
 LEAST_TOP = 10
 """Strategies that are searched for however few are listed, so that a short list has the same winner and advice."""
 
-NOTHING = "nothing"
-"""Value of `--explain` without a file."""
+NOTHING = "nothing"  # value of `--explain` without a file
 
 CANDIDATES = 100
 """Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
 
-NUM_TRIALS = 8
-"""Trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random."""
+NUM_TRIALS = 8  # trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,7 @@ examples:
 
 Read on: docs/how-to/search.md."""
 
-SHOWN = 8
-"""Lengths of a cut that the table shows; longer cuts end in dots."""
+SHOWN = 8  # lengths of a cut that the table shows; longer cuts end in dots
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH_OF_FILES = 1000
-"""Letters of a line where no terminal ends it."""
-
-COLUMNS = in_places(DIMENSIONS, "column")
-"""Dimensions of a strategy that have a column, and its name."""
+WIDTH_OF_FILES = 1000  # letters of a line where no terminal ends it
+COLUMNS = in_places(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
 
 DROPPED_FIRST = tuple(
     name
@@ -46,11 +43,8 @@ LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row says this."""
 
-SHORT = 4
-"""Letters of a name of a column that has to be explained are fewer."""
-
-LONGEST = 23
-"""Letters of a list of numbers; the JSON has all of it."""
+SHORT = 4  # letters of a name of a column that has to be explained are fewer
+LONGEST = 23  # letters of a list of numbers; the JSON has all of it
 
 
 def print_table(answer: Answer, console: "Console | None" = None) -> None:

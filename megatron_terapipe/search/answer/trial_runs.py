@@ -54,7 +54,6 @@ class Outcome:
     peak_memory_bytes: float | None = None
     """Bytes of the fullest rank; None = the run did not get so far."""
     out_of_memory: bool = False
-    """Whether memory ran out."""
     reason: str | None = None
     """Why it failed, in one line; None if it did not."""
 

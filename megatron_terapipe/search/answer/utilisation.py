@@ -70,11 +70,8 @@ def best_published(cluster: Cluster) -> PublishedUtilization | None:
 TOLERANCE = 0.03
 """Share of the peak by which a prediction may be above the best published one before somebody must say why."""
 
-MOST = log(3.0)
-"""Change of the logarithm of a constant beyond which it explains nothing."""
-
-STEPS = 6
-"""Simulations that look for the value of the constant."""
+MOST = log(3.0)  # change of the logarithm of a constant beyond which it explains nothing
+STEPS = 6  # simulations that look for the value of the constant
 
 
 def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:

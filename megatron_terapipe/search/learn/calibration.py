@@ -51,8 +51,7 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-COVERAGE = 0.9
-"""Share of measurements that shall be inside."""
+COVERAGE = 0.9  # share of measurements that shall be inside
 
 PRIOR_RESIDUAL_SD = 0.12
 """Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
@@ -62,11 +61,8 @@ USUAL_RESIDUAL_SD = 0.05
 """Standard deviation of log(measured / predicted) that fits usually leave on groups which they have not seen, over
 published trials of several clusters."""
 
-USUAL_GROUPS = 4
-"""Groups that it weighs as much as: trials of few groups may agree with a fit by chance."""
-
-NORMAL = 1.645
-"""Standard deviations of a normal distribution that hold 90 %."""
+USUAL_GROUPS = 4  # groups that it weighs as much as: trials of few groups may agree with a fit by chance
+NORMAL = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 PRIOR_GROUPS = 2
 """Groups that the quantile of Student's t-distribution, for as many groups as there are and one, weighs as much as:
@@ -78,7 +74,6 @@ class Intervals:
     """Intervals of predicted times."""
 
     coverage: float
-    """Share of measurements that shall be inside."""
     multiplier: float
     """Half the width of an interval, in scales."""
     residual_sd: float
@@ -175,8 +170,7 @@ def conformal_quantile(scores: Floats, coverage: float) -> float:
 MEMORY_NOISE = 0.05
 """Standard deviation of log(measured / predicted) that is expected of right constants: tables give whole GB."""
 
-MEMORY_LARGE = 1.5
-"""Residual, in standard deviations, from which the loss grows no longer with its square (soft L1)."""
+MEMORY_LARGE = 1.5  # residual, in standard deviations, from which the loss grows no longer with its square (soft L1)
 
 
 class MemorySample:
@@ -299,8 +293,7 @@ class Calibration:
 KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
 """Constants of kernels."""
 
-GUESSED = 2.0
-"""How much wider their priors are on devices of whose generation there is no table."""
+GUESSED = 2.0  # how much wider their priors are on devices of whose generation there is no table
 
 
 def no_calibration(cluster: Cluster | None = None) -> Calibration:
@@ -340,14 +333,9 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
     return Calibration.of(trials, memory_trials, efficiency=efficiency, intervals=intervals, num_trials=len(sample))
 
 
-FACTORS = Prior.of(ProfileFactors())
-"""Factors on a profile that are fitted, around 1."""
-
-STEP = 0.05
-"""Change of a factor's logarithm over which a slope is taken."""
-
-LINES = 3
-"""How often times are drawn as straight lines."""
+FACTORS = Prior.of(ProfileFactors())  # factors on a profile that are fitted, around 1
+STEP = 0.05  # change of a factor's logarithm over which a slope is taken
+LINES = 3  # how often times are drawn as straight lines
 
 
 def _factor_slopes(

@@ -51,8 +51,7 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-ENOUGH = 8
-"""Trials on one node, or on several, from which on they are calibrated apart."""
+ENOUGH = 8  # trials on one node, or on several, from which on they are calibrated apart
 
 Progress = Callable[[str], None]
 

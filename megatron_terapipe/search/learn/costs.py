@@ -34,7 +34,6 @@ class Costs:
     workload: Workload
     precision: str
     software: Software
-    """The trainer that is priced."""
     calibration: Calibration
     """What trials said; the defaults, if none were given."""
     profile: Profile | None

@@ -52,8 +52,7 @@ Floats = NDArray[np.float64]
 SHARES = (0.1, 0.2, 0.4)
 """How far constants of one group may be from those of its cluster, in widths of the prior: omega."""
 
-OFFSETS = (0.01, 0.03, 0.06)
-"""Standard deviations that errors common to a group may have: tau."""
+OFFSETS = (0.01, 0.03, 0.06)  # standard deviations that errors common to a group may have: tau
 
 USUAL_SHARE, USUAL_OFFSET, DECADES = 0.2, 0.03, 0.3
 """Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups say
@@ -206,26 +205,13 @@ NOISE = 0.03
 LARGE = 1.2
 """Residual, in standard deviations of `NOISE`, from which the loss grows no longer with its square (soft L1)."""
 
-SIMULATIONS = 2
-"""How often closed forms are held to the simulator: with the constants of the step before."""
-
-GROUPS_FROM = 3
-"""Step from which on it is known well enough what constants explain to say how far groups differ."""
-
-STEPS = 12
-"""Steps of a fit at most."""
-
-LONGEST_STEP = 0.5
-"""By how much the logarithm of a constant moves in one step: beyond, slopes say little."""
-
-HALVINGS = 4
-"""How often a step is halved, as long as it makes a fit worse."""
-
-REWEIGHTINGS = 4
-"""How often a step finds anew which trials are far off."""
-
-STANDSTILL = 0.01
-"""Part of the misfit that a step takes away, below which a fit has ended."""
+SIMULATIONS = 2  # how often closed forms are held to the simulator: with the constants of the step before
+GROUPS_FROM = 3  # step from which on it is known well enough what constants explain to say how far groups differ
+STEPS = 12  # steps of a fit at most
+LONGEST_STEP = 0.5  # by how much the logarithm of a constant moves in one step: beyond, slopes say little
+HALVINGS = 4  # how often a step is halved, as long as it makes a fit worse
+REWEIGHTINGS = 4  # how often a step finds anew which trials are far off
+STANDSTILL = 0.01  # part of the misfit that a step takes away, below which a fit has ended
 
 
 def fit_constants(

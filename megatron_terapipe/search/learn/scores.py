@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.learn.trials import Trial
 
-UTILIZATION = 0.45
-"""Share of the peak, as an experienced user would guess it for A100s."""
+UTILIZATION = 0.45  # share of the peak, as an experienced user would guess it for A100s
 
 BYTES_PER_PARAMETER = 16
 """Weights, gradients and optimizer state in half precision (ZeRO, arXiv 1910.02054 section 3.1)."""
@@ -47,11 +46,8 @@ Group = tuple[Floats, Floats]
 """Measured and predicted seconds of the trials of one group; a measured time is infinite where a run failed or was cut
 off: whatever was measured is faster."""
 
-CLEAR_GAP = 0.05
-"""Relative difference of two measured times from which on their order is more than noise."""
-
-LEAST_RANKED = 4
-"""Trials of a group from which on a rank correlation says something."""
+CLEAR_GAP = 0.05  # relative difference of two measured times from which on their order is more than noise
+LEAST_RANKED = 4  # trials of a group from which on a rank correlation says something
 
 
 def relative_errors(measured: Floats, predicted: Floats) -> Floats:

@@ -53,16 +53,13 @@ class Trial:
     source: str
     """Who measured it; a cluster is calibrated for each source apart. Empty = the file does not say."""
     id: str
-    """Name within the source; empty = none."""
     group: str
     """Trials of one model, devices, batch and day; only those are ranked against each other."""
     workload: Workload
     cluster: Cluster
-    """The nodes it ran on."""
     strategy: Strategy
     software: Software
     precision: str
-    """`fp16`, `bf16` or `fp32`."""
     iteration_time_s: float | None
     """Seconds of one iteration; None = it failed, or was cut off."""
     peak_memory_bytes: float | None
@@ -78,9 +75,7 @@ class Trial:
     round_times_s: tuple[float | None, ...] = ()
     """Seconds of an iteration of each run so far, None of one that failed; empty = it is run once."""
     path: str = ""
-    """File that it was read from."""
     line: int = 0
-    """Its line, from 1."""
     ignored: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the file that mean nothing here, by `part.field`."""
 

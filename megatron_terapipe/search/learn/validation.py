@@ -111,8 +111,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     return predicted
 
 
-SEED = 2026
-"""Which groups fall together; always the same ones."""
+SEED = 2026  # which groups fall together; always the same ones
 
 LEFT_OUT: Mapping[str, tuple[str, Callable[[Trial], int]]] = MappingProxyType(
     {

@@ -29,11 +29,8 @@ from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
 from megatron_terapipe.strategy import Strategy
 
-MOST_OPS = 10_000
-"""Ops of an order that is searched for: more would take longer than all the rest of a search."""
-
-WORTH_FINDING = 0.01
-"""Share of the winner's time that an order must save."""
+MOST_OPS = 10_000  # ops of an order that is searched for: more would take longer than all the rest of a search
+WORTH_FINDING = 0.01  # share of the winner's time that an order must save
 
 
 def with_found_order(
@@ -75,8 +72,7 @@ def _candidates(
         yield replace(winner, schedule=OPTIMISED, vocabulary_stages=True, stage_partition=given)
 
 
-EFFORT = 0.1
-"""Effort of the search on a part."""
+EFFORT = 0.1  # effort of the search on a part
 
 LEAST_COMPUTE = 0.6
 """Compute of the best strategy on a part, in that of the winner, at least: it may recompute less and cut into larger

@@ -21,20 +21,14 @@ from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_g
 from megatron_terapipe.search.rank.space import Choices, SearchProblem, all_choices
 from megatron_terapipe.strategy import SOLVED, Strategy
 
-COUNTED_EXACTLY = 8
-"""Strategies with the lowest bounds of memory whose memory is counted on their schedule."""
-
-TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
-"""Clusters that are tried, in nodes of the one that is too small."""
-
-LEAST_SEQ_LENGTH = 128
-"""Tokens below which no sequence is proposed."""
+COUNTED_EXACTLY = 8  # strategies with the lowest bounds of memory whose memory is counted on their schedule
+TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)  # clusters that are tried, in nodes of the one that is too small
+LEAST_SEQ_LENGTH = 128  # tokens below which no sequence is proposed
 
 LEAST = {"recompute": ("full", "selective", "none"), "zero_stage": (1, 0)}
 """Values of dimensions by the memory that they need, the least first."""
 
-PricingOf = Callable[[Workload, Cluster], Pricing]
-"""Prices strategies of a model on a cluster."""
+PricingOf = Callable[[Workload, Cluster], Pricing]  # prices strategies of a model on a cluster
 
 
 GRADIENTS: Literal["key_value_gradients"] = "key_value_gradients"
@@ -53,11 +47,9 @@ class Shortage:
     rank: int
     """Pipeline rank of the fullest device."""
     memory: RankMemory
-    """What it needs, by kind."""
     device: Device
     """The smallest device of this rank."""
     usable_bytes: float
-    """What may be used of it."""
 
     @property
     def fullness(self) -> float:

@@ -23,9 +23,7 @@ class Ranked:
     prediction: Prediction | None
     """What it would cost; None where it cannot be priced."""
     feasible: bool = True
-    """Whether it would run."""
     reason: str | None = None
-    """Why not; None if it would."""
     rank: int = 0
     """1 for the best; those that would not run come last."""
     cluster_in_order: Cluster | None = None

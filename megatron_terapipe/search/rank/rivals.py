@@ -58,7 +58,6 @@ class RivalSettings:
     data_parallel_size: int
     """Groups of such ranks, each with sequences of its own."""
     micro_batch_size: int
-    """Sequences of a group at once."""
     num_micro_batches: int
     """Of each group in an iteration."""
     on_host: tuple[str, ...] = ()
@@ -127,11 +126,8 @@ def _can_share(workload: Workload, ranks: int) -> bool:
     )
 
 
-NUMBER = 2
-"""Bytes of a number in bf16."""
-
-OPTIMIZER_BYTES = 12
-"""Bytes of a parameter's copy in fp32 and of its two moments (arXiv 1910.02054 section 3.1)."""
+NUMBER = 2  # bytes of a number in bf16
+OPTIMIZER_BYTES = 12  # bytes of a parameter's copy in fp32 and of its two moments (arXiv 1910.02054 section 3.1)
 
 BUCKET_ELEMENTS = 500_000_000
 """Elements of the bucket in which gradients are reduced (`reduce_bucket_size` of DeepSpeed)."""
@@ -141,8 +137,7 @@ HOST_PARAMETER_BYTES = 26
 The rest is fitted to the longest sequences of Llama-70B on 8 to 64 H100, one of which is said to be at the brink of the
 host's memory; page-locked buffers, for one, are rounded up to powers of two."""
 
-GATHERED_LAYERS = 2
-"""Layers whose weights are whole at once: one computes, the next is gathered."""
+GATHERED_LAYERS = 2  # layers whose weights are whole at once: one computes, the next is gathered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

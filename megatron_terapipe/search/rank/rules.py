@@ -364,7 +364,6 @@ class SearchCounts:
     """Counts of the strategies of a search: how many there are, and how many each step rejects or prices."""
 
     total: int = 0
-    """Strategies of the whole space."""
     rejected: Counter[str] = field(default_factory=Counter)
     """How many each rule was the first to reject, by its name."""
     priced: int = 0

@@ -38,11 +38,8 @@ from megatron_terapipe.strategy import SOLVED, Strategy
 
 __all__ = ["SearchResult", "search"]
 
-MOST_CUTS = 3
-"""Strategies whose token slices are solved for with effort 1."""
-
-MOST_ORDERS = 24
-"""Node orders that are tried for the winner with effort 1."""
+MOST_CUTS = 3  # strategies whose token slices are solved for with effort 1
+MOST_ORDERS = 24  # node orders that are tried for the winner with effort 1
 
 
 def refined(
@@ -141,29 +138,14 @@ def _with_better_order(
     return [] if found is None else [found]
 
 
-MOST_STRATEGIES = 200
-"""Strategies that are simulated with effort 1."""
-
-MOST_OPS = 400_000
-"""Ops of new schedules that are generated with effort 1; one takes some microseconds."""
-
-OPS_OF_ONE = 8_000
-"""Ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest."""
-
-MOST_LAYOUTS = 6
-"""Layouts beside those of the best strategies that have a contender."""
-
-OF_A_LAYOUT = 4
-"""Strategies of each of them that are simulated."""
-
-CONTENDS = 1.3
-"""Closed form of a contender, in seconds of the winner, at most."""
-
-MOST_TOO_FULL = 8
-"""Strategies without headroom that are simulated, to know the fastest of them."""
-
-ROUNDING = 1e-9
-"""Relative difference below which two times are the same."""
+MOST_STRATEGIES = 200  # strategies that are simulated with effort 1
+MOST_OPS = 400_000  # ops of new schedules that are generated with effort 1; one takes some microseconds
+OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest
+MOST_LAYOUTS = 6  # layouts beside those of the best strategies that have a contender
+OF_A_LAYOUT = 4  # strategies of each of them that are simulated
+CONTENDS = 1.3  # closed form of a contender, in seconds of the winner, at most
+MOST_TOO_FULL = 8  # strategies without headroom that are simulated, to know the fastest of them
+ROUNDING = 1e-9  # relative difference below which two times are the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +153,6 @@ class SearchResult:
     """The answer to a problem."""
 
     entries: tuple[Ranked, ...]
-    """The best strategies, best first."""
     counts: SearchCounts
     """How many were rejected, by reason."""
     proven: bool

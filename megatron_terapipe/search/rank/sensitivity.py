@@ -22,24 +22,16 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-CHANGE = 0.1
-"""By how much each constant is moved, as a share of it."""
-
-MOST_CONTENDERS = 12
-"""Strategies that are compared."""
+CHANGE = 0.1  # by how much each constant is moved, as a share of it
+MOST_CONTENDERS = 12  # strategies that are compared
 
 NEAR = 1.15
 """Seconds of a contender, in those of the winner, above which no constant that is 10 % off makes it the winner: times
 are products of powers of the constants, with exponents between -1 and 1."""
 
-NEARLY = 0.002
-"""Share of the time below which another strategy is no other winner."""
-
-FARTHEST = 1.0
-"""Change of a constant, as a share of it, beyond which nothing is said of it."""
-
-HIGHEST = 0.99
-"""Share of its limit that a constant such as an efficiency is moved to at most."""
+NEARLY = 0.002  # share of the time below which another strategy is no other winner
+FARTHEST = 1.0  # change of a constant, as a share of it, beyond which nothing is said of it
+HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +94,7 @@ def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFact
     return model.with_factors(constants) if isinstance(constants, ProfileFactors) else model.with_efficiency(constants)
 
 
-Move = tuple[str, float, Any]
-"""Name of a constant, the change as a share of it, and all constants with this change."""
+Move = tuple[str, float, Any]  # name of a constant, the change as a share of it, and all constants with this change
 
 
 def moves_of(constants: Any) -> Iterator[Move]:

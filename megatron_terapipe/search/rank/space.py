@@ -35,9 +35,7 @@ class SearchProblem:
     cluster: Cluster
     """The machines, in the order of their hostfile."""
     global_batch_size: int
-    """Sequences of one optimizer step."""
     precision: str = "bf16"
-    """`fp16`, `bf16` or `fp32`."""
     software: Software = TERAPIPE
     """The trainer that will run the answer."""
     memory_headroom: float = MEMORY_HEADROOM
@@ -60,8 +58,7 @@ class SearchProblem:
         return len({layer.parameters for layer in workload.layers[workload.first_dealt : workload.end_dealt]}) == 1
 
 
-NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of token slices that are tried."""
+NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of token slices that are tried
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on what is for long sequences is tried. In shorter ones other strategies fit the memory, and a part

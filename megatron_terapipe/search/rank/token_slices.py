@@ -140,8 +140,7 @@ def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, p
     return np.stack([longer[1] - by_token * short, by_token], axis=-1)
 
 
-MOST_OPS = 4_000
-"""Ops that are simulated for each cut: less than a tenth of a millisecond."""
+MOST_OPS = 4_000  # ops that are simulated for each cut: less than a tenth of a millisecond
 
 
 class ExtrapolatedSchedule:
@@ -184,39 +183,30 @@ class ExtrapolatedSchedule:
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
 """Numbers of token slices that are tried where none are asked for."""
 
-MOST_POINTS = 256
-"""Places to cut at, at most: lengths are multiples of more tokens in longer sequences."""
+MOST_POINTS = 256  # places to cut at, at most: lengths are multiples of more tokens in longer sequences
 
 MOST_TOKENS, MOST_COUNT = 20_000_000, 512
 """Tokens of a sequence, and token slices, for which lengths are found at most: tables have a row for each place."""
 
-NUM_SIMULATED = 4
-"""Numbers of token slices, beside 1, that are simulated and priced where none are asked for."""
-
-NUM_SEARCHED = 3
-"""Numbers of token slices that are searched further; the others keep the better of two cuts."""
-
-EFFORT = 0.04
-"""Effort of each search, in the unit of `plan.solve.token_slices`."""
+NUM_SIMULATED = 4  # numbers of token slices, beside 1, that are simulated and priced where none are asked for
+NUM_SEARCHED = 3  # numbers of token slices that are searched further; the others keep the better of two cuts
+EFFORT = 0.04  # effort of each search, in the unit of `plan.solve.token_slices`
 
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
 
-OPTIMISED_EFFORT = 0.1
-"""Effort for an `optimised` schedule, each cut of which takes several list schedules."""
+OPTIMISED_EFFORT = 0.1  # effort for an `optimised` schedule, each cut of which takes several list schedules
 
 OPTIMISED_ROUNDS = 2
 """Micro-batches of each rank with which cuts for an `optimised` schedule are compared: enough to fill and to drain."""
 
-TOLERANCE = 0.01
-"""How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
+TOLERANCE = 0.01  # how far gpipe's cut may be from the best for gpipe, relative: it is where the search begins
 
 
 class PricedCut(NamedTuple):
     """A cut and the seconds of an iteration with it."""
 
     token_slices: tuple[int, ...]
-    """Lengths in tokens."""
     iteration_time_s: float
 
 
@@ -224,7 +214,6 @@ class SolvedCut(NamedTuple):
     """The best cut."""
 
     token_slices: tuple[int, ...]
-    """Lengths in tokens."""
     iteration_time_s: float
     alternatives: tuple[PricedCut, ...]
     """A good cut of each number of token slices that was priced, the fewest first; the best among them."""
@@ -316,8 +305,7 @@ def whole_messages(cost_model: CostModel, strategy: Strategy) -> float | Transfe
     return cost_model.pipeline_costs(replace(strategy, num_token_slices=1, token_slices=None)).transfer
 
 
-Judged = tuple[float, TokenSlices]
-"""Makespan with a cut, and the cut."""
+Judged = tuple[float, TokenSlices]  # makespan with a cut, and the cut
 
 
 def _most_promising(found: Mapping[int, Judged]) -> list[int]:
