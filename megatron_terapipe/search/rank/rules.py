@@ -123,7 +123,6 @@ def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) 
 
 
 def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
-    del problem
     schedule, model_chunks = order
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
@@ -137,7 +136,6 @@ def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]
 
 
 def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str | None:
-    del problem
     if grid.global_batch_size % (micro_batch * grid.data_parallel_size) == 0:
         return None
     return (
@@ -147,7 +145,6 @@ def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str 
 
 
 def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | None:
-    del grid
     if count == 1 or problem.workload.can_cut_tokens:
         return None
     return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
@@ -178,14 +175,12 @@ def _partition(
 
 
 def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
-    del grid, problem
     if stage in (0, 1):
         return None
     return f"DeepSpeed cannot combine ZeRO stage {stage} with pipelines, not even of one stage: use 0 or 1"
 
 
 def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, bool]) -> str | None:
-    del grid, problem
     mode, offload = recompute
     if not offload or mode == "stage":
         return None
@@ -197,14 +192,12 @@ def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, b
 def _copied_stages(
     grid: StrategyGrid, problem: SearchProblem, partition: str | tuple[int, ...], recompute: tuple[str, bool]
 ) -> str | None:
-    del grid, problem
     if not recompute[1] or partition != "parameters":
         return None
     return "offload plans copies by the layers of each stage, which 'parameters' deals when the model is built"
 
 
 def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
-    del grid
     if problem.precision != "fp16" or stage != 0:
         return None
     return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
@@ -215,7 +208,6 @@ def _priced(dimension: Dimension) -> Rule:
     names = ON_AXIS.get(dimension.axis, ())
 
     def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
-        del problem
         value = values[0] if values else grid.shared[dimension.name]
         if len(names) > 1:
             value = value[names.index(dimension.name)]
@@ -270,7 +262,6 @@ def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
     Breadth-first with one model chunk is gpipe; with several the same holds for it, unless what is idle waits on hosts.
     """
-    del problem
     plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
     interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
     gpipe = {model_chunks for schedule, model_chunks in grid.order if schedule == "gpipe"}
@@ -292,14 +283,12 @@ def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
-    del problem
     first = grid.order[0] if grid.order else None
     return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
 
 def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """With one micro-batch gpipe and breadth-first run the ops of 1f1b, or of interleaved, in the same order."""
-    del problem
     alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
     # Without a pipeline another rule keeps one schedule, which may be one of these.
     again = [
@@ -311,14 +300,12 @@ def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one data-parallel rank there is no optimizer state to spread."""
-    del problem
     alone = grid.data_parallel_size == 1 and 1 in grid.zero
     return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
 
 
 def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one tensor-parallel rank there is no other to share tokens with."""
-    del problem
     alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
     return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
 

@@ -28,7 +28,6 @@ from megatron_terapipe.search.answer.answer import (
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
-    flops_utilization,
     interval_text,
     model_flops,
     numbers_text,
@@ -86,11 +85,6 @@ def test_the_question_in_a_document_can_be_asked_again() -> None:
     assert document["cluster"]["devices"] == {"A100-SXM4-80GB": 16}
 
 
-def test_an_entry_a_line() -> None:
-    lines = document_text(rank_document(answer(), LAUNCH)).splitlines()
-    assert sum(line.startswith('  {"rank": ') for line in lines) == 3
-
-
 def test_the_schema_names_every_part_of_a_prediction() -> None:
     properties = json_schema()["$defs"]["Predicted"]["properties"]
     for name, kind, more in (("breakdown", TimeBreakdown, []), ("memory_per_rank", RankMemory, ["total"])):
@@ -134,13 +128,6 @@ def test_the_table() -> None:
     assert "note: rank 1: micro-batches extrapolated" in text
 
 
-def test_no_column_of_blanks() -> None:
-    stream = io.StringIO()
-    shown = answer()
-    print_table(replace(shown, entries=shown.entries[:2]), rich.console.Console(file=stream, width=170))
-    assert "why not" not in stream.getvalue()
-
-
 def test_why_the_winner_wins() -> None:
     first, second, _ = answer().entries
     found = compare(first, second)
@@ -159,14 +146,6 @@ def test_utilization_is_counted_as_the_trainer_logs_it(name: str) -> None:
     assert workload.config is not None
     assert model_flops(workload) == iteration_flops(workload.config, 1)
     assert model_flops(workload, causal=True) == iteration_flops(workload.config, 1, causal=True)
-
-
-def test_figures() -> None:
-    shown = answer()
-    strategy = shown.entries[0].strategy
-    used = flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "bf16")
-    assert used == pytest.approx(model_flops(shown.workload) * 8 / (2.0 * 16 * 312e12))
-    assert flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "fp32") == pytest.approx(used * 312 / 19.5)
 
 
 @pytest.mark.parametrize(

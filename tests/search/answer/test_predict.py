@@ -56,12 +56,6 @@ def test_a_batch_for_those_that_say_none(tmp_path: Path) -> None:
     assert read(out)["entries"][0]["strategy"]["global_batch_size"] == 16
 
 
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert predict(tmp_path, "\n".join(map(json.dumps, LINES[:2]))) == 0
-    printed = capsys.readouterr().out
-    assert "gpipe" in printed and "16 ranks" in printed
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [

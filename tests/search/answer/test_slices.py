@@ -88,12 +88,6 @@ def test_says_what_is_wrong(files, capsys, strategy, flags, message):
     assert re.search(message, shown.err), shown.err
 
 
-def test_a_missing_strategy_file(files, capsys, tmp_path):
-    missing = str(tmp_path / "none.json")
-    assert main(["slices", "gpt3-13b", files("cluster.json", CLUSTER), "--strategy", missing]) == 2
-    assert "none.json" in capsys.readouterr().err
-
-
 def test_flags_of_one_token_slice():
     assert flags_of((2048,)) == "--num-token-slices 1"
     assert flags_of((704, 688, 656)) == "--num-token-slices 3 --token-slices 704,688,656"

@@ -20,7 +20,7 @@ from megatron_terapipe.search.answer.trial_runs import (
     outcome_of,
     over_rounds,
 )
-from megatron_terapipe.search.machine.cluster import Cluster, cluster_document
+from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.rank.space import SearchProblem
@@ -94,11 +94,6 @@ def test_why_a_run_failed(exit_code: int, output: str, out_of_memory: bool, reas
     assert outcome.iteration_time_s is None
     assert outcome.out_of_memory == out_of_memory
     assert (outcome.reason or "").startswith(reason)
-
-
-def test_clusters_are_written_as_they_are_read() -> None:
-    document = json.loads(json.dumps(cluster_document(cluster().nodes, cluster().name)))
-    assert parse_cluster(document, "again")[0] == cluster()
 
 
 def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:

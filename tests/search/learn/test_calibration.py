@@ -20,7 +20,6 @@ from megatron_terapipe.search.learn.calibration import (
     conformal_quantile,
     fit_memory,
     no_calibration,
-    uncalibrated,
 )
 from megatron_terapipe.search.learn.cluster_calibrations import (
     Calibrations,
@@ -35,7 +34,6 @@ from megatron_terapipe.search.machine import library
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior
 from megatron_terapipe.search.price.memory import MemoryOverheads
@@ -89,17 +87,6 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
     assert calibration.intervals.coverage == COVERAGE
 
 
-def test_slopes_say_what_a_time_depends_on() -> None:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
-    names = ("gemm_efficiency", "transfer_s", "iteration_s")
-    slopes = StrategyBatches([model] * len(STRATEGIES), STRATEGIES).slopes(model.efficiency, names)
-    assert slopes.shape == (len(STRATEGIES), 3)
-    assert (slopes[:, 0] < 0).all() and (slopes[:, 2] > 0).all()
-    alone = [strategy.pipeline_parallel_size == 1 for strategy in STRATEGIES]
-    assert slopes[alone, 1] == pytest.approx(0.0)
-    assert uncalibrated().half_width(np.zeros((1, len(uncalibrated().parameter_names))))[0] > 0.1
-
-
 def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
     model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
 
@@ -139,15 +126,6 @@ def test_constants_of_another_cluster_are_found() -> None:
     assert (num_trials, residual_sd < 0.02) == (len(seen), True)
 
 
-def test_one_odd_reading_spoils_nothing() -> None:
-    trials = measured(memory_overheads=TRUE)
-    odd = trials[3]
-    object.__setattr__(odd, "peak_memory_bytes", 3 * (odd.peak_memory_bytes or 0))
-    overheads, _, _ = fit_memory(trials)
-    assert overheads is not None
-    assert np.median(np.abs(MemorySample(trials).errors(overheads))) < 0.02
-
-
 def test_what_ran_out_of_memory_wanted_more_than_there_is() -> None:
     trials = [failed(trial) for trial in measured()[:6]]
     sample = MemorySample(trials)
@@ -163,13 +141,6 @@ SPREAD = 0.05
 def variance_left(slopes: np.ndarray, covariance: np.ndarray, chosen: list[int]) -> float:
     precision = slopes[chosen].T @ slopes[chosen] / SPREAD**2 + np.linalg.inv(covariance)
     return float(np.einsum("np,pq,nq->n", slopes, np.linalg.inv(precision), slopes).mean())
-
-
-def test_the_first_one_teaches_most() -> None:
-    random = np.random.default_rng(0)
-    slopes, covariance = random.normal(size=(20, 4)), np.diag([1.0, 0.5, 0.1, 2.0])
-    left = [variance_left(slopes, covariance, [index]) for index in range(20)]
-    assert propose(slopes, covariance, SPREAD, 1, misfit_share=0.0) == [int(np.argmin(left))]
 
 
 def test_chosen_trials_beat_random_ones() -> None:

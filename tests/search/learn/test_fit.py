@@ -96,11 +96,6 @@ def test_constants_are_found_and_are_surer_than_before(fitted: FittedEfficiency)
         assert abs(np.log(getattr(fitted.efficiency, name) / getattr(TRUTH, name))) < 3 * deviation, name
 
 
-def test_eight_trials_already_help() -> None:
-    few = fit_efficiency(Sample(trials()[::2][:8]))
-    assert errors(few.efficiency).mean() < 0.4 * errors(HardwareEfficiency()).mean()
-
-
 def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
     spoilt = trials()
     spoilt[5] = replace(spoilt[5], iteration_time_s=5 * (spoilt[5].iteration_time_s or 1.0))
@@ -122,18 +117,6 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     )
     failed = measured(slow, None)
     assert len(Sample([*known, failed])) == len(known)
-
-
-def test_without_trials_it_is_what_was_known_before() -> None:
-    nothing = fit_efficiency(Sample([]))
-    assert nothing.efficiency == HardwareEfficiency()
-    assert np.sqrt(np.diag(nothing.covariance)) == pytest.approx(PRIOR.widths)
-
-
-def test_trials_of_equal_models_share_what_is_computed() -> None:
-    sample = Sample(trials())
-    assert len({id(model) for model in sample.models}) == 1
-    assert sample.simulated_ratio(TRUTH) == pytest.approx(1, abs=0.1)
 
 
 RANDOM = np.random.default_rng(0)

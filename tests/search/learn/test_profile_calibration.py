@@ -18,7 +18,6 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_c
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import ProfileFactors
-from megatron_terapipe.search.price.layer_times import LayerQuery, ScaledTimes
 from megatron_terapipe.search.price.profile import Profile, write_profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 from megatron_terapipe.search.price.workload import gpt_workload
@@ -114,17 +113,6 @@ def test_ops_that_take_longer_in_training_are_recognised() -> None:
     assert errors(found.factors).max() < 0.01
 
 
-def test_three_trials_are_enough_for_the_others() -> None:
-    found = calibrate_on_profile(trials(noise=0.01, count=3), PROFILE)
-    assert errors(found.factors).mean() < 0.3 * errors(None).mean()
-
-
-def test_a_run_that_was_disturbed_does_not_spoil_the_rest() -> None:
-    disturbed = trials()
-    disturbed[1] = replace(disturbed[1], iteration_time_s=4 * (disturbed[1].iteration_time_s or 1.0))
-    assert np.median(errors(calibrate_on_profile(disturbed, PROFILE).factors)) < 0.05
-
-
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     slow = STRATEGIES[0]
     alone_s = model(PROFILE).predict_time(slow).iteration_time_s
@@ -152,18 +140,6 @@ def test_models_that_the_profile_does_not_cover_are_left_out() -> None:
     assert found.factors is not None and found.factors.ops == pytest.approx(1.3, rel=0.03)
     with pytest.raises(ConfigError, match=r"covers no trial of t.jsonl.*measure one of these models"):
         calibrate_on_profile([other], PROFILE)
-
-
-def test_scaled_times_are_all_scaled() -> None:
-    arguments = {"tensor_parallel_size": 2, "micro_batch_size": np.array([1, 2]), "start": 8, "end": 24}
-    plain = MeasuredProfile(PROFILE)
-    query = LayerQuery(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
-    one = plain(query)  # type: ignore[arg-type]
-    scaled = ScaledTimes(plain, 1.5)
-    two = scaled(query)  # type: ignore[arg-type]
-    assert not scaled.includes_collectives
-    for first, second in zip(one, two, strict=True):
-        assert np.asarray(second) == pytest.approx(1.5 * np.asarray(first))
 
 
 def test_trials_are_cross_validated_on_the_profile() -> None:
@@ -232,10 +208,3 @@ def test_the_command_trial_shows_what_its_trials_change(
     assert document["errors"]["mean_error"] == pytest.approx(before / 100, abs=6e-4)
     assert document["errors_calibrated"]["mean_error"] == pytest.approx(after / 100, abs=6e-4)
     assert document["entries"][0]["calibrated"]["tokens_per_s"] > 0
-
-
-def test_factors_are_not_saved_as_constants(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    trials_file = files["trials.jsonl"]
-    words = ["validate", "--trials", trials_file, "--calibrate", trials_file, "--profile", files["profile.json"]]
-    assert main([*words, "--save-calibration", "c.json"]) == 2
-    assert "--save-calibration keeps constants of formulas" in capsys.readouterr().err

@@ -60,16 +60,6 @@ def test_failed_and_cut_off(tmp_path: Path, time: float | None) -> None:
     assert trial.iteration_time_s is None and trial.out_of_memory is True and trial.longer_than_s == 9
 
 
-def test_unknown_fields_are_kept(tmp_path: Path) -> None:
-    (trial,) = read(tmp_path, changed("measured", power_w=400, iteration_time_s=2))
-    assert trial.ignored == {"measured.power_w": 400}
-
-
-def test_bytes_win_over_rounded_gigabytes(tmp_path: Path) -> None:
-    (trial,) = read(tmp_path, changed("measured", peak_memory_bytes=123))
-    assert trial.peak_memory_bytes == 123
-
-
 @pytest.mark.parametrize(
     ("name", "schedule", "limit"),
     [("ZB-1p", "zero-bubble", 1.0), ("ZB-2p", "zero-bubble", 2.0), ("1F1B", "1f1b", None), ("gpipe", "gpipe", None)],

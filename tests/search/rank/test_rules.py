@@ -180,26 +180,6 @@ def test_constraints_that_contradict() -> None:
         all_choices(small_problem()).constrained({"token_slices": (256, 256), "num_token_slices": (4,)})
 
 
-def test_no_strategy_is_there_twice() -> None:
-    problem = small_problem(small_cluster(num_nodes=1))
-    seen = set()
-    for legal in legal_grids(
-        problem, all_choices(problem).constrained({"stage_partition": ("uniform", "parameters")}), SearchCounts()
-    ):
-        for flat in np.flatnonzero(legal.legal):
-            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
-            strategy = legal.grid.strategy(place, problem)
-            assert strategy not in seen
-            seen.add(strategy)
-    assert len(seen) > 500
-
-
-def test_all_devices_are_used() -> None:
-    problem = small_problem(small_cluster(num_nodes=3))
-    for legal in legal_grids(problem, all_choices(problem), SearchCounts()):
-        assert legal.grid.world_size == 6
-
-
 def test_only_what_a_trainer_can_run_is_searched() -> None:
     choices = all_choices(replace(small_problem(), software=SOFTWARE["megatron-core"]))
     assert choices["num_token_slices"] == (1,)

@@ -86,11 +86,6 @@ def test_the_order_of_nodes_changes_nothing(order: tuple[int, ...]) -> None:
         assert kinds[0] == kinds[1]
 
 
-def test_the_same_question_has_the_same_ranking() -> None:
-    first, second = (answer(mixed_cluster(), batch=16) for _ in range(2))
-    assert first.entries == second.entries
-
-
 def test_a_dominated_strategy_never_ranks_above() -> None:
     problem = small_problem()
     pricing = Pricing(problem.workload, problem.cluster)

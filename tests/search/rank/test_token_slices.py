@@ -79,16 +79,6 @@ def test_tables_hold_what_the_cost_model_says(software, strategy):
         assert np.allclose(sent[:2], sent[2:])
 
 
-def test_two_stages_stand_for_a_pipeline():
-    table = TabulatedCosts.of(model(MEGATRON_LM), pipeline(), CutGrid(4096, 512, 512))
-    starts, ends = np.array([0, 1024]), np.array([1024, 4096])
-    every = table(range(4), starts, ends)
-    busiest, others = table.busiest_and_others(4)(range(2), starts, ends).swapaxes(0, 1)
-    # The last rank has slow cards and the head.
-    assert np.allclose(busiest, every[:, 3])
-    assert np.allclose(others, every[:, :3].mean(axis=1))
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_many_micro_batches_are_extrapolated(name):
     model_chunks = 2 if name == "interleaved" else 1
@@ -122,10 +112,6 @@ def test_without_counts_it_finds_a_good_number():
     unsliced = found.alternatives[0]
     assert unsliced.token_slices == (4096,)
     assert found.iteration_time_s < unsliced.iteration_time_s
-
-
-def test_the_same_question_has_the_same_answer():
-    assert solve_cut(model(), pipeline(), counts=(4,)) == solve_cut(model(), pipeline(), counts=(4,))
 
 
 @pytest.mark.parametrize(("seq_length", "count"), [(4096, 3), (1000, 3), (1000, 20)])
