@@ -240,11 +240,12 @@ def _profile(
     engine: ProfiledEngine | None,
     nodes: Nodes,
 ) -> Profile:
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().device_name()
     return Profile(
-        device=_processor() if name == "cpu" else _device_name(),
+        device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
         accelerator=name,
         num_devices=max(map(len, nodes)),
         num_nodes=len(nodes),
@@ -254,12 +255,6 @@ def _profile(
         links=links,
         engine=engine,
     )
-
-
-def _device_name() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name())
 
 
 def _processor() -> str:

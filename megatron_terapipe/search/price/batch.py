@@ -12,6 +12,10 @@ its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 24
 Grids of strategies (`rank/grid_times.py`) read the formulas; `StrategyBatch` has n strategies of one workload that have
 all in common that is no number (recompute, software, ...), as calibration prices them again and again with other
 constants. What their layouts make of the cluster is looked up once; other constants then cost a few array operations.
+
+Two differences are on purpose, because fits have them in them: a batch leaves out what the executor needs between ops
+(`op_s`), latencies of messages under ops and round trips, and takes the reductions of the slowest rank; a grid counts
+all of these, and of reductions under ops the first rank's.
 """
 
 from collections.abc import Callable, Sequence

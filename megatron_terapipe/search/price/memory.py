@@ -318,7 +318,9 @@ class MemoryModel:
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
         if copies is None:
-            blocks = [peak_held(order, lengths, of_stage) for order in self._orders_of_ranks(schedule, shape)]
+            if (schedule, shape) not in self._orders:
+                self._orders[schedule, shape] = orders_of_ranks(schedule, shape)
+            blocks = [peak_held(order, lengths, of_stage) for order in self._orders[schedule, shape]]
         else:
             orders = (rank_order(schedule, shape, rank) for rank in range(ranks))
             pairs = zip(orders, copies.ranks, strict=True)
@@ -333,12 +335,6 @@ class MemoryModel:
             activations=tokens * of_stage.activations.reshape(-1, ranks).sum(axis=0),
             key_values=tokens * of_stage.key_values.reshape(-1, ranks).sum(axis=0),
         )
-
-    def _orders_of_ranks(self, schedule: str, shape: PipelineShape) -> list[OpColumns]:
-        key = schedule, shape
-        if key not in self._orders:
-            self._orders[key] = orders_of_ranks(schedule, shape)
-        return self._orders[key]
 
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""

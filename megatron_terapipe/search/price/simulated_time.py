@@ -72,7 +72,8 @@ class ScheduleSimulator:
             return self._optimised(shape, costs, cut, memory_limit or memory_of_1f1b(shape, cut))
         without = replace(costs, transfer=0.0)
         free = costs.transfer == 0.0
-        period = self._period(shape)
+        # Micro-batches after which the order of ops repeats itself: those that pass a model chunk together.
+        period = max(-(-shape.num_ranks // shape.num_token_slices), 1)
         ops_each = 2 * shape.num_stages * shape.num_token_slices
         # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
         least = 4 * period
@@ -133,10 +134,6 @@ class ScheduleSimulator:
         makespan = makespans[0] + periods * (makespans[1] - makespans[0])
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
         return SimulatedTime(makespan, makespan, notes=(note,))
-
-    def _period(self, shape: PipelineShape) -> int:
-        """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""
-        return max(-(-shape.num_ranks // shape.num_token_slices), 1)
 
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
         return self.orders(schedule, shape).simulate(costs).makespan

@@ -235,7 +235,9 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     """
     if isinstance(document, Mapping) and "layers" in document:
         if changes:
-            raise ConfigError(f"{where} lists layers, which flags do not change: drop --{_dashed(next(iter(changes)))}")
+            raise ConfigError(
+                f"{where} lists layers, which flags do not change: drop --{next(iter(changes)).replace('_', '-')}"
+            )
         return _layered(read_entry(LayeredEntry, document, where), where)
     if isinstance(document, Mapping) and "model_type" in document:
         given = _of_hugging_face(document, where)
@@ -301,7 +303,3 @@ def _nearest_preset(name: str) -> str:
 def _as_fields(message: str) -> str:
     """A message of the model section, which speaks of flags, in the words of a file."""
     return re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), message)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from megatron_terapipe.search.rank.grid_times import OpTables, grid_times
 from megatron_terapipe.search.rank.rules import SAME_STAGES, LegalGrid, SearchCounts, layouts, legal_grids
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
+from megatron_terapipe.search.rank.strategy_grid import Axis, StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
 
 if TYPE_CHECKING:
@@ -143,7 +143,11 @@ def _price(
         key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)
         for key, partition in partitions.items()
     }
-    legal = found.legal & _priceable(grid, partitions)
+    # Pairs of a schedule and a rule that have a stage partition of their own.
+    own = [
+        [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
+    ]
+    legal = found.legal & grid.along(("order", "partition"), own)
     fits, roomy = (legal & each for each in memory.fits(groups, counts, problem.memory_headroom))
     if not fits.any():
         nothing = np.zeros(0)
@@ -185,14 +189,6 @@ def _pairs(flags: Flags) -> Flags:
     return np.asarray(flags.any(axis=(2, 3, 4, 5, 6)))
 
 
-def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartition]) -> Flags:
-    """[O, P, 1, ...] pairs that have a stage partition of their own."""
-    pairs = [
-        [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
-    ]
-    return grid.along(("order", "partition"), pairs)
-
-
 def _partitions(
     problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
 ) -> dict[tuple[int, int], StagePartition]:
@@ -202,6 +198,8 @@ def _partitions(
     pairs = _pairs(legal.legal)
     found: dict[tuple[int, int], StagePartition] = {}
     times: Floats | None = None
+    axes: tuple[Axis, ...] = ("micro_batch", "token_slices", "recompute", "sequence_parallel")
+    one_value: dict[str, Any] = {axis: getattr(grid, axis)[:1] for axis in axes}
     for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in grid.order):
         rows = [row for row, (_, its_model_chunks) in enumerate(grid.order) if its_model_chunks == model_chunks]
         for place, rule in enumerate(grid.partition):
@@ -209,7 +207,7 @@ def _partitions(
                 continue
             if rule == SOLVED:
                 if times is None:
-                    times = layer_times(counter, _first_values(grid), groups, tables)
+                    times = layer_times(counter, replace(grid, **one_value), groups, tables)
                 micro_batches = int(grid.num_micro_batches.max())
                 partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
                 if all(
@@ -221,14 +219,3 @@ def _partitions(
             else:
                 found[model_chunks, place] = problem.partition(rule, ranks * model_chunks)
     return found
-
-
-def _first_values(grid: StrategyGrid) -> StrategyGrid:
-    """Return the grid with the first value alone of each axis that the times of layers depend on."""
-    return replace(
-        grid,
-        micro_batch=grid.micro_batch[:1],
-        token_slices=grid.token_slices[:1],
-        recompute=grid.recompute[:1],
-        sequence_parallel=grid.sequence_parallel[:1],
-    )
