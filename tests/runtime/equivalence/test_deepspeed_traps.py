@@ -38,6 +38,26 @@ def norm_of_all(ranks: list[dict[str, np.ndarray]]) -> float:
     return float(np.sqrt(sum(np.square(value.astype(np.float64)).sum() for value in merged.values())))
 
 
+def _on_one() -> dict[str, Any]:
+    return {"mask": _step_with_a_mask(Setup(cut=(stock.TOKENS,))), "recompute": _recompute_lookup()}
+
+
+def _on_two() -> dict[str, Any]:
+    clipped = [_clipped_updates(tied) for tied in (False, True)]
+    # Last what changes the accelerator.
+    return {"clipped": clipped, "breakdown": _breakdown(Setup(pp=2, cut=CUT)), "fp16": _tied_copies_in_fp16()}
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    return run_distributed(_on_one, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    return run_distributed(_on_two, 2)
+
+
 # ---------------------------------------------------------------------- clipping counts one stage (U1)
 
 CLIP = 0.01
@@ -61,8 +81,8 @@ def _clipped_updates(tied: bool) -> tuple[dict, dict, float, float]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_clipping_counts_every_stage_and_every_tied_weight_once(tied: bool) -> None:
-    theirs, mine, whole, norms = zip(*run_distributed(_clipped_updates, 2, tied), strict=True)
+def test_clipping_counts_every_stage_and_every_tied_weight_once(tied: bool, on_two) -> None:
+    theirs, mine, whole, norms = zip(*(found["clipped"][tied] for found in on_two), strict=True)
     assert norm_of_all(theirs) > 1.02 * CLIP, "DeepSpeed now clips pipelines rightly: drop our clipping"
     assert norm_of_all(mine) == pytest.approx(CLIP, rel=1e-3)  # weights of 0.5 know a step of 0.01 to so many digits
     true_norm = norm_of_all(whole)
@@ -117,8 +137,8 @@ def _tied_copies_in_fp16() -> tuple[np.ndarray, np.ndarray, float]:
     return *copies, float(engine.optimizer.cur_scale)
 
 
-def test_tied_weights_stay_equal_in_fp16_with_fp32_accumulation() -> None:
-    (their_first, first, _), (their_last, last, scale) = run_distributed(_tied_copies_in_fp16, 2)
+def test_tied_weights_stay_equal_in_fp16_with_fp32_accumulation(on_two) -> None:
+    (their_first, first, _), (their_last, last, scale) = (found["fp16"] for found in on_two)
     assert not np.array_equal(their_first, their_last), "DeepSpeed now reduces these: drop our reduction"
     assert np.array_equal(first, last)
     assert scale == 2.0**8, "no step may have been skipped for overflow"
@@ -145,9 +165,9 @@ def _breakdown(setup: Setup) -> tuple[list[float], float, float]:
     return found, *(engine.timers(name).elapsed(reset=False) for name in (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER))
 
 
-def test_wall_clock_breakdown_trains_and_measures() -> None:
+def test_wall_clock_breakdown_trains_and_measures(on_two) -> None:
     assert "already been started" in run_distributed(_stock_breakdown, 2)[0], "DeepSpeed now trains with it"
-    for found, forward_ms, backward_ms in run_distributed(_breakdown, 2, Setup(pp=2, cut=CUT)):
+    for found, forward_ms, backward_ms in (each["breakdown"] for each in on_two):
         assert len(found) == 2
         assert forward_ms > 0
         assert backward_ms > 0
@@ -196,9 +216,9 @@ def _step_with_a_mask(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
     return engine.train_batch(iter(masked_pairs(2))).item(), weights(engine)
 
 
-def test_tensors_without_a_gradient_pass_between_stages() -> None:
+def test_tensors_without_a_gradient_pass_between_stages(on_one) -> None:
     # One token slice: positions start at 0 in each.
-    ((loss, expected),) = run_distributed(_step_with_a_mask, 1, Setup(cut=(stock.TOKENS,)))
+    loss, expected = on_one["mask"]
     # The middle stage takes four tensors and gives one, so what it learns of one side must not leak to the other.
     for found_loss, found in run_distributed(_step_with_a_mask, 3, Setup(pp=3, cut=(stock.TOKENS,))):
         assert found_loss == loss
@@ -229,8 +249,8 @@ def _recompute_lookup() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return tuple(updates)
 
 
-def test_recompute_reaches_the_embedding() -> None:
-    ((recomputed, stored),) = run_distributed(_recompute_lookup, 1)
+def test_recompute_reaches_the_embedding(on_one) -> None:
+    recomputed, stored = on_one["recompute"]
     assert np.abs(stored["0.weight"]).max() > 0
     assert recomputed.keys() == stored.keys()
     for name in stored:
