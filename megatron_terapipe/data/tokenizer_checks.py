@@ -1,12 +1,11 @@
 """A data file held against the tokenizer of a run: its range of token ids, and the tokenizer that it was written with.
 
-Data that another tokenizer wrote is mostly found by its largest id. It is read once, and kept for the next start.
+Data of another tokenizer is mostly found by its largest id, which is read once and kept for the next start.
 
-`PREFIX.tokenizer.json` is the record of the tokenizer that wrote a dataset. An id has no meaning of its own: under
-another vocabulary the same ids are another text, and a model trains on it without complaint. Tokenizers are compared by
-what they make of the first ids of the data, not by their names: GPT-2's encoding is the same from its own two files and
-from a `tokenizer.json`, and a tokenizer that has got more special tokens since still fits. Datasets that Megatron wrote
-have no record, and are read as they are.
+`PREFIX.tokenizer.json` is the record of the tokenizer that wrote a dataset: under another vocabulary the same ids are
+another text, and a model trains on it without an error. Tokenizers are compared by the text of the first ids, not by
+their names: GPT-2's encoding is the same from its own two files and from a `tokenizer.json`, and a tokenizer with more
+special tokens still fits. Datasets of Megatron have no record, and are read as they are.
 """
 
 import hashlib

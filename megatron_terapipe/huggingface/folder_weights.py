@@ -27,11 +27,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 class SavedTensors:
-    """The tensors of a directory, each read when it is asked for.
-
-    Args:
-        directory: holds one file, or an index and the files that it names.
-    """
+    """The tensors of a directory with one file, or with an index and its files; each is read when it is used."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -90,12 +86,7 @@ class SavedTensors:
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors as they come; never more than one file's worth of them is in memory.
-
-    Args:
-        tensors: names, and tensors [...] of any shape.
-        shard_bytes: bytes of tensors after which a new file is begun.
-    """
+    """Write tensors [...] by name as they come; never more than one file of `shard_bytes` is in memory."""
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     total = size = 0
@@ -118,24 +109,17 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
 
 
 def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
-    """Give the files the names that say how many there are, and write the index if there are several."""
-    if len(shards) == 1:
-        _publish(directory / _temporary(0), directory / SINGLE)
-        return
-    files: Mapping[str, list[str]] = {
-        f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards)
-    }
+    """Give the files names with their number, and write the index if there are several."""
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{each:05d}-of-{count:05d}.safetensors" for each in range(1, count + 1)]
     for number, file in enumerate(files):
-        _publish(directory / _temporary(number), directory / file)
-    weight_map = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _publish(temporary: Path, file: Path) -> None:
-    """Give a written file its name, and the permissions of new files: safetensors writes for its owner alone."""
-    permit_as_new(temporary)
-    temporary.rename(file)
+        # Safetensors writes for its owner alone.
+        permit_as_new(directory / _temporary(number))
+        (directory / _temporary(number)).rename(directory / file)
+    if count > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def safetensors(module: str) -> Any:
@@ -167,11 +151,7 @@ class FolderWeights:
         self._rules = lru_cache(maxsize=1)(self._rules_of_layer)
 
     def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
-        """Return a weight [...] of a pipeline layer, whole.
-
-        Args:
-            tensor_parallel_rank: 0, since nobody has cut it.
-        """
+        """Return a weight [...] of a pipeline layer, whole: the rank is always 0."""
         rule = self._rules(index)[name]
         return rule.join([self._tensors.read(self._spelled[theirs]) for theirs in rule.theirs])
 

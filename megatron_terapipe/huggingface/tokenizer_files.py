@@ -15,11 +15,7 @@ _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 
 
 def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[str]:
-    """Copy the files of a tokenizer under the names they have there.
-
-    Returns:
-        Names of the files written; none if the tokenizer has no files, or they are gone.
-    """
+    """Copy the files of a tokenizer, if it has any and they are there, and return their names in the output."""
     kind = settings.get("tokenizer_type")
     if kind == "GPT2BPETokenizer":
         copied = [_copied(Path(str(settings[field])), output / name) for field, name in GPT2_FILES.items()]
@@ -55,14 +51,7 @@ def tokenizer_of(directory: Path) -> dict[str, str]:
 
 
 def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
-    """Copy the files of the tokenizer of a directory.
-
-    Args:
-        output: directory to copy to, made if there is something to copy.
-
-    Returns:
-        What a checkpoint says of its tokenizer; empty if there is none that we know.
-    """
+    """Copy the files of the tokenizer of a directory, and return a checkpoint's settings of it; empty for none."""
     found = tokenizer_of(directory)
     if not found:
         return {}

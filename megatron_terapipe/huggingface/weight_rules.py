@@ -1,8 +1,7 @@
 """The rule of every weight of a pipeline layer: which tensors of Hugging Face it is, and back.
 
-First the rules that map one weight of ours to their tensors; then the names of a family, applied to the parameters that
-a layer has. Which biases and norms there are follows from the layers themselves. So a family says only how a part is
-called.
+First the rules that map one weight of ours to their tensors; then the names of a family, applied to the parameters of a
+layer. Which biases and norms there are follows from the layers themselves.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,11 +84,7 @@ class Heads:
         return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the weight of our product, [(query heads + 2 x key heads) x size, ...].
-
-        Args:
-            tensors: queries, keys and values, each [heads x size, ...].
-        """
+        """Return the weight of our product, from those of queries, keys and values: the reverse of `apart`."""
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
         return torch.cat(parts, dim=1).flatten(0, 2)
 
@@ -114,11 +109,7 @@ def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
 
 
 def turned(rule: WeightRule) -> WeightRule:
-    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias stays as it is.
-
-    Args:
-        rule: the rule if they were not.
-    """
+    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias stays as it is."""
     return WeightRule(
         rule.ours,
         rule.theirs,
@@ -136,11 +127,7 @@ Named = Callable[[str, str], WeightRule]
 
 
 def layer_rules(model: ModelConfig, names: TensorNames, index: int, parameters: Iterable[str]) -> list[WeightRule]:
-    """Return the rules of the parameters of a pipeline layer.
-
-    Args:
-        index: number of the layer in the pipeline.
-    """
+    """Return the rules of the parameters of a pipeline layer."""
     number, last = index - LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + model.num_layers
     if index < LAYERS_BEFORE_BLOCKS or index >= last:
         of_module = _ends(model, names, index, last)
@@ -216,11 +203,7 @@ def _plain(theirs: str) -> Named:
 
 
 def split_layer(rules: Iterable[WeightRule], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors [...] of a layer there by name; gradients, too, since every rule is linear.
-
-    Args:
-        weights: parameters of the layer by name, or their gradients.
-    """
+    """Return the tensors [...] of a layer there by name; gradients, too, since every rule is linear."""
     return {
         name: tensor for rule in rules for name, tensor in zip(rule.theirs, rule.split(weights[rule.ours]), strict=True)
     }
