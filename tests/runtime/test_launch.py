@@ -20,22 +20,31 @@ def place(rank: int, world_size: int, local_rank: int, local_size: int, *meeting
 OF_TORCH = place(5, 8, 1, 4)
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        (recorded.DEEPSPEED, OF_TORCH),
-        (recorded.TORCHRUN, OF_TORCH),
-        (recorded.OPEN_MPI, place(2, 3, 1, 2, "10.88.0.1", 27841)),
-        (recorded.OPEN_MPI_FIRST, place(0, 3, 0, 1, "10.88.0.1", 27841)),
-        (recorded.OPEN_MPI_ONE_HOST, place(1, 2, 1, 2, "127.0.0.1", 30977)),
-        (recorded.MPICH, place(1, 2, 1, 2)),
-        (recorded.SLURM, place(2, 3, 0, 1, "tslice-29807-1-host1", 20100)),
-        (recorded.OPEN_MPI_IN_SLURM, place(3, 4, 1, 2, "10.88.0.1", 30305)),
-    ],
-    ids=["deepspeed", "torchrun", "mpirun", "its first rank", "one host", "mpiexec", "srun", "mpirun in slurm"],
-)
+OF_SLURM = place(2, 3, 0, 1, "tslice-29807-1-host1", 20100)
+LAUNCHED: dict[str, tuple[dict[str, str], LaunchEnvironment]] = {
+    "deepspeed": (recorded.DEEPSPEED, OF_TORCH),
+    "torchrun": (recorded.TORCHRUN, OF_TORCH),
+    "mpirun": (recorded.OPEN_MPI, place(2, 3, 1, 2, "10.88.0.1", 27841)),
+    "its first rank": (recorded.OPEN_MPI_FIRST, place(0, 3, 0, 1, "10.88.0.1", 27841)),
+    "mpirun on one host": (recorded.OPEN_MPI_ONE_HOST, place(1, 2, 1, 2, "127.0.0.1", 30977)),
+    "mpiexec": (recorded.MPICH, place(1, 2, 1, 2)),
+    "srun": (recorded.SLURM, OF_SLURM),
+    "srun --mpi=pmi2": (recorded.SLURM | {"PMI_RANK": "2", "PMI_SIZE": "3"}, OF_SLURM),
+    "mpirun in slurm": (recorded.OPEN_MPI_IN_SLURM, place(3, 4, 1, 2, "10.88.0.1", 30305)),
+    # Slurm's local numbers may be of other ranks: none is taken from a launcher farther away.
+    "by hand in srun": (recorded.SLURM | {"RANK": "1", "WORLD_SIZE": "2"}, place(1, 2, 0, 2)),
+    # Each rank still gets cores of its own.
+    "without a number of local ranks": ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, place(5, 8, 1, 8)),
+    "no launcher": ({"PATH": "/bin"}, place(0, 1, 0, 1)),
+    "a script of one task": (recorded.BATCH_SCRIPT | {"SLURM_NTASKS": "1"}, place(0, 1, 0, 1)),
+}
+
+
+@pytest.mark.parametrize(("variables", "expected"), LAUNCHED.values(), ids=LAUNCHED)
 def test_every_launcher_is_understood(variables: dict[str, str], expected: LaunchEnvironment) -> None:
     assert LaunchEnvironment.read(variables) == expected
+    if expected.world_size > 1:
+        assert LaunchEnvironment.of_dry_run(variables, stated=None, least=2) == expected
 
 
 @pytest.mark.parametrize("inner", [recorded.DEEPSPEED, recorded.TORCHRUN], ids=["deepspeed", "torchrun"])
@@ -44,24 +53,6 @@ def test_every_launcher_is_understood(variables: dict[str, str], expected: Launc
 )
 def test_the_launcher_nearest_to_the_process_counts(outer: dict[str, str], inner: dict[str, str]) -> None:
     assert LaunchEnvironment.read(outer | inner) == OF_TORCH
-
-
-def test_nothing_is_taken_from_a_launcher_farther_away() -> None:
-    """A task of srun that was given RANK and WORLD_SIZE by hand: Slurm's local numbers may be of other ranks."""
-    assert LaunchEnvironment.read(recorded.SLURM | {"RANK": "1", "WORLD_SIZE": "2"}) == place(1, 2, 0, 2)
-
-
-def test_tasks_of_slurm_that_have_the_variables_of_pmi_are_tasks_of_slurm() -> None:
-    """As under `srun --mpi=pmi2`."""
-    variables = recorded.SLURM | {"PMI_RANK": "2", "PMI_SIZE": "3"}
-    assert LaunchEnvironment.read(variables) == LaunchEnvironment.read(recorded.SLURM)
-
-
-def test_alone_without_variables() -> None:
-    alone = place(0, 1, 0, 1)
-    assert LaunchEnvironment.read({}) == alone
-    assert LaunchEnvironment.read({"PATH": "/bin"}, local_rank=0) == alone
-    assert LaunchEnvironment.read(recorded.BATCH_SCRIPT | {"SLURM_NTASKS": "1"}) == alone
 
 
 @pytest.mark.parametrize(
@@ -83,20 +74,10 @@ def test_a_dry_run_is_the_first_of_ranks_that_nobody_launched(
     assert found == place(0, world_size, 0, world_size)
 
 
-def test_a_dry_run_under_a_launcher_is_where_the_launcher_says() -> None:
-    assert LaunchEnvironment.of_dry_run(recorded.DEEPSPEED, stated=None, least=2) == OF_TORCH
-    assert LaunchEnvironment.of_dry_run(recorded.SLURM, stated=None, least=2).rank == 2
-
-
 def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8"}
     assert LaunchEnvironment.read(variables, local_rank=3).local_rank == 3
     assert LaunchEnvironment.read(variables | {"LOCAL_RANK": "0"}, local_rank=3).local_rank == 0
-
-
-def test_where_nobody_says_how_many_share_the_host_all_may() -> None:
-    """Each rank still gets cores of its own."""
-    assert LaunchEnvironment.read({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}).local_size == 8
 
 
 @pytest.mark.parametrize(
