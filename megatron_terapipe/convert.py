@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -15,7 +15,7 @@ from deepspeed_ext.plan.terminal import (
     CommandParser,
     ProgressLine,
     add_json_flag,
-    run_command,
+    command_main,
     write_json,
 )
 from megatron_terapipe.errors import ConfigError
@@ -33,13 +33,7 @@ examples:
 Read on: docs/how-to/huggingface.md, with the families of models that can be converted."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.convert") -> int:
-    """Convert, and return the exit code: 2 for bad input, with one line."""
-    return run_command(lambda: _run(argv, prog))
-
-
-def _run(argv: Sequence[str] | None, prog: str) -> int:
-    options = build_parser(prog).parse_args(argv)
+def _run(options: argparse.Namespace, prog: str) -> int:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not an empty directory: name another")
@@ -140,6 +134,8 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
         f"--seq-length N, or generate with --load {output}"
     )
 
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe.convert")
 
 if __name__ == "__main__":
     sys.exit(main())

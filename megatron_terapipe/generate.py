@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ from deepspeed_ext.plan.terminal import (
     Progress,
     ProgressLine,
     add_json_flag,
-    run_command,
+    command_main,
     write_json,
 )
 from deepspeed_ext.plan.text_files import read_text
@@ -45,13 +45,7 @@ VERIFIED = 0.5
 """Share of the time to load a checkpoint after which it has been verified, about."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.generate") -> int:
-    """Print the prompt and its continuation, and return the exit code: 2 for bad input, with one line."""
-    return run_command(lambda: _run(argv, prog))
-
-
-def _run(argv: Sequence[str] | None, prog: str) -> int:
-    options = build_parser(prog).parse_args(argv)
+def _run(options: argparse.Namespace, prog: str) -> int:
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens} is too few: give 1 or more")
     if not 0 <= options.temperature < inf or options.top_k < 0:
@@ -224,6 +218,8 @@ def _loaded(model: ModelConfig, weights: Callable[..., Mapping[str, Any]], progr
         empty = WholeModel(model)
     return empty.take(weights, progress).float().eval()
 
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe.generate")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -130,6 +130,7 @@ def command_main(
     """
 
     def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
+        """Run the command and return its exit code: its own, 2 for bad input, said in one line, or 130 for Ctrl-C."""
         return run_command(lambda: run(build_parser(prog).parse_args(argv), prog))
 
     return main

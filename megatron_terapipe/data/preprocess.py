@@ -15,7 +15,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, run_command, write_json
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
@@ -330,13 +330,7 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.data.preprocess") -> int:
-    """Run the command; return 0, or 2 after one line that says what is wrong."""
-    return run_command(lambda: _run(argv, prog))
-
-
-def _run(argv: Sequence[str] | None, prog: str) -> int:
-    options = build_parser(prog).parse_args(argv)
+def _run(options: argparse.Namespace, prog: str) -> int:
     encoder = LineEncoder(
         source=options.input,
         json_keys=tuple(options.json_keys),
@@ -354,6 +348,8 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
         print(written.sentence())
     return 0
 
+
+main = command_main(build_parser, _run, "python -m megatron_terapipe.data.preprocess")
 
 if __name__ == "__main__":
     sys.exit(main())
