@@ -14,6 +14,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.config import (
     BatchConfig,
     Config,
@@ -23,7 +24,6 @@ from megatron_terapipe.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.options import field_help
 from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import Dimension, Tried, dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
@@ -442,7 +442,7 @@ DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 
 def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
     """Return the JSON Schema of a strategy: of what `Strategy.from_json` reads, field by field."""
-    texts = field_help(Strategy)
+    texts = field_texts(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
     required = {"required": list(properties)} if whole else {}
     return {"type": "object", "properties": properties, **required, "additionalProperties": False}

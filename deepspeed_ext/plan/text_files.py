@@ -5,16 +5,15 @@ half characters that no file and no array can hold. None of this reaches a reade
 """
 
 import ast
-import inspect
 import json
 import os
-import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from math import isfinite, isinf
 from pathlib import Path
-from textwrap import dedent
 from typing import TypeVar
 
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -27,6 +26,8 @@ def permit_as_new(path: Path) -> None:
 
     The umask of a process cannot be read without setting it for all threads, so a new file tells.
     """
+    import secrets  # It loads hashlib, which takes longer than all else here.
+
     probe = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
@@ -151,12 +152,18 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return document
 
 
+@cache
+def _classes(path: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, by name."""
+    module = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {each.name: each for each in module.body if isinstance(each, ast.ClassDef)}
+
+
 def field_texts(kind: type) -> dict[str, str]:
     """Return the string below each field of a class, on one line, by the name of the field; its bases are left out."""
-    body = ast.parse(dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
+        for field, text in pairwise(_classes(str(sys.modules[kind.__module__].__file__))[kind.__name__].body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }

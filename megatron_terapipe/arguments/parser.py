@@ -12,10 +12,11 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.spellings import Spellings
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import Option, Otherwise, choices_of, field_help, flag, one_of, option_of
+from megatron_terapipe.config.options import Option, Otherwise, choices_of, flag, one_of, option_of
 from megatron_terapipe.errors import ConfigError
 
 METAVARS = {int: "N", float: "X", str: "NAME"}
@@ -80,7 +81,7 @@ def flags() -> tuple[Flag, ...]:
 
 def _flags() -> Iterator[Flag]:
     for section, section_class in sections().items():
-        hints, texts = get_type_hints(section_class), field_help(section_class)
+        hints, texts = get_type_hints(section_class), field_texts(section_class)
         for declared in fields(section_class):
             kind, repeated = _value_type(hints[declared.name])
             yield Flag(
@@ -89,7 +90,7 @@ def _flags() -> Iterator[Flag]:
                 kind=kind,
                 repeated=repeated,
                 default=declared.default,
-                choices=choices_of(section_class, declared),
+                choices=choices_of(hints[declared.name], declared),
                 help=texts[declared.name] + _range(option_of(declared)),
                 option=option_of(declared),
             )

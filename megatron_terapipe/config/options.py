@@ -4,12 +4,8 @@ A section is a frozen dataclass. The name of a field is its flag, its type is th
 under it is the help text. `option` adds the little that these cannot say.
 """
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.errors import ConfigError
@@ -100,31 +96,11 @@ def option_of(declared: Field[Any]) -> Option:
     return details
 
 
-def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts; empty if it accepts any value of its type."""
-    return _choices(get_type_hints(section)[declared.name], declared)
-
-
-def _choices(hint: Any, declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts. Its type is given, because resolving the types of a section is slow."""
+def choices_of(hint: Any, declared: Field[Any]) -> tuple[str | int, ...]:
+    """Return the values that a field of this type accepts; empty if it accepts any."""
     literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
     listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
     return option_of(declared).choices or tuple(listed)
-
-
-def field_help(section: type[Any]) -> dict[str, str]:
-    """Return the docstring under each field of a section, as one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        statement.target.id: " ".join(following.value.value.split())
-        for statement, following in pairwise(definition.body)
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and isinstance(following, ast.Expr)
-        and isinstance(following.value, ast.Constant)
-        and isinstance(following.value.value, str)
-    }
 
 
 def flag(name: str) -> str:
@@ -142,7 +118,7 @@ def check_choices(section: Any) -> None:
     """Check each field of a section against the values that it accepts."""
     hints = get_type_hints(type(section))
     for declared in fields(section):
-        choices = _choices(hints[declared.name], declared)
+        choices = choices_of(hints[declared.name], declared)
         value = getattr(section, declared.name)
         if choices and value is not None and value not in choices:
             ending = option_of(declared).elsewhere.get(value)

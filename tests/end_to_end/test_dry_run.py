@@ -90,10 +90,8 @@ def test_a_strategy_says_how_many_ranks(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--tensor-model-parallel-size 3", "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size"),
         ("--data-parallel-size 3", "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x data-parallel"),
         ("--save /proc/nothing", "--save /proc/nothing cannot be written, because /proc does not let you write"),
-        ("--data-path nowhere", "--mock-data draws tokens at random and --data-path names data: drop one of them"),
         ("--deepspeed-config nowhere.json", "--deepspeed-config"),
         ("--token-slices auto --cluster nowhere.json", "--cluster nowhere.json cannot be read"),
         ("--pipeline-schedule optimised --op-profile nowhere.json", "--op-profile: nowhere.json cannot be read"),
@@ -127,23 +125,6 @@ def test_it_says_for_which_machine_it_found_what_it_found(capsys: pytest.Capture
     assert main([*CHECK, *words, "--pipeline-schedule", "optimised"]) == 0
     for line in capsys.readouterr().out.splitlines()[4:6]:
         assert line.endswith(", found for nodes of 8 A100-SXM4-80GB, since no --cluster is given")
-
-
-def test_flags_without_effect_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CHECK, "--use-dist-ckpt", "--ckpt-format", "torch_dist", "--num-experts", "1"]) == 0
-    said = capsys.readouterr().out
-    assert (
-        said.count("These flags concern operation only and have no effect here: --use-dist-ckpt, --ckpt-format\n") == 1
-    )
-    assert "--num-experts" not in said
-
-
-def test_defaults_that_megatron_has_otherwise_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*MODEL, *TRAINING[:8], "--mock-data", "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == (
-        "These defaults are not those of Megatron, and no flag sets them: --hidden-dropout 0 (there 0.1), "
-        "--attention-dropout 0 (there 0.1)"
-    )
 
 
 def test_data_of_another_tokenizer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,20 +57,6 @@ def test_the_pipeline_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            "--num-layers-per-virtual-pipeline-stage 3",
-            "--num-layers 8 is not a multiple of --num-layers-per-virtual-pipeline-stage 3 x "
-            "--pipeline-model-parallel-size 2 = 6: change one of them",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2 --num-model-chunks 2",
-            "--num-layers-per-virtual-pipeline-stage 2 and --num-model-chunks 2 both say how many stages a rank owns: ",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2 --stage-partition 0,2,4,6,8",
-            "--num-layers-per-virtual-pipeline-stage 2 and --stage-partition 0,2,4,6,8 both deal layers to stages: ",
-        ),
-        ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage 0 is not positive: "),
         ("--num-model-chunks 0", "--num-model-chunks 0 is not positive: give 1 or more"),
         (
             "--num-model-chunks 5",
@@ -108,15 +94,6 @@ def test_the_pipeline_of_a_run() -> None:
             "--num-model-chunks 2 --stage-partition 0,2,8",
             "--stage-partition 0,2,8 has 2 stages, but --pipeline-model-parallel-size is 2 x --num-model-chunks 2: "
             "give 5 bounds",
-        ),
-        (
-            "--num-model-chunks 2 --decoder-first-pipeline-num-layers 3",
-            "--decoder-first-pipeline-num-layers 3 cannot be dealt to 2 model chunks: give a multiple of 2, or use",
-        ),
-        (
-            "--num-model-chunks 2 --model-chunk-placement v --pipeline-schedule optimised"
-            " --decoder-last-pipeline-num-layers 2",
-            "--decoder-last-pipeline-num-layers 2 with --model-chunk-placement v, where one rank has the first and the",
         ),
     ],
 )

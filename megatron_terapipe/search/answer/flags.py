@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import field_help
 from megatron_terapipe.config.parsing import parse_json, read_json
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
@@ -50,7 +49,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
             "config.json of Hugging Face or its folder; - takes the model from flags alone"
         ),
     )
-    meanings = field_help(ModelConfig)
+    meanings = field_texts(ModelConfig)
     for name in CHANGES:
         meaning = meanings[name].partition(". ")[0].rstrip(".")
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: MODEL's)")

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import field_texts, read_text
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import field_help
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
@@ -187,7 +186,7 @@ GptEntry = _gpt_entry()
 def model_schema() -> dict[str, Any]:
     """Return the JSON Schema of a model file with fields of the model section, and what each field means."""
     schema = GptEntry.model_json_schema()
-    for name, text in field_help(ModelConfig).items():
+    for name, text in field_texts(ModelConfig).items():
         schema["properties"][name]["description"] = text
     return schema
 

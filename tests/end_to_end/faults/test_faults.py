@@ -64,41 +64,12 @@ FLAGS = {
         "--token-slices 9,9,9,9",
         "--token-slices: token slices 9,9,9,9 sum to 36, but the sequence has 32 tokens: change one of them by -4",
     ),
-    "more_token_slices_than_tokens": (
-        "--num-token-slices 33",
-        "--num-token-slices 33 is more than the 32 tokens of --seq-length: give 32 or less",
-    ),
     "stages_that_do_not_divide_the_ranks": ("--pipeline-model-parallel-size 3", None),
-    "more_stages_than_layers": (
-        "--pipeline-model-parallel-size 5",
-        "--pipeline-model-parallel-size 5 is more than --num-layers 4: give 4 stages or less",
-    ),
-    "a_batch_that_cannot_be_dealt": (
-        "--global-batch-size 7",
-        "--global-batch-size 7 is not a multiple of --micro-batch-size 2: give a multiple, such as 8",
-    ),
     "an_unknown_flag": ("--num-token-slice 4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
     "a_flag_of_another_trainer": (
         "--remote-device cpu",
         "--remote-device cpu: weights stay on the accelerator: use none",
     ),
-    "heads_that_cannot_be_dealt_to_sequence_parallel_ranks": (
-        "--context-parallel-size 3",
-        "--num-attention-heads 4 is not a multiple of --ds-sequence-parallel-size 3, whose ranks share the",
-    ),
-    "layers_that_cannot_be_dealt_to_model_chunks": (
-        "--num-layers-per-virtual-pipeline-stage 3",
-        "--num-layers 4 is not a multiple of --num-layers-per-virtual-pipeline-stage 3 x --pipeline-model-",
-    ),
-    "model_chunks_with_a_schedule_that_has_none": (
-        "--num-model-chunks 2 --pipeline-schedule zero-bubble",
-        "--pipeline-schedule zero-bubble: schedule 'zero-bubble' has one stage on each pipeline rank, and there are 2",
-    ),
-    "contradicting_flags": (
-        "--num-token-slices 3 --token-slices 16,16",
-        "--num-token-slices 3 contradicts --token-slices 16,16, which lists 2: drop the former",
-    ),
-    "two_precisions": ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: drop one of them"),
     "a_vocabulary_without_room": (
         "--vocab-size 100",
         "--vocab-size 100 has no room for the 257 tokens of byte: raise it, or leave it out",
@@ -109,10 +80,6 @@ FLAGS = {
         "--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it",
     ),
     "fp16_on_a_cpu": ("--fp16", "--fp16 is not supported by DeepSpeed on this cpu: use --bf16, or drop it"),
-    "a_partition_of_other_stages": (
-        "--stage-partition 0,1,2,4",
-        "has 3 stages, but --pipeline-model-parallel-size is 2",
-    ),
 }
 
 

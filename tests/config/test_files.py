@@ -1,4 +1,4 @@
-"""The data section: which data, what excludes what, and the names that other trainers give."""
+"""What is read, saved and written down."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import DataConfig
+from megatron_terapipe.config import CheckpointConfig, DataConfig, TrainingConfig
+from megatron_terapipe.config.logging import IterationNumbers, LoggingConfig
+from megatron_terapipe.config.parsing import check_host_name, is_host_name
 from megatron_terapipe.errors import ConfigError
 
 MODEL = (
@@ -157,3 +159,101 @@ def test_files_of_prefixes_are_checked(flag: str, text: str, line: str, tmp_path
     path.write_text(text)
     with pytest.raises(UserError, match=line):
         parse(f"{flag} {path}")
+
+
+def test_checkpoints_that_are_due() -> None:
+    every = CheckpointConfig(save="x", save_interval=4, extra_save_iterations=(0, 3, 4))
+    assert [done for done in range(10) if every.saves_after(done)] == [0, 3, 4, 8]
+    assert not any(CheckpointConfig(save="x").saves_after(done) for done in range(10))
+    assert not CheckpointConfig(save="x", save_interval=4).saves_after(0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "save", "line"),
+    [
+        ((5, 7), None, "--extra-save-iterations 5 does not say where to save: add --save"),
+        ((5, -7), "x", "--extra-save-iterations -7 is out of range: give 0 or more"),
+        ((), "x", "--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on"),
+    ],
+)
+def test_extra_saves_that_are_wrong(extra: tuple[int, ...], save: str | None, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointConfig(save=save, extra_save_iterations=extra)
+    assert str(caught.value) == line
+
+
+def test_a_hostfile_is_for_dry_runs() -> None:
+    assert TrainingConfig(train_iters=1, hostfile="hosts", dry_run_without_files=True).dry_run
+    with pytest.raises(ConfigError, match=r"^--hostfile hosts is for the launcher: .*, or add --dry-run$"):
+        TrainingConfig(train_iters=1, hostfile="hosts")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("10", {10}), ("4,2", {2, 4}), ("3-5", {3, 4, 5}), ("9, 2-3", {2, 3, 9}), ("1-3,2-4", {1, 2, 3, 4})],
+)
+def test_numbers_and_runs_of_numbers(text: str, named: set[int]) -> None:
+    numbers = IterationNumbers.parse(text, "--flag")
+    assert {iteration for iteration in range(20) if iteration in numbers} == named
+    assert numbers.last == max(named)
+
+
+@pytest.mark.parametrize(
+    ("start", "last", "measured"),
+    [(0, 10, {3, 4, 5}), (100, 200, {103, 104, 105}), (0, 4, {3, 4}), (0, 2, {2}), (7, 8, {8})],
+)
+def test_by_default_a_few_after_the_first_of_this_run(start: int, last: int, measured: set[int]) -> None:
+    numbers = LoggingConfig(timeline="out").measured_iterations(start, last)
+    assert {iteration for iteration in range(1, 300) if iteration in numbers} == measured
+
+
+def test_what_is_given_counts_from_the_start_of_training() -> None:
+    numbers = LoggingConfig(timeline="out", timeline_iterations="150").measured_iterations(100, 200)
+    assert 150 in numbers and 103 not in numbers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a", "worker-0", "node_7", "gpu01.cluster.example.com", "example.com.", "10.0.0.1", "7"),
+        *("::1", "fe80::1%eth0", "2001:db8::7", "user@host", "first.last@10.0.0.1", "a" * 63),
+    ],
+)
+def test_names_and_addresses(name: str) -> None:
+    assert check_host_name(name, "hostfile") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Options of ssh and pdsh; two of them run a command.
+        *("-oProxyCommand=touch${IFS}x", "-R", "-", "user@-oProxyCommand=x", "-l@host"),
+        # What pdsh reads as another module, as a file of hosts, as a list, as a pattern, or as a host to leave out.
+        *("exec:a", "^hosts", "a[0-3]", "/a/", "a,b", "a%n"),
+        # What a shell reads.
+        *(
+            "a;id",
+            "a|id",
+            "a&id",
+            "$(id)",
+            "`id`",
+            "a\nid",
+            "a b",
+            "a'b",
+            'a"b',
+            "a\\b",
+            "~a",
+            "a>b",
+            "*",
+            "a#b",
+            "{a,b}",
+        ),
+        *("fe80::1%;id", "[::1]", "a..b", ".a", "", "@", "user@", "@host", "a@b@c", "a-", "é"),
+        *("a" * 64, "a." * 130),
+    ],
+)
+def test_what_is_no_host_name(name: str) -> None:
+    assert not is_host_name(name)
+    with pytest.raises(ConfigError, match="is not a host name") as caught:
+        check_host_name(name, "hosts: line 1")
+    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The model section: what its sizes follow from, and models whose layers are not all alike."""
+"""Parts of the model: what follows from the settings, and what they may not be."""
 
 import json
 from dataclasses import asdict, replace

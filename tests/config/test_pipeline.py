@@ -1,4 +1,4 @@
-"""Token slices of equal length or equal work, and what several ranks that share them need."""
+"""Token slices and layers of the ranks that share them."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.arguments import build_config
+from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.pipeline import TILE, balanced_token_slices
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.strategy import Strategy
 
 
 def config(tensor_parallel_size: int, seq_length: int, **settings: Any) -> Config:
@@ -188,3 +189,124 @@ def test_odd_numbers_of_ranks(size: int, seq_length: int, count: int) -> None:
     assert len(cut) == count
     assert all(length % size == 0 for length in cut.lengths)
     assert max(cut.lengths) <= 2 * seq_length / count
+
+
+REQUIRED = {
+    **{"num_layers": 2, "hidden_size": 96, "num_attention_heads": 12, "seq_length": 128, "micro_batch_size": 1},
+    **{"train_iters": 10, "lr": 1e-3, "data_path": ("corpus",)},
+}
+TENSOR = {"tensor_model_parallel_size": 2}
+
+# The values given, then the words that name the value and the rule, then those of the remedy.
+REFUSALS = [
+    ({"ds_sequence_parallel_size": 0}, "--ds-sequence-parallel-size 0 is not positive", "give 1 or more"),
+    (
+        {"ds_sequence_parallel_size": 5},
+        "--num-attention-heads 12 is not a multiple of --ds-sequence-parallel-size 5, whose ranks share the heads",
+        "change one of them",
+    ),
+    (
+        {**TENSOR, "ds_sequence_parallel_size": 4},
+        "--num-attention-heads 12 is not a multiple of --ds-sequence-parallel-size 4 x --tensor-model-parallel-size 2 "
+        "= 8, whose ranks",
+        "change one of them",
+    ),
+    (
+        {"ds_sequence_parallel_size": 4, "num_key_value_heads": 6},
+        "--num-key-value-heads 6 can be dealt to --ds-sequence-parallel-size 4 neither by whole heads nor by whole",
+        "give a multiple or a divisor of 4",
+    ),
+    (
+        {**TENSOR, "ds_sequence_parallel_size": 3, "num_key_value_heads": 4},
+        "--num-key-value-heads 4, which are 2 on each of 2 tensor-parallel ranks, can be dealt to --ds-sequence-",
+        "give a multiple or a divisor of 3",
+    ),
+    (
+        {"ds_sequence_parallel_size": 2, "token_slices": "64,61,3"},
+        "--ds-sequence-parallel-size 2 deals each token slice to 2 ranks, but one has 61 tokens",
+        "that are multiples of 2",
+    ),
+    (
+        {**TENSOR, "sequence_parallel": True, "ds_sequence_parallel_size": 2, "token_slices": "64,62,2"},
+        "--ds-sequence-parallel-size 2 and --sequence-parallel deal each token slice to 4 ranks, but one has 62 tokens",
+        "that are multiples of 4",
+    ),
+    (
+        {"ds_sequence_parallel_size": 4, "num_token_slices": 33},
+        "--token-slices: 33 token slices of 128 tokens, each a multiple of 4",
+        "give between 1 and 32 token slices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "rule", "remedy"), REFUSALS)
+def test_what_ranks_cannot_share_is_refused_in_one_line(given: dict[str, object], rule: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({**REQUIRED, **given})
+    line = str(caught.value)
+    assert line.startswith(rule) and line.endswith(remedy) and "\n" not in line
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 12])
+def test_key_heads_may_be_fewer_than_the_ranks_that_share_them(key_heads: int) -> None:
+    parallel = build_config({**REQUIRED, "num_key_value_heads": key_heads, "ds_sequence_parallel_size": 4}).parallel
+    assert parallel.layout(8).data_parallel_size == 2
+    assert parallel.least_world_size == parallel.ranks_of_a_replica == 4
+
+
+UNTIED = "--untie-embeddings-and-output-weights --vocabulary-stages --pipeline-model-parallel-size 2"
+
+
+def parsed(flags: str) -> object:
+    model = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 300"
+    return parse_arguments(f"{model} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data {flags}".split())
+
+
+def test_each_rank_has_one_more_stage() -> None:
+    parallel = parsed(f"{UNTIED} --num-model-chunks 2 --num-token-slices 2").parallel
+    assert parallel.num_stages == 4
+    pipeline = parallel.pipeline(3)
+    assert (pipeline.num_stages, pipeline.num_model_chunks, pipeline.num_ranks) == (6, 3, 2)
+    assert parallel.pipeline_schedule == "optimised"
+    assert Strategy.of_config(parsed(UNTIED), 1).stages_of_a_rank == 2
+
+
+def test_one_rank_keeps_its_output_layer_whole() -> None:
+    parallel = parsed("--vocabulary-stages").parallel
+    assert (parallel.vocabulary_stages, parallel.vocabulary_parts) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--vocabulary-stages --pipeline-model-parallel-size 2",
+            "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
+            "--untie-embeddings-and-output-weights, or drop it",
+        ),
+        (
+            f"{UNTIED} --stage-partition parameters",
+            "--vocabulary-stages deals out the output layer itself, and --stage-partition parameters weighs it: use "
+            "uniform, or a list of transformer layers",
+        ),
+        (
+            f"{UNTIED} --token-slices balanced-by-documents --num-token-slices 2 --reset-attention-mask",
+            "--vocabulary-stages passes messages whose shapes stay the same, and --token-slices balanced-by-documents "
+            "changes them from one micro-batch to the next: drop one of them",
+        ),
+        (
+            f"{UNTIED} --make-vocab-size-divisible-by 25",
+            "--vocabulary-stages deals the rows of the output layer to 2 pipeline x 1 tensor-parallel ranks, and "
+            "--make-vocab-size-divisible-by 25 is not a multiple of 2: change it",
+        ),
+        (
+            f"{UNTIED} --pipeline-schedule 1f1b",
+            "--pipeline-schedule 1f1b: schedule '1f1b' has one stage on each pipeline rank, and there are 2 model "
+            "chunks: choose 'interleaved' or 'optimised', or one model chunk",
+        ),
+    ],
+)
+def test_what_it_does_not_go_with_is_said(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parsed(flags)
+    assert str(error.value) == said

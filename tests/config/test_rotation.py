@@ -1,4 +1,4 @@
-"""Frequencies of rotations against those of transformers, and the rules between their settings."""
+"""Rotary positions."""
 
 from dataclasses import replace
 from math import log, pi

@@ -1,10 +1,13 @@
-"""Formulas of the model against published numbers and closed forms."""
+"""Parameters, FLOPs, attended positions and bytes, against the papers and by hand."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
+from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.flops import attended_positions, positions_in_reach
 from megatron_terapipe.config.layers import BlockShape
 
 
@@ -203,3 +206,25 @@ def test_uneven_layers_add_up() -> None:
     )
     saved = flops.iteration_flops(even, 2, causal=True) - flops.iteration_flops(model, 2, causal=True)
     assert saved == 2 * 3 * less > 0
+
+
+tokens = st.integers(0, 60)
+
+
+@given(start=tokens, length=tokens, window=st.none() | st.integers(1, 80))
+def test_every_pair_is_counted_once(start: int, length: int, window: int | None) -> None:
+    end = start + length
+    seen = [{key for key in range(token + 1) if window is None or key > token - window} for token in range(start, end)]
+    assert attended_positions(start, end, window) == sum(map(len, seen))
+    if length:
+        # Without a window all from the first on, which later ones see.
+        assert positions_in_reach(start, end, window) == len(set().union(*seen))
+
+
+@given(bounds=st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5), window=st.none() | st.integers(1, 80))
+def test_arrays_are_as_their_numbers(bounds: list[tuple[int, int]], window: int | None) -> None:
+    starts = np.array([start for start, _ in bounds], dtype=float)
+    ends = starts + np.array([length for _, length in bounds])
+    for count in (attended_positions, positions_in_reach):
+        one_by_one = [count(*pair, window) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]
+        assert count(starts, ends, window).tolist() == one_by_one
