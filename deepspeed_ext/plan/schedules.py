@@ -68,19 +68,16 @@ Schedule = Callable[[PipelineShape, int], Iterator[Op]]
 def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
     """Yield every forward of a rank, in the order of `interleaved`; alone, the order of evaluation."""
     for micro_batches in _groups(shape):
-        for stage in shape.stages_of(rank):
-            for micro_batch in micro_batches:
-                for token_slice in range(shape.num_token_slices):
-                    yield Op(OpKind.FORWARD, stage, micro_batch, token_slice)
+        for unit in product(shape.stages_of(rank), micro_batches, range(shape.num_token_slices)):
+            yield Op(OpKind.FORWARD, *unit)
 
 
 def backward_order(shape: PipelineShape, rank: int, kind: OpKind = OpKind.BACKWARD) -> Iterator[Op]:
     """Yield every backward of a rank, or every part of one kind."""
+    stages, token_slices = list(shape.stages_of(rank))[::-1], range(shape.num_token_slices)[::-1]
     for micro_batches in _groups(shape):
-        for stage in reversed(list(shape.stages_of(rank))):
-            for micro_batch in micro_batches:
-                for token_slice in reversed(range(shape.num_token_slices)):
-                    yield Op(kind, stage, micro_batch, token_slice)
+        for unit in product(stages, micro_batches, token_slices):
+            yield Op(kind, *unit)
 
 
 def _groups(shape: PipelineShape) -> Iterator[range]:

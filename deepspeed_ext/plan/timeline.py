@@ -263,12 +263,10 @@ class _Graph:
         self._spans = {result(span.op): span for spans in timeline.spans for span in spans}
         self._transfers = {transfer.op: transfer for transfer in timeline.transfers}
         self._before_on_rank = {span.op: before for spans in timeline.spans for before, span in pairwise(spans)}
-        self._before_on_channel: dict[Op, Transfer] = {}
-        last: dict[Channel, Transfer] = {}
+        on_channel: dict[Channel, list[Transfer]] = defaultdict(list)
         for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
-            if transfer.channel in last:
-                self._before_on_channel[transfer.op] = last[transfer.channel]
-            last[transfer.channel] = transfer
+            on_channel[transfer.channel].append(transfer)
+        self._before_on_channel = {one.op: before for row in on_channel.values() for before, one in pairwise(row)}
         rank_of = timeline.shape.rank_of
         self._waits_of_copies: dict[CopyRun, list[_Wait]] = {}
         self._copies_read: dict[Op, list[CopyRun]] = defaultdict(list)

@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed_ext.plan.draw.elements import copies_of, extents, op_colour, rank_name, with_unit
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.memory import StepFunction
+from deepspeed_ext.plan.memory import StepFunction, peak
 from deepspeed_ext.plan.ops import OpKind, prerequisites, result
 from deepspeed_ext.plan.timeline import Timeline, critical_path
 
@@ -134,12 +134,9 @@ def _figures(panel: Panel) -> list[tuple[str, str]]:
         ("peak live token slices", str(max(timeline.peak_live_token_slices))),
         ("ops", str(sum(map(len, timeline.spans)))),
     ]
-    if any(panel.memory):
-        highest = max(value for curve in panel.memory for _, value in curve)
-        found.insert(3, ("peak memory", f"{highest:.4g}"))
-    if any(panel.host_memory):
-        highest = max(value for curve in panel.host_memory for _, value in curve)
-        found.insert(4, ("peak on a host", f"{highest:.4g}"))
+    for place, name, curves in ((3, "peak memory", panel.memory), (4, "peak on a host", panel.host_memory)):
+        if any(curves):
+            found.insert(place, (name, f"{max(map(peak, curves)):.4g}"))
     return found
 
 

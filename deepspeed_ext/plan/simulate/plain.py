@@ -5,6 +5,7 @@ The plain statement of what a schedule takes; `compiled.py` simulates the same o
 
 from collections import defaultdict, deque
 from collections.abc import Container, Sequence
+from itertools import product
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
@@ -145,15 +146,13 @@ def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None
     check_orders(orders, shape)
     for rank, order in enumerate(orders):
         computed = {part for op in order for part in parts(op)}
-        for stage in shape.stages_of(rank):
-            for micro_batch in range(shape.num_micro_batches):
-                for token_slice in range(shape.num_token_slices):
-                    unit = (stage, micro_batch, token_slice)
-                    missing = [kind for kind in STEP_PARTS if Op(kind, *unit) not in computed]
-                    if missing:
-                        # Neither part of a backward: most likely it is the whole that was forgotten.
-                        kind = OpKind.BACKWARD if len(missing) > 1 and missing[0] in _HALVES else missing[0]
-                        raise PlanError(f"op {Op(kind, *unit)} is missing in the order of rank {rank}: add it")
+        micro_batches, token_slices = range(shape.num_micro_batches), range(shape.num_token_slices)
+        for unit in product(shape.stages_of(rank), micro_batches, token_slices):
+            missing = [kind for kind in STEP_PARTS if Op(kind, *unit) not in computed]
+            if missing:
+                # Neither part of a backward: most likely it is the whole that was forgotten.
+                kind = OpKind.BACKWARD if len(missing) > 1 and missing[0] in _HALVES else missing[0]
+                raise PlanError(f"op {Op(kind, *unit)} is missing in the order of rank {rank}: add it")
 
 
 _HALVES = (OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)

@@ -151,8 +151,11 @@ class TerapipeProblem:
             total, ends = _shortest_cut(table, num_token_slices, limits)
             if ends:
                 totals[size], cuts[size] = total, ends
-        fill = _equal_sizes if equal_sizes else _sizes
-        sizes = fill(totals, self.batch_size)
+        if equal_sizes:
+            fillings = [[size] * (self.batch_size // size) for size in totals if self.batch_size % size == 0]
+            sizes = min(fillings, key=lambda sizes: totals[sizes[0]] * len(sizes), default=[])
+        else:
+            sizes = _sizes(totals, self.batch_size)
         if not sizes:
             return None
         forward, backward = (
@@ -211,18 +214,10 @@ def _halves(low: _Pair, high: _Pair) -> list[tuple[_Pair, _Pair]]:
     """Halve a box along its longer side; none if it is empty."""
     if low[0] > high[0] or low[1] > high[1]:
         return []
+    middle = (low[0] + high[0]) / 2, (low[1] + high[1]) / 2
     if high[0] - low[0] >= high[1] - low[1]:
-        middle = (low[0] + high[0]) / 2
-        return [(low, (middle, high[1])), ((middle, low[1]), high)]
-    middle = (low[1] + high[1]) / 2
-    return [(low, (high[0], middle)), ((low[0], middle), high)]
-
-
-def _equal_sizes(totals: Mapping[int, float], batch_size: int) -> list[int]:
-    """The one size that fills the batch best, as often as it takes; none if there is none."""
-    fitting = [size for size in totals if batch_size % size == 0]
-    best = min(fitting, key=lambda size: totals[size] * (batch_size // size), default=None)
-    return [] if best is None else [best] * (batch_size // best)
+        return [(low, (middle[0], high[1])), ((middle[0], low[1]), high)]
+    return [(low, (high[0], middle[1])), ((low[0], middle[1]), high)]
 
 
 def _sizes(totals: Mapping[int, float], batch_size: int) -> list[int]:
