@@ -83,14 +83,12 @@ def read_steps(path: Path) -> list[StepRecord]:
 
 def alike(steps: list[StepRecord]) -> list[StepRecord]:
     """The steps that ran what the last one ran: a run may ramp its batches up, or go on with another schedule."""
-    order, last = executed_order(steps[-1].timeline), steps[-1]
-    return [
-        step
-        for step in steps
-        if (step.timeline.shape, step.timeline.unit, step.token_slices)
-        == (last.timeline.shape, last.timeline.unit, last.token_slices)
-        and executed_order(step.timeline) == order
-    ]
+
+    def kind(step: StepRecord) -> tuple[object, ...]:
+        return step.timeline.shape, step.timeline.unit, step.token_slices, executed_order(step.timeline)
+
+    last = kind(steps[-1])
+    return [step for step in steps if kind(step) == last]
 
 
 def name_of(path: Path, steps: list[StepRecord]) -> str:
@@ -98,8 +96,9 @@ def name_of(path: Path, steps: list[StepRecord]) -> str:
     iterations = [step.iteration for step in steps if step.iteration is not None]
     if not iterations:
         return path.stem
-    several = len(iterations) > 1
-    numbers = f"iterations {iterations[0]} to {iterations[-1]}" if several else f"iteration {iterations[0]}"
+    numbers = f"iteration {iterations[0]}"
+    if len(iterations) > 1:
+        numbers = f"iterations {iterations[0]} to {iterations[-1]}"
     return f"{steps[0].schedule or path.stem}, {numbers}"
 
 

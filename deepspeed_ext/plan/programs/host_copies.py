@@ -81,11 +81,8 @@ class HostCopySettings:
     def fitting(self, shape: PipelineShape) -> "HostCopySettings":
         """Return the settings for a shape; for another number of token slices, with equal lengths of the same sum."""
         windows = self.windows or (None,) * shape.num_stages
-        for name, entries in (
-            ("input_bytes", self.input_bytes),
-            ("key_value_bytes", self.key_value_bytes),
-            ("windows", windows),
-        ):
+        by_stage = {"input_bytes": self.input_bytes, "key_value_bytes": self.key_value_bytes, "windows": windows}
+        for name, entries in by_stage.items():
             if len(entries) != shape.num_stages:
                 raise PlanError(f"{len(entries)} {name} for {shape.num_stages} stages: give one for each stage")
         lengths = self.lengths

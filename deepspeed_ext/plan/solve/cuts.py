@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.costs import OpCosts, Table, TransferCosts
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -96,15 +96,12 @@ def op_costs(
         transfer: as `OpCosts.transfer`; the bytes of a micro-batch are dealt out to the token slices by length.
     """
     starts, ends = bounds_of(cut)
-    forward, backward, weight_gradient = token_slice_costs(range(shape.num_stages), starts, ends).tolist()
+    times = token_slice_costs(range(shape.num_stages), starts, ends).tolist()
+    forward, backward, weight_gradient = (tuple(map(tuple, rows)) for rows in times)
     if isinstance(transfer, TransferCosts):
         each = sum(transfer.message_bytes) / cut.seq_length
         transfer = replace(transfer, message_bytes=tuple(each * length for length in cut.lengths))
-    return OpCosts(_table(forward), _table(backward), _table(weight_gradient), transfer)
-
-
-def _table(rows: Sequence[Sequence[float]]) -> Table:
-    return tuple(map(tuple, rows))
+    return OpCosts(forward, backward, weight_gradient, transfer)
 
 
 def bounds_of(cut: TokenSlices) -> tuple[Numbers, Numbers]:
@@ -148,10 +145,6 @@ class CutGrid:
                 f"a multiple of {self.granularity}: give between 1 and {most} token slices, or shorter ones"
             )
 
-    def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether every token slice is long enough."""
-        return min(lengths) >= self.min_length
-
     def balanced(self, num_token_slices: int, attention: float) -> TokenSlices:
         """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow."""
         self.check_count(num_token_slices)
@@ -163,7 +156,7 @@ class CutGrid:
             granularity=self.granularity,
         )
         lengths = list(near.lengths)
-        while not self.holds(lengths):
+        while min(lengths) < self.min_length:
             short = min(range(len(lengths)), key=lengths.__getitem__)
             long = max(range(len(lengths)), key=lengths.__getitem__)
             missing = -(-(self.min_length - lengths[short]) // self.granularity)

@@ -245,7 +245,7 @@ def _moved(
             lengths = list(cut.lengths)
             lengths[source] -= step
             lengths[target] += step
-            if not grid.holds(lengths):
+            if min(lengths) < grid.min_length:
                 continue
             changed = TokenSlices(tuple(lengths))
             judged = evaluation(changed)
