@@ -102,7 +102,7 @@ def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> Too
     held = zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).devices, strict=True)
     fullness = max(memory.total / min(device.memory_bytes for device in devices) for memory, devices in held)
     return TooFullPart(
-        strategy=entry.strategy,
+        strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
         left_free=1 - fullness,
         could_save=None if winner is None else 1 - entry.iteration_time_s / winner.iteration_time_s,
@@ -112,7 +112,7 @@ def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> Too
 def found_order_part(entry: Ranked, winner: Ranked) -> FoundOrderPart:
     """Return the winner with an order that was found, beside the winner without."""
     return FoundOrderPart(
-        strategy=entry.strategy,
+        strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
         peak_memory_bytes=entry.price.peak_memory_bytes,
         could_save=1 - entry.iteration_time_s / winner.iteration_time_s,
@@ -125,7 +125,7 @@ def fewer_devices_part(part: Cluster, entry: Ranked, winner: Ranked, cluster: Cl
     return FewerDevicesPart(
         num_devices=part.num_devices,
         nodes=[node.name for node in part.nodes],
-        strategy=entry.strategy,
+        strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
         time_ratio=ratio,
         cost_ratio=ratio * part.num_devices / cluster.num_devices,
@@ -136,14 +136,15 @@ def distance_part(distance: DistanceToFit) -> DistancePart:
     """Return the strategy nearest to fitting, and what would make one fit."""
     nearest = distance.nearest
     return DistancePart(
-        strategy=nearest.strategy,
+        strategy=nearest.strategy.to_json(),
         pipeline_rank=nearest.rank,
         memory={**asdict(nearest.memory), "total": nearest.memory.total},
         device=nearest.device.name,
         usable_bytes=nearest.usable_bytes,
         device_bytes=nearest.device_bytes,
         remedies=[
-            RemedyPart(kind=kind, value=value, strategy=found.strategy) for kind, value, found in distance.remedies
+            RemedyPart(kind=kind, value=value, strategy=found.strategy.to_json())
+            for kind, value, found in distance.remedies
         ],
     )
 

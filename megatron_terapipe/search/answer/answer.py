@@ -220,7 +220,7 @@ def _of_answer(answer: Answer, entries: Sequence[Ranked]) -> dict[str, Any]:
             Entry(
                 rank=entry.rank,
                 index=entry.index,
-                strategy=entry.strategy,
+                strategy=entry.strategy.to_json(),
                 predicted=None if entry.prediction is None else predicted_part(entry.prediction, answer.speed(entry)),
                 feasible=entry.feasible,
                 reason=entry.reason,

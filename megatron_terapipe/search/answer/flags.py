@@ -33,7 +33,7 @@ FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # what flags are ad
 
 TERAPIPE = "terapipe"
 TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp", "llm-foundry")
-"""Names of `software.library.SOFTWARE`, which takes longer to load than a help text may."""
+"""Names of `machine.trainers.SOFTWARE`, which takes longer to load than a help text may."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 

@@ -71,7 +71,9 @@ NOTHING = "nothing"  # value of `--explain` without a file
 CANDIDATES = 100
 """Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
 
-NUM_TRIALS = 8  # trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random
+NUM_TRIALS = (
+    8  # trials that are proposed; as many as `benchmarks.search_peers few` compares with trials chosen at random
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

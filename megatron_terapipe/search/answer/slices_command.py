@@ -131,7 +131,7 @@ def token_slices_document(
     return TokenSlicesDocument(
         **question(problem, problem.global_batch_size),
         notes=list(notes),
-        strategy=strategy,
+        strategy=strategy.to_json(),
         best=cut(solved),
         curve=[cut(each) for each in solved.alternatives],
         flags=flags,

@@ -54,21 +54,26 @@ def refined(
 ) -> list[Ranked]:
     """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change."""
     found: list[Ranked] = []
+
+    def keep(entry: Ranked | None) -> None:
+        if entry is not None:
+            found.append(entry)
+
     best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
     for number, entry in enumerate(tried):
         if progress is not None:
             progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
-        found += _with_solved_cut(entry, problem, pricing, choices)
+        keep(_with_solved_cut(entry, problem, pricing, choices))
     if SOLVED in choices["stage_partition"]:
         for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
-            found += _with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster))
+            keep(_with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster)))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
         if progress is not None:
             progress(0, 1, "order of nodes")
         winner = ranked_in_order([*best, *found])[0]
-        found += _with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort))
+        keep(_with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort)))
     return found
 
 
@@ -88,43 +93,41 @@ def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choi
             yield entry
 
 
-def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, choices: Choices) -> list[Ranked]:
+def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, choices: Choices) -> Ranked | None:
     # The solver compiles its kernels, and not every search needs it.
     from megatron_terapipe.search.rank.token_slices import solve_cut
 
     strategy = entry.strategy
     counts = sorted({strategy.num_token_slices} & set(choices["num_token_slices"]) - {1})
     if not counts:
-        return []
+        return None
     try:
         solved = solve_cut(pricing.cost_model, strategy, counts=counts)
     except (ConfigError, PlanError):
-        return []  # a schedule without room for more: the strategy stays as it is
+        return None  # a schedule without room for more: the strategy stays as it is
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    found = priced(cut, pricing, problem.memory_headroom)
-    return [] if found is None else [found]
+    return priced(cut, pricing, problem.memory_headroom)
 
 
-def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
-    """Return the strategy with stages that balance the times of its own layers; empty if that changes nothing."""
+def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> Ranked | None:
+    """Return the strategy with stages that balance the times of its own layers; None if that changes nothing."""
     strategy, model = entry.strategy, pricing.cost_model
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     if num_stages == 1:
-        return []
+        return None
     tables = OpTables(model, (strategy.micro_batch_size,))
     times = layer_times(model.counter, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
     partition = balanced_partition(
         problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_micro_batches
     )
     if partition == problem.partition(strategy.stage_partition, num_stages):
-        return []
-    found = priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)
-    return [] if found is None else [found]
+        return None
+    return priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)
 
 
 def _with_better_order(
     winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
-) -> list[Ranked]:
+) -> Ranked | None:
     def on(cluster: Cluster) -> Ranked | None:
         return priced(winner.strategy, pricing_on(cluster), problem.memory_headroom)
 
@@ -134,8 +137,7 @@ def _with_better_order(
 
     start = winner.cluster_in_order or problem.cluster
     ordered = better_order(start, score, evaluations=max(evaluations, 2))
-    found = None if ordered == start else on(ordered)
-    return [] if found is None else [found]
+    return None if ordered == start else on(ordered)
 
 
 MOST_STRATEGIES = 200  # strategies that are simulated with effort 1

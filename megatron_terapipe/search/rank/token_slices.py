@@ -144,7 +144,7 @@ MOST_OPS = 4_000  # ops that are simulated for each cut: less than a tenth of a 
 
 
 class ExtrapolatedSchedule:
-    """Judges cuts by one schedule; a `plan.solve.cut_evaluation.CutEvaluation`.
+    """Judges cuts by one schedule; a `plan.solve.token_slices.CutEvaluation`.
 
     Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
     of many is on the straight line through those of two smaller numbers.

@@ -78,7 +78,7 @@ def test_equal_nodes_behind_a_slow_link_are_worse_than_one_of_them() -> None:
 
 
 def full(could_save: float) -> TooFullPart:
-    return TooFullPart(strategy=PLAIN, iteration_time_s=1.0, left_free=0.0217, could_save=could_save)
+    return TooFullPart(strategy=PLAIN.to_json(), iteration_time_s=1.0, left_free=0.0217, could_save=could_save)
 
 
 def decided(*changes: OtherWinnerPart, nearest: OtherWinnerPart | None = None, contenders: int = 6) -> SensitivityPart:
@@ -86,7 +86,9 @@ def decided(*changes: OtherWinnerPart, nearest: OtherWinnerPart | None = None, c
 
 
 def other(constant: str, change: float, regret: float, *, is_memory: bool = False) -> OtherWinnerPart:
-    return OtherWinnerPart(constant=constant, change=change, strategy=PLAIN, regret=regret, is_memory=is_memory)
+    return OtherWinnerPart(
+        constant=constant, change=change, strategy=PLAIN.to_json(), regret=regret, is_memory=is_memory
+    )
 
 
 NETWORK = other("network_efficiency", -0.1, 0.02)
