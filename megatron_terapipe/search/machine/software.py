@@ -159,7 +159,7 @@ class Communication:
     """Whether attention and MLP side by side are summed in one reduction (`Layer.sums_at_once`)."""
     reduction_bytes: int | None = None
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
-    (`cost.step_costs`)."""
+    (`price.step.step_traffic`)."""
     shards_weights: bool = False
     """Whether data-parallel ranks keep a part of each weight alone, gather it for the forward and again for the
     backward of each micro-batch, and reduce gradients in each (ZeRO 3, arXiv 1910.02054 section 5.3; FSDP, arXiv

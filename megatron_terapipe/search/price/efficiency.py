@@ -153,7 +153,7 @@ class HardwareEfficiency:
     """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
 
     Times are products of these with what `Device` and `Link` say. What differs between generations of devices is known
-    beside them, relative to A100s (`kernel_efficiency`, `attention_kernels`). The defaults are of A100s with Megatron,
+    beside them, relative to A100s (`GENERATIONS`, `roofline.FUSED_KERNELS`). The defaults are of A100s with Megatron,
     rounded:
 
     - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
@@ -220,7 +220,7 @@ class HardwareEfficiency:
     iteration_s: float = constant(0.003, 1.0)
     """What an iteration takes however small it is."""
     reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)
-    """Seconds of reductions inside a node, in those of the formula; by ranks and bytes (`reduction_factors`)."""
+    """Seconds of reductions inside a node, in those of the formula; by ranks and bytes (`reduction_factor`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

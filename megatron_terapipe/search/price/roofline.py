@@ -233,8 +233,8 @@ class Roofline:
 
     `depth` is the fixed work of each output tile, `area` the last wave of tiles, which fills the device in part: both
     are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three
-    are those of an A100, times what `kernel_efficiency` knows of the device's generation in half precision.
-    `attention_kernels` has the form of fused attention.
+    are those of an A100, times what `GENERATIONS` knows of the device's generation in half precision.
+    `FusedAttention` has the form of fused attention.
     """
 
     efficiency: HardwareEfficiency

@@ -8,7 +8,7 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
     interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
     gpipe         V M S, and so breadth-first
 
-token slices are live on rank i. `cost.memory.peaks` counts the same op by op for strategies that may win.
+token slices are live on rank i. `price.activations.peak_held` counts the same op by op for strategies that may win.
 """
 
 from collections.abc import Iterator, Mapping
