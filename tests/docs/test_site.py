@@ -4,12 +4,8 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace
-
-from docs.extensions.offline import loaded_from_elsewhere
-from docs.extensions.page_lists import matching_pages
 
 EXTENSIONS = ["myst_parser", *(f"docs.extensions.{name}" for name in ("offline", "page_lists", "repository_files"))]
 CONTENTS = """# Front
@@ -95,27 +91,3 @@ def test_what_is_broken_is_a_warning(tmp_path: Path) -> None:
 def test_an_empty_list_of_pages_is_a_warning(tmp_path: Path) -> None:
     _, warnings = built(tmp_path, {"docs/index.md": "# Front\n\n<!-- pages -->\n\nNo list.\n"})
     assert any("no page follows" in line for line in warnings), warnings
-
-
-@pytest.mark.parametrize(
-    ("pattern", "found"),
-    [("*.md", ["docs/a", "docs/b2"]), ("b[0-9].md", ["docs/b2"]), ("deep/*.md", ["docs/deep/c"]), ("x*.md", [])],
-)
-def test_which_pages_match(pattern: str, found: list[str]) -> None:
-    assert matching_pages(pattern, "docs", {"docs/b2", "docs/a", "docs/deep/c", "other/a"}) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ('<a href="https://example.org">', 0),
-        ('<script src="_static/a.js"></script>', 0),
-        ('<link rel="canonical" href="https://example.org"/>', 0),
-        ('<link href="https://example.org/a.css" rel="stylesheet"/>', 1),
-        ('<img alt="a" src="//example.org/a.png">', 1),
-        ("@font-face { src: url('https://example.org/a.woff2') }", 1),
-        ('@import "https://example.org/a.css";', 1),
-    ],
-)
-def test_what_is_loaded_from_elsewhere(text: str, number: int) -> None:
-    assert len(loaded_from_elsewhere(text)) == number
