@@ -47,7 +47,7 @@ test-all: $(VENV)/installed ## all tests on all setups
 	$(PYTEST) --all-setups --durations=30
 
 # With --jobs 2 they run side by side, the longest first.
-check: docs types architecture audit style ## style, types, names, layers, the site, and known vulnerabilities of dependencies
+check: docs types architecture audit style ## style, types, layers, the site, and known vulnerabilities of dependencies
 
 architecture: $(VENV)/installed
 	$(BIN)/python -m pytest --quiet tests/architecture

@@ -39,12 +39,7 @@ def main(server: str = SERVER) -> int:
 
 
 def advisories(installed: Sequence[tuple[str, str]], server: str) -> Iterator[tuple[str, str, str, str | None]]:
-    """Yield package, version, advisory, and the first newer version without it, if there is one.
-
-    Args:
-        installed: packages and their versions.
-        server: address of the database.
-    """
+    """Yield package, version, advisory, and the first newer version without it, if there is one."""
     # Builds of one version for several devices, such as 2.13.0+cpu, have the advisories of that version.
     queries = [
         {"package": {"ecosystem": "PyPI", "name": name}, "version": version.partition("+")[0]}
@@ -57,13 +52,7 @@ def advisories(installed: Sequence[tuple[str, str]], server: str) -> Iterator[tu
 
 
 def mended_in(advisory: Mapping[str, Any], name: str, version: str) -> str | None:
-    """Return the first version above the installed one that an advisory says is mended; None if it names none.
-
-    Args:
-        advisory: as the database describes it.
-        name: the package.
-        version: the installed version.
-    """
+    """Return the first version above the installed one that an advisory says is mended; None if it names none."""
     fixed = (
         event["fixed"]
         for affected in advisory.get("affected", [])

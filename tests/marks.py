@@ -28,11 +28,7 @@ REACHING = {
 
 
 def marks_of(item: pytest.Function) -> set[str]:
-    """Marks that a collected test bears for what it uses.
-
-    Args:
-        item: the test, with its fixtures and parameters.
-    """
+    """Marks that a collected test bears for what it uses."""
     fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found[-1:]]
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return set().union(*(_marks(each) for each in (item.function, *fixtures, *parameters) if _is_followed(each)))

@@ -51,23 +51,26 @@ def database(of_numpy: list[str], advisory: dict[str, Any]) -> Iterator[str]:
         server.shutdown()
 
 
-def test_what_a_newer_version_mends_ends_the_build(capsys: pytest.CaptureFixture[str]) -> None:
-    with database(["PYSEC-1"], FIXED) as server:
-        assert main(server) == 1
-    assert "has PYSEC-1: update to 99.1\n" in capsys.readouterr().out
-
-
-def test_what_nothing_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with database(["PYSEC-1"], {"affected": []}) as server:
-        assert main(server) == 0
-    assert "has PYSEC-1: no version mends it yet\n" in capsys.readouterr().out
-
-
-def test_what_was_accepted_passes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(audit_dependencies, "ACCEPTED", {"PYSEC-1": "that function is not called"})
-    with database(["PYSEC-1"], FIXED) as server:
-        assert main(server) == 0
-    assert "has PYSEC-1: that function is not called\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("advisory", "accepted", "code", "said"),
+    [
+        (FIXED, {}, 1, "update to 99.1"),
+        ({"affected": []}, {}, 0, "no version mends it yet"),
+        (FIXED, {"PYSEC-1": "that function is not called"}, 0, "that function is not called"),
+    ],
+)
+def test_only_what_a_newer_version_mends_ends_the_build(
+    advisory: dict[str, Any],
+    accepted: dict[str, str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(audit_dependencies, "ACCEPTED", accepted)
+    with database(["PYSEC-1"], advisory) as server:
+        assert main(server) == code
+    assert f"has PYSEC-1: {said}\n" in capsys.readouterr().out
 
 
 def test_without_a_network_the_build_goes_on_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

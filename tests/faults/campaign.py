@@ -55,21 +55,12 @@ Campaign = Callable[[Settings], Iterator[Outcome]]
 
 
 def table(title: str) -> Section:
-    """Return the empty table of a campaign.
-
-    Args:
-        title: above it.
-    """
+    """Return the empty table of a campaign."""
     return Section(title, ("fault", "tried", "ended after, s", "promised, s", "said", "promises kept"))
 
 
 def add(section: Section, outcome: Outcome) -> None:
-    """Append the row of an outcome.
-
-    Args:
-        section: a table as `table` makes it.
-        outcome: the outcome.
-    """
+    """Append the row of an outcome."""
     section.add(
         outcome.fault,
         outcome.tried,

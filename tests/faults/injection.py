@@ -50,12 +50,7 @@ class Fault:
 
 
 class Injection:
-    """Puts a fault into an engine. An `Observer`.
-
-    Args:
-        engine: the engine of this rank.
-        fault: the fault; nothing happens on other ranks.
-    """
+    """Puts a fault into an engine. An `Observer`."""
 
     def __init__(self, engine: Any, fault: Fault) -> None:
         self._engine, self._fault, self._op, self._done = engine, fault, None, False

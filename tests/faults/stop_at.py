@@ -24,11 +24,7 @@ if os.environ.get("RANK") == os.environ.get("STOP_RANK"):
 
 
 def prepare(place: str) -> None:
-    """Let this process stop as soon as it is at a place.
-
-    Args:
-        place: one of `PLACES`.
-    """
+    """Let this process stop as soon as it is at a place."""
     from deepspeed_ext.plan.ops import OpKind
     from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
     from megatron_terapipe.checkpoint.save import UnfinishedSave

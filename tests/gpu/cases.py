@@ -106,11 +106,7 @@ class Case:
         return [list(order) for order in found.orders]
 
     def refusal(self, orders: Sequence[Sequence[Op]]) -> str:
-        """Why the plan's check would not let the case run on its hardware queues; empty if it would.
-
-        Args:
-            orders: what `orders()` returned.
-        """
+        """Why the plan's check would not let the case run on its hardware queues; empty if it would."""
         try:
             lower(fixed(orders), self.shape, device=Device(hardware_queues=self.hardware_queues))
         except PlanError as refused:
@@ -118,11 +114,7 @@ class Case:
         return ""
 
     def phases(self, orders: Sequence[Sequence[Op]]) -> dict[str, list[Trial]]:
-        """Trials by the name of what they try, in the order in which they are played.
-
-        Args:
-            orders: as above.
-        """
+        """Trials by the name of what they try, in the order in which they are played."""
 
         def everywhere(kind: DrainKind, *, cold: bool) -> list[Trial]:
             return [Trial(cold, Drain(kind, rank, op)) for rank, order in enumerate(orders) for op in range(len(order))]
@@ -150,11 +142,7 @@ QUEUES = (32, 8, 1)
 
 
 def cases(*, quick: bool = False) -> Iterator[Case]:
-    """All cases.
-
-    Args:
-        quick: two shapes of a schedule, one number of queues, no drains.
-    """
+    """All cases."""
     both = (DrainKind.FREE, DrainKind.SYNCHRONIZE)
     for queues in QUEUES[:1] if quick else QUEUES:
         for schedule in ("gpipe", "1f1b", "zero-bubble", OPTIMISED, *OF_SEVERAL_STAGES):

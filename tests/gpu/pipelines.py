@@ -73,14 +73,7 @@ def exchange(timeout_s: float) -> None:
 
 
 class Pipeline:
-    """One rank of a case.
-
-    Args:
-        case: the case.
-        orders: of its ops.
-        timeout_s: how long a transfer may take.
-        folder: where ledgers are written if the pipeline stands still.
-    """
+    """One rank of a case."""
 
     def __init__(self, case: Case, orders: Sequence[Sequence[Op]], timeout_s: float, folder: Path) -> None:
         join(max(timeout_s, _MEETING_S))

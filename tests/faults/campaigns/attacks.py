@@ -37,11 +37,7 @@ NAMES = ("$(touch {hit})", "`touch {hit}`", "a;touch {hit}", "a|touch {hit}", "a
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Attack by checkpoints, by the data cache, by names of hosts and folders, and look for secrets.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Attack by checkpoints, by the data cache, by names of hosts and folders, and look for secrets."""
     data = write_corpus(settings.folder)
     run = settings.folder / "run"
     launch(run, flags(data, "--save", "save", "--save-interval", 6), **SECRETS)

@@ -197,11 +197,7 @@ CASES = (
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Put wrong numbers into runs, and see what is said, saved and resumed.
-
-    Args:
-        settings: of the campaign; if it is to be quick, each fault comes in one layout and one precision.
-    """
+    """Put wrong numbers into runs, and see what is said, saved and resumed."""
     data = write_corpus(settings.folder)
     sound: dict[tuple[str, str], list[float]] = {}
     for case in CASES:

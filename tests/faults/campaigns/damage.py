@@ -13,11 +13,7 @@ SAVES = ("--save", "checkpoints", "--save-interval", 2, "--eval-iters", 0)
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Yield an outcome for each damage of each file: refused and named, or passed over if that is asked for.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Yield an outcome for each damage of each file: refused and named, or passed over if that is asked for."""
     data, clean = write_corpus(settings.folder), settings.folder / "clean"
     launch(clean, flags(data, *SAVES, "--train-iters", 6))
     kinds = sorted(kinds_of_file(clean / "checkpoints" / "global_step6"))

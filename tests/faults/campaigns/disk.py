@@ -22,11 +22,7 @@ ENDS_S = 60.0
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Yield an outcome for each fault of a disk.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Yield an outcome for each fault of a disk."""
     if os.geteuid() != 0:
         yield Outcome(fault="a disk that is full", tried=0, said="not tried: it needs the right to mount")
         return

@@ -54,11 +54,7 @@ _WITH_TIMEOUT = (*_SAVES, "--distributed-timeout-minutes", TIMEOUT_MINUTES)
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Stop each rank at each place in each layout; then cut off a host, and let a link lose packets.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Stop each rank at each place in each layout; then cut off a host, and let a link lose packets."""
     data = write_corpus(settings.folder)
     references: dict[str, list[float]] = {}
     for layout in LAYOUTS:
@@ -94,11 +90,7 @@ class _Stop:
     data: Path
 
     def outcome(self, expected: list[float]) -> Outcome:
-        """Stop the rank, wait for the end, and let the run go on.
-
-        Args:
-            expected: losses of a run that is not disturbed.
-        """
+        """Stop the rank, wait for the end, and let the run go on."""
         self.folder.mkdir()
         (self.folder / "sitecustomize.py").write_text(RUN_AT_START)
         paths = os.pathsep.join([str(self.folder), environment()["PYTHONPATH"]])
@@ -167,13 +159,7 @@ def _between_hosts(settings: Settings, data: Path) -> Iterator[Outcome]:
 
 
 class _HostsRun:
-    """A run over two hosts that would not end by itself.
-
-    Args:
-        hosts: the hosts.
-        folder: of the run.
-        data: that it trains on.
-    """
+    """A run over two hosts that would not end by itself."""
 
     def __init__(self, hosts: Network, folder: Path, data: Path) -> None:
         self._hosts, self._folder = hosts, folder
@@ -192,12 +178,7 @@ class _HostsRun:
             )
 
     def ended_by(self, name: str, make: Callable[[], object]) -> Outcome:
-        """Outcome of a fault of the network that does not pass.
-
-        Args:
-            name: of the fault.
-            make: makes it.
-        """
+        """Outcome of a fault of the network that does not pass."""
         if not self._trains_on(3):
             return self._did_not_begin(name)
         make()
@@ -221,11 +202,7 @@ class _HostsRun:
         )
 
     def survives_a_cut(self, host: Host) -> Outcome:
-        """Outcome of a cut that lasts for a third of the timeout.
-
-        Args:
-            host: that is cut off.
-        """
+        """Outcome of a cut that lasts for a third of the timeout."""
         seconds = 60 * TIMEOUT_MINUTES / 3
         name = f"a host cut off the network for {seconds:.0f} s"
         if not self._trains_on(3):

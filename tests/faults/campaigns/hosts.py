@@ -31,11 +31,7 @@ VARIABLES = "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n"
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Interrupt trials over two hosts in each way; then kill a rank under each launcher.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Interrupt trials over two hosts in each way; then kill a rank under each launcher."""
     if reason := missing():
         yield Outcome(fault="a trial over hosts", tried=0, said=f"not tried: {reason}")
         return
@@ -165,12 +161,6 @@ def _made(
     """Send a signal to processes once a run has begun; return the seconds to the end of all, and what is wrong.
 
     Args:
-        hosts: both.
-        run: what was started.
-        host: where the signal is sent.
-        begun: whether it has.
-        chosen: tells the command lines that get the signal.
-        number: the signal.
         wait_s: seconds in which nothing need happen.
     """
 

@@ -43,11 +43,7 @@ class Killed:
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Kill one run many times, resume it after each, and compare its losses with those of a run that nobody disturbed.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Kill one run many times, resume it after each, and compare its losses with those of an undisturbed run."""
     run = KilledRun(settings.folder, random.Random(settings.seed))
     kills = [(victim, phase) for phase in PHASES for victim in VICTIMS]
     number = NUM_QUICK_KILLS if settings.quick else NUM_KILLS
@@ -73,12 +69,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
 
 
 class KilledRun:
-    """A run that is killed and resumed, again and again.
-
-    Args:
-        folder: of its files.
-        chance: chooses the moment.
-    """
+    """A run that is killed and resumed, again and again."""
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
         (folder / "data").mkdir()
@@ -87,12 +78,7 @@ class KilledRun:
         self._losses: list[dict[int, float]] = []
 
     def kill(self, victim: str, phase: str) -> None:
-        """Start or resume the run, kill one process in a phase, and see what comes of it.
-
-        Args:
-            victim: one of `VICTIMS`.
-            phase: one of `PHASES`.
-        """
+        """Start or resume the run, kill one process in a phase, and see what comes of it."""
         found = self.killed.setdefault(victim, Killed())
         where, metrics = f"killed while it {phase}", self.folder / f"metrics{len(self._losses)}.jsonl"
         started_from = _iteration(self.folder / "save")
@@ -186,11 +172,7 @@ def _iteration(save: Path) -> int:
 
 
 def restarts(settings: Settings) -> Iterator[Outcome]:
-    """Kill ranks of a run that torchrun starts again, and compare its losses with those of an undisturbed run.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Kill ranks of a run that torchrun starts again, and compare its losses with those of an undisturbed run."""
     data = write_corpus(settings.folder)
     words = ("--train-iters", 24, "--save-interval", 3, "--eval-iters", 0)
     expected = settings.folder / "expected.jsonl"

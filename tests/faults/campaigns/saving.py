@@ -16,11 +16,7 @@ SITUATIONS: dict[str, tuple[list[int], int, int | None]] = {
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Yield an outcome for each situation, of a kill at every point.
-
-    Args:
-        settings: of the campaign.
-    """
+    """Yield an outcome for each situation, of a kill at every point."""
     for name, (before, iteration, keep_last) in SITUATIONS.items():
         folder = settings.folder / name.replace(" ", "-")
         folder.mkdir()

@@ -60,11 +60,7 @@ class Size:
         return f"{name} {self.words or next(json.dumps(each)[:60] for each in files if each is not None)}"
 
     def argv(self, folder: Path) -> list[str]:
-        """Write the files, and return the words behind `python`.
-
-        Args:
-            folder: where to write them.
-        """
+        """Write the files, and return the words behind `python`."""
         contents = {
             "MODEL": self.model or GPT,
             "CLUSTER": self.cluster or {"nodes": [{"device": "A100-80GB", "devices": 8}]},
@@ -152,11 +148,7 @@ PLANNED = (
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Yield an outcome for each size, given to the real command.
-
-    Args:
-        settings: of the suite.
-    """
+    """Yield an outcome for each size, given to the real command."""
     for size in (*TRAINED, *SEARCHED, *PLANNED)[:: 4 if settings.quick else 1]:
         yield _outcome(size, settings.folder)
 

@@ -48,11 +48,7 @@ class Sample:
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """One long run on two ranks, with the growth of each rank's memory, handles and threads, and of its steps.
-
-    Args:
-        settings: of the campaign.
-    """
+    """One long run on two ranks, with the growth of each rank's memory, handles and threads, and of its steps."""
     iterations = QUICK_ITERATIONS if settings.quick else ITERATIONS
     metrics = settings.folder / "metrics.jsonl"
     interval = iterations // 20

@@ -17,11 +17,7 @@ KEPT = Path("runs/faults/inputs")
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Yield an outcome for each parser.
-
-    Args:
-        settings: of the suite.
-    """
+    """Yield an outcome for each parser."""
     for target in targets():
         folder = settings.folder / target.name.replace(" ", "-")
         done = fuzz(target, folder, QUICK_INPUTS if settings.quick else INPUTS, settings.seed + 1)

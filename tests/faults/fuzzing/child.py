@@ -30,7 +30,6 @@ class Tries:
 
     Args:
         judge: says what is wrong with the handling of an input, as a kind and a detail; None if nothing.
-        folder: where to write.
     """
 
     def __init__(self, judge: Callable[[bytes], tuple[str, str] | None], folder: Path) -> None:
@@ -57,14 +56,7 @@ class Tries:
 
 
 def write_fault(folder: Path, data: bytes, kind: str, detail: str) -> None:
-    """Keep an input that broke a promise.
-
-    Args:
-        folder: folder of the target.
-        data: the input.
-        kind: what happened.
-        detail: more of it.
-    """
+    """Keep an input that broke a promise."""
     name = hashlib.sha256(kind.encode()).hexdigest()[:12]
     (folder / "faults" / f"{name}.input").write_bytes(data)
     (folder / "faults" / f"{name}.txt").write_text(f"{kind}\n{detail}\n", encoding="utf-8", errors="backslashreplace")

@@ -83,12 +83,7 @@ class Edit:
 
     @classmethod
     def random(cls, random: Random, words: Sequence[bytes]) -> "Edit":
-        """Return any edit.
-
-        Args:
-            random: source of chance.
-            words: words that it may write.
-        """
+        """Return any edit."""
         return cls(random.choice(KINDS), random.random(), random.random() ** 3, random.choice(words))
 
     def apply(self, data: bytes) -> bytes:
@@ -142,8 +137,6 @@ def mutated(seed: bytes, edits: Sequence[Edit], longest: int = 1 << 16) -> bytes
     """Return a seed after some edits.
 
     Args:
-        seed: a real input.
-        edits: what happens to it, in order.
         longest: bytes of the result at most.
     """
     for edit in edits:
@@ -152,13 +145,7 @@ def mutated(seed: bytes, edits: Sequence[Edit], longest: int = 1 << 16) -> bytes
 
 
 def random_input(random: Random, seeds: Sequence[bytes], words: Sequence[bytes]) -> bytes:
-    """Return a seed after a few edits by chance.
-
-    Args:
-        random: source of chance.
-        seeds: real inputs.
-        words: words of the language, beside those that parsers trip over.
-    """
+    """Return a seed after a few edits by chance."""
     choices = (*WORDS, *words)
     number = 1 + min(int(random.expovariate(0.7)), 8)
     return mutated(random.choice(seeds), [Edit.random(random, choices) for _ in range(number)])

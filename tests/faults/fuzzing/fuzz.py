@@ -36,14 +36,7 @@ class Fuzzed:
 
 
 def fuzz(target: Target, folder: Path, inputs: int, seed: int) -> Fuzzed:
-    """Try inputs on a parser.
-
-    Args:
-        target: the parser.
-        folder: where to keep the inputs that break it; made if it is not there.
-        inputs: how many to try.
-        seed: of the choice.
-    """
+    """Try inputs on a parser."""
     start = time.monotonic()
     (folder / "faults").mkdir(parents=True, exist_ok=True)
     shares = dict(SHARES)

@@ -64,10 +64,6 @@ def limited(seconds: float, folder: Path) -> Iterator[None]:
 
     Args:
         seconds: time of the processor for the body, which does not depend on what else the machine does.
-        folder: where it may write.
-
-    Raises:
-        LimitBroken: in the body, where it goes beyond them.
     """
 
     def too_slow(_signal: int, _frame: FrameType | None) -> None:

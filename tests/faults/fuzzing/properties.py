@@ -19,14 +19,7 @@ def inputs(target: Target) -> st.SearchStrategy[bytes]:
 
 
 def try_examples(attempt: Callable[[bytes], object], target: Target, number: int, start: int) -> None:
-    """Give examples to a function.
-
-    Args:
-        attempt: the function.
-        target: the parser that they are for.
-        number: how many.
-        start: seed of the choice.
-    """
+    """Give examples to a function."""
 
     @seed(start)
     @settings(

@@ -48,8 +48,6 @@ def fault_of(target: Target, data: bytes, folder: Path) -> Fault | None:
     """Return the promise that a parser breaks on an input; None if it keeps all.
 
     Args:
-        target: the parser.
-        data: the input.
         folder: a folder for its files, the only one where it may write; empty.
     """
     try:

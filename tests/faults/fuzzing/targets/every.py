@@ -9,11 +9,7 @@ MODULES: tuple[str, ...] = ("checkpoints", "configuration", "data", "plan", "sea
 
 
 def target(name: str) -> Target:
-    """Return a parser by its name, and import no more than is needed to find it.
-
-    Raises:
-        KeyError: if there is none.
-    """
+    """Return a parser by its name, and import no more than is needed to find it."""
     for module in MODULES:
         for each in _targets(module):
             if each.name == name:

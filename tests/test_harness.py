@@ -1,8 +1,9 @@
-"""A test bears the marks of what it uses, however it gets at it."""
+"""A test bears the marks of what it uses; the setups of a commit hold every pair of values that all setups hold."""
 
 import subprocess
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests import distributed
 from tests.distributed import run_distributed
 from tests.end_to_end import launching
 from tests.marks import marks_of
+from tests.pairs import covering_pairs, pairs_of
 
 
 @cache
@@ -60,3 +62,20 @@ def test_marks_of_fixtures_and_parameters() -> None:
     parameters = SimpleNamespace(params={"way": trained, "number": 3})
     item = SimpleNamespace(function=lambda launched, way: None, _fixtureinfo=fixtures, callspec=parameters)
     assert marks_of(item) == {"launches", "ranks"}
+
+
+tables = st.lists(st.fixed_dictionaries({axis: st.integers(0, 2) for axis in "abcd"}), min_size=1, max_size=30)
+
+
+@given(tables)
+def test_no_pair_is_lost_and_no_setup_is_superfluous(table: list[dict[str, int]]) -> None:
+    chosen = [pairs_of(table[index]) for index in covering_pairs(table)]
+    assert set().union(*chosen) == set().union(*map(pairs_of, table))
+    for number in range(len(chosen)):
+        others = chosen[:number] + chosen[number + 1 :]
+        assert chosen[number] - set().union(*others)
+
+
+def test_few_of_a_full_product_are_enough() -> None:
+    table = [dict(zip("abcdefgh", values, strict=True)) for values in product((0, 1), repeat=8)]
+    assert len(covering_pairs(table)) <= 8
