@@ -28,6 +28,8 @@ from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import Dimension, Tried, dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
 
+__all__ = ["Strategy"]
+
 SOLVED = "solved"
 """The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
 

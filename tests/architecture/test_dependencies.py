@@ -18,7 +18,16 @@ PACKAGE_OF = {
 }
 """Packages whose modules have other names, or that come with another whose interface hands them out."""
 
-OURS = {"deepspeed_ext", "megatron_terapipe", "pretrain_gpt", "benchmarks", "tests", "examples", "docs"}
+OURS = {
+    "deepspeed_ext",
+    "megatron_terapipe",
+    "pretrain_gpt",
+    "benchmarks",
+    "tests",
+    "examples",
+    "docs",
+    "transformers_layers",
+}
 NOT_DECLARED = {"apex", "amp_C", "flash_attn_interface", "setuptools"}
 """NVIDIA's apex and kernels, which are not on PyPI and are imported where they are, and what builds the package."""
 

@@ -14,6 +14,8 @@ from megatron_terapipe.search.rank.rules import broken_rule
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
+__all__ = ["Ranked", "predict_one", "ranked_in_order"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
