@@ -77,38 +77,41 @@ class Spellings:
         Args:
             given: values of fields of ours.
         """
-        partition, chunks = given.get("stage_partition", "uniform"), given.get("num_model_chunks")
+        partition, model_chunks = given.get("stage_partition", "uniform"), given.get("num_model_chunks")
         each, layout = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_layout
         found: dict[str, Any] = {}
         if layout is not None:
-            stages, chunks_of_layout = layout_stages(layout, num_ranks)
-            others = {"stage_partition": None if partition == "uniform" else partition, "num_model_chunks": chunks}
+            stages, model_chunks_of_layout = layout_stages(layout, num_ranks)
+            others = {
+                "stage_partition": None if partition == "uniform" else partition,
+                "num_model_chunks": model_chunks,
+            }
             for name, value in (others | {"num_layers_per_virtual_pipeline_stage": each}).items():
                 if value is not None:
                     raise ConfigError(f"{LAYOUT} {layout} and {flag(name)} {value} both deal layers: drop the latter")
-            partition, chunks = str(stages), chunks_of_layout
-            found = {"stage_partition": partition, "num_model_chunks": chunks}
+            partition, model_chunks = str(stages), model_chunks_of_layout
+            found = {"stage_partition": partition, "num_model_chunks": model_chunks}
         embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         counted = num_layers + embedding + output
         if each is not None:
-            self._check_layers_of_each(each, counted, num_ranks, partition, chunks)
-            chunks = found["num_model_chunks"] = counted // (each * num_ranks)
-        chunks = chunks or 1
-        self._check_ends(partition, num_ranks, chunks, given.get("model_chunk_placement", "looped"))
+            self._check_layers_of_each(each, counted, num_ranks, partition, model_chunks)
+            model_chunks = found["num_model_chunks"] = counted // (each * num_ranks)
+        model_chunks = model_chunks or 1
+        self._check_ends(partition, num_ranks, model_chunks, given.get("model_chunk_placement", "looped"))
         if counted > num_layers:
-            weighed = weighed_stages(num_layers, num_ranks * chunks, embedding=embedding, output=output)
+            weighed = weighed_stages(num_layers, num_ranks * model_chunks, embedding=embedding, output=output)
             found["stage_partition"] = str(weighed)
-        elif self.ends and num_ranks * chunks <= num_layers:
-            found["stage_partition"] = str(self._uneven_stages(num_layers, num_ranks, chunks))
+        elif self.ends and num_ranks * model_chunks <= num_layers:
+            found["stage_partition"] = str(self._uneven_stages(num_layers, num_ranks, model_chunks))
         return found
 
     def _check_layers_of_each(
-        self, each: int, counted: int, num_ranks: int, partition: str, chunks: int | None
+        self, each: int, counted: int, num_ranks: int, partition: str, model_chunks: int | None
     ) -> None:
         said = f"--num-layers-per-virtual-pipeline-stage {each}"
-        if chunks is not None:
+        if model_chunks is not None:
             raise ConfigError(
-                f"{said} and --num-model-chunks {chunks} both say how many stages a rank owns: drop one of them"
+                f"{said} and --num-model-chunks {model_chunks} both say how many stages a rank owns: drop one of them"
             )
         if partition != "uniform":
             raise ConfigError(
@@ -121,7 +124,7 @@ class Spellings:
                 f"{each * num_ranks}: change one of them, or give --num-model-chunks, which deals layers unevenly"
             )
 
-    def _check_ends(self, partition: str, num_ranks: int, chunks: int, placement: str) -> None:
+    def _check_ends(self, partition: str, num_ranks: int, model_chunks: int, placement: str) -> None:
         """Hold what is said of the first and the last pipeline rank against each other, and against the stages."""
         names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         counted = [flag(name) for name in names if getattr(self, name)]
@@ -136,23 +139,23 @@ class Spellings:
                 f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
                 "--pipeline-model-parallel-size, or drop it"
             )
-        if words and chunks > 1 and placement != "looped":
+        if words and model_chunks > 1 and placement != "looped":
             raise ConfigError(
                 f"{words[0]} with --model-chunk-placement {placement}, where one rank has the first and the last "
                 "stage, does not say which of them it means: use --stage-partition with a list"
             )
         for name, number in self.ends.items():
-            if number % chunks:
+            if number % model_chunks:
                 raise ConfigError(
-                    f"{name} {number} cannot be dealt to {chunks} model chunks: give a multiple of {chunks}, or use "
-                    "--stage-partition with a list"
+                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of {model_chunks}, "
+                    "or use --stage-partition with a list"
                 )
 
-    def _uneven_stages(self, num_layers: int, num_ranks: int, chunks: int) -> StagePartition:
+    def _uneven_stages(self, num_layers: int, num_ranks: int, model_chunks: int) -> StagePartition:
         """Return the layers of each stage, as even as possible except for the ends; stage i is of rank i mod P."""
         ends = {0: self.decoder_first_pipeline_num_layers, num_ranks - 1: self.decoder_last_pipeline_num_layers}
         given = {rank: number for rank, number in ends.items() if number is not None}
-        num_between = (num_ranks - len(given)) * chunks
+        num_between = (num_ranks - len(given)) * model_chunks
         rest = num_layers - sum(given.values())
         if rest < num_between:
             raise ConfigError(
@@ -161,8 +164,8 @@ class Spellings:
             )
         between = StagePartition.uniform(rest, num_between)
         others = iter([len(between.layers(stage)) for stage in range(num_between)])
-        ranks = (stage % num_ranks for stage in range(num_ranks * chunks))
-        sizes = [given[rank] // chunks if rank in given else next(others) for rank in ranks]
+        ranks = (stage % num_ranks for stage in range(num_ranks * model_chunks))
+        sizes = [given[rank] // model_chunks if rank in given else next(others) for rank in ranks]
         return StagePartition(tuple(accumulate(sizes, initial=0)))
 
 
