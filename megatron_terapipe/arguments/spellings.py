@@ -147,8 +147,8 @@ class Spellings:
         for name, number in self.ends.items():
             if number % model_chunks:
                 raise ConfigError(
-                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of {model_chunks}, "
-                    "or use --stage-partition with a list"
+                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of "
+                    f"{model_chunks}, or use --stage-partition with a list"
                 )
 
     def _uneven_stages(self, num_layers: int, num_ranks: int, model_chunks: int) -> StagePartition:

@@ -84,7 +84,7 @@ class Heads:
         return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the weight of our product, from those of queries, keys and values: the reverse of `apart`."""
+        """Return the weight [outputs, hidden] of our product from those of queries, keys and values: undoes `apart`."""
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
         return torch.cat(parts, dim=1).flatten(0, 2)
 

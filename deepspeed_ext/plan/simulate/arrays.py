@@ -221,7 +221,7 @@ class Wiring:
 
 
 def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
-    """Whether every op is inside the shape, on its own rank, and there but once, whole or in part."""
+    """Whether every op is inside the shape, on its own rank, and there once, whole or in part; bounds [ranks + 1]."""
     import numpy as np
 
     if len(bounds) != shape.num_ranks + 1:
@@ -326,7 +326,7 @@ class CopyEvents:
 
     @classmethod
     def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":
-        """Number the copies of a plan."""
+        """Number the copies of a plan; bounds [ranks + 1] of the rows of ops."""
         import numpy as np
 
         num_ops = int(bounds[-1])
@@ -357,7 +357,7 @@ class CopyEvents:
         return len(self.copying) // 2
 
     def timed(self, plan: HostCopyPlan | None, copied: "Numbers") -> Iterator[TimedCopy]:
-        """Yield the copies that have run, by rank and start."""
+        """Yield the copies that have run, by rank and start, from their times [3 * copies]."""
         if plan is None:
             return
         to_host, from_host = self.copying.reshape(2, -1)

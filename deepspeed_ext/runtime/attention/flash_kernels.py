@@ -241,7 +241,7 @@ class CudaFlash:
         scale: float,
         runs: Runs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values, each in its shape."""
+        """Return the gradients of queries, keys and values, each [B, tokens, heads, D] as given."""
         bounds = runs or (None, None, query.shape[1], key.shape[1])
         # Without dropout no state of a random generator is read: any tensor stands for it.
         no_random_state = attended.log_sum_exp
@@ -366,7 +366,7 @@ def kernel_of_runs_for(
     window: int | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
 ) -> CudaFlash | None:
-    """Return the kernel that attends within many runs of tokens in one call; None if there is none, as on CPUs.
+    """Return the kernel of queries [T, heads, D] in runs of tokens, in one call; None if there is none, as on CPUs.
 
     Args:
         window: keys that a query sees, itself included; None for all of its run up to its own.

@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """Split gradients of the last P + N keys and values into those of the prefix and of the token slice: views."""
+        """Split gradients [B, P + N, heads, D] into views: those of the prefix P and of the token slice N."""
         prefix_len = key.shape[1] - query.shape[1]
         return cls(query, (key[:, prefix_len:], value[:, prefix_len:]), (key[:, :prefix_len], value[:, :prefix_len]))
 

@@ -141,7 +141,7 @@ class KeysOfSequence(KeyValueState):
         self._values: Tensor | None = None
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Store keys and values. Writing the same tokens again changes nothing, so recomputing a forward is safe."""
+        """Store keys and values [B, N, heads, D]. The same tokens may be written again, as recomputation does."""
         if self._keys is None or self._values is None:
             shape = (key.shape[0], self.seq_length, *key.shape[2:])
             self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
@@ -151,7 +151,7 @@ class KeysOfSequence(KeyValueState):
         self._pending.written(start, end)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens 0 .. end."""
+        """Keys and values [B, end, heads, D] of the tokens 0 .. end."""
         assert self._keys is not None and self._values is not None, "read before any write"
         return self._keys[:, :end], self._values[:, :end]
 
@@ -173,7 +173,7 @@ class KeysOfTokenSlices(KeyValueState):
         """Keys and values [B, N, G, D] by first token; forward only, those in reach of the last token slice."""
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Store copies of keys and values, and free those that were written of the same tokens before."""
+        """Store copies of keys and values [B, N, heads, D], in place of earlier ones of the same tokens."""
         end = start + key.shape[1]
         if self._forward_only and start:
             first = self._first_in_reach(start)
@@ -186,7 +186,7 @@ class KeysOfTokenSlices(KeyValueState):
         self._pending.written(start, end)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values in reach, put together from the token slices where there are several."""
+        """Keys and values [B, reach, heads, D], put together from the token slices where there are several."""
         keys, values = self._between(self._first_in_reach(start), end)
         return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
 

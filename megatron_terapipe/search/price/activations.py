@@ -55,7 +55,7 @@ class TokenMemory(NamedTuple):
     """What the backward computes again of all layers of the stage at once, and holds while it runs."""
 
     def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
-        """Return the bytes of a layer whose stage is computed again; here nothing was."""
+        """Return the bytes (scalars or arrays) of a layer whose stage is recomputed; here nothing was."""
         waiting = self.activations - self.freed_by_input_gradient
         return self._replace(
             activations=still_kept,

@@ -92,7 +92,7 @@ def of_slowest_and_others(schedule: str, ops: Floats, multiplicity: Floats | Non
 
 
 def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
-    """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two."""
+    """Seconds of all ops of a rank, with the backward in one op or in two, as the schedule has it; ops broadcast."""
     backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
     return ops.forward + backward
 

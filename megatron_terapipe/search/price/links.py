@@ -442,7 +442,7 @@ class Messages(NamedTuple):
 
 
 def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
-    """Return the seconds until all tensor-parallel ranks of the next stage have messages, sent `in_parts` or not."""
+    """Return seconds [boundaries] until all tensor-parallel ranks of the next stage have their messages."""
     num_bytes, bandwidth, latency_s, crosses_nodes = sent
     if not in_parts:
         return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, efficiency), dtype=float)

@@ -247,7 +247,7 @@ class MemoryModel:
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
     def states(self, parameters: Floats, *, layout: ParallelLayout, zero_stage: int) -> Counted:
-        """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators."""
+        """Count bytes [ranks] of weights, gradients, optimizer state, buckets and communicators."""
         copies, state = layout.num_weight_copies, self.software.state(self.precision, zero_stage)
         groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
         kept = ("weights", "gradients", "optimizer", "step")

@@ -352,7 +352,7 @@ class PlacedStrategy:
         return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients
 
     def sizes(self, start: Floats, end: Floats) -> OpSizes:
-        """Return what the ops of token slices depend on."""
+        """Return the sizes of ops of token slices, from their bounds [token slices]."""
         return OpSizes(
             tensor_parallel_size=float(self.strategy.tensor_parallel_size),
             sequence_parallel_size=float(self.strategy.sequence_parallel_size),

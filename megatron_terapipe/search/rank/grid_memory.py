@@ -205,7 +205,7 @@ def live_token_slices(
     num_micro_batches: Floats,
     num_token_slices: Floats,
 ) -> Floats:
-    """Return how many token slices, of one stage each, are live on a rank when it holds most."""
+    """Return the most token slices, of one stage each, that are live on a rank at once; arguments broadcast."""
     most = model_chunks * num_micro_batches * num_token_slices + 0.0 * np.asarray(rank)
     if schedule in KEEPING_ALL:
         return most
@@ -218,7 +218,7 @@ def live_token_slices(
 
 
 def group_size(num_ranks: int, num_micro_batches: Floats, num_token_slices: Floats) -> Floats:
-    """Return the micro-batches of the longest group that passes a model chunk (`plan.schedules.interleaved`)."""
+    """Return the micro-batches of the longest group in a model chunk (`schedules.interleaved`); arguments broadcast."""
     least = np.ceil(num_ranks / num_token_slices)
     return np.asarray(np.ceil(num_micro_batches / np.maximum(num_micro_batches // least, 1)))
 

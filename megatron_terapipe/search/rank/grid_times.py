@@ -166,7 +166,7 @@ class RankOps:
 def rank_ops(
     grid: StrategyGrid, groups: RankGroups, of_kind: Sequence[Sequence[Floats]], counts: LayerCounts, op_s: float
 ) -> RankOps:
-    """Return the ops of the ranks of a stage partition."""
+    """Return the ops of the ranks of a stage partition, [parts, ranks, B, S, R, Q]."""
     per_rank, ranks, num_stages = counts.per_rank, len(counts.parameters), len(counts.per_stage)
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
     row_of_rank = np.empty(ranks, np.int64)

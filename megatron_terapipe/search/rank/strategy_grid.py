@@ -162,7 +162,7 @@ class StrategyGrid:
         return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
 
     def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "StrategyGrid":
-        """Return the grid with some of the values of one axis."""
+        """Return the grid with the values of one axis that `kept` [values] marks."""
         values = getattr(self, axis)
         changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
         return replace(self, **changed)
