@@ -25,7 +25,7 @@ from megatron_terapipe.search.answer.json_schema import (
     TooFullPart,
     UtilizationPart,
 )
-from megatron_terapipe.search.answer.utilisation import check_utilization
+from megatron_terapipe.search.answer.sensitivity import CHANGE, check_utilization, sensitivity
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess, smallest_device_with
@@ -40,7 +40,6 @@ from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCa
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import Rival, rival_of
 from megatron_terapipe.search.rank.search import SearchResult
-from megatron_terapipe.search.rank.sensitivity import CHANGE, sensitivity
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 

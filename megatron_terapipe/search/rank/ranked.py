@@ -1,6 +1,6 @@
 """Strategies with their price and their place in a ranking."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -73,6 +73,18 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     """Return the entries numbered from 1, best first. The same entries in any order give the same ranking."""
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
+
+
+MOST_CONTENDERS = 12  # strategies that a constant of the cost model may make the winner
+
+
+def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation."""
+    found: dict[object, Ranked] = {}
+    for entry in ranked:
+        one = entry.strategy
+        found.setdefault((one.layout, one.schedule, one.recompute), entry)
+    return list(found.values())[:MOST_CONTENDERS]
 
 
 def priced(strategy: Strategy, pricing: Pricing, headroom: float = 0.0) -> Ranked | None:

@@ -28,9 +28,8 @@ from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
-from megatron_terapipe.search.rank.ranked import Ranked, priced, ranked_in_order, without_repetitions
+from megatron_terapipe.search.rank.ranked import Ranked, contenders_of, priced, ranked_in_order, without_repetitions
 from megatron_terapipe.search.rank.rules import SearchCounts
-from megatron_terapipe.search.rank.sensitivity import contenders_of
 from megatron_terapipe.search.rank.space import Choices, SearchProblem
 from megatron_terapipe.search.rank.stage_partition import balanced_partition, layer_times
 from megatron_terapipe.search.rank.strategy_grid import StrategyGrid

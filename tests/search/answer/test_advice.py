@@ -22,7 +22,7 @@ from megatron_terapipe.search.answer.json_schema import (
     SensitivityPart,
     TooFullPart,
 )
-from megatron_terapipe.search.answer.utilisation import PUBLISHED, best_published, check_utilization
+from megatron_terapipe.search.answer.sensitivity import PUBLISHED, best_published, check_utilization
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.cost_model import Pricing

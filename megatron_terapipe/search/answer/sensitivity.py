@@ -3,27 +3,48 @@
 The contenders are the best strategies of different layouts. Each constant is moved both ways. What that does to their
 times is priced in closed form; where another one comes first, both are simulated with the moved constant. With a
 measured profile the constants of the roofline decide nothing, and its four factors are moved instead.
+
+`check_utilization` holds the predicted MFU of the winner beside the best that was published of training dense GPT
+models, and finds the constant that it rests on. All figures count whole attention, nothing recomputed, 16-bit products
+over the dense peak of the data sheet; runs in FP8 are left out, since they are faster than this peak allows. Where one
+node is said to reach less than several do, it can reach as much. With causal attention fewer FLOPs count; those follow
+from the shapes of the run.
+
+                        whole   causal
+    ampere    one node  64.2 %  61.8 %  MPT-7B, 2,048 tokens, 8 A100-80GB, FSDP: MosaicML llm-foundry, table of
+                                        training benchmarks (scripts/train/benchmarking/README.md)
+              several   56.3 %  55.9 %  GPT of 1T parameters, 2,048 tokens, 512 A100-80GB: Korthikanti et al.,
+                                        arXiv 2205.05198, table 5
+    hopper    any       55.4 %  52.6 %  Nemotron-4 15B, 4,096 tokens, 16 H100, Megatron-core in bf16: NVIDIA
+                                        dgxc-benchmarking, throughput tables
+    volta     any       40 %    40 %    512 V100: ZeRO-Infinity, arXiv 2104.07857, abstract, which may count
+                                        recomputed FLOPs
+
+For other generations no figure of a source is known here.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from math import exp, log, log1p
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.answer.figures import flops_utilization
+from megatron_terapipe.search.answer.json_schema import OtherWinnerPart, SensitivityPart, UtilizationPart
+from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel, Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, moved
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
 CHANGE = 0.1  # by how much each constant is moved, as a share of it
-MOST_CONTENDERS = 12  # strategies that are compared
 
 NEAR = 1.15
 """Seconds of a contender, in those of the winner, above which no constant that is 10 % off makes it the winner: times
@@ -34,37 +55,7 @@ FARTHEST = 1.0  # change of a constant, as a share of it, beyond which nothing i
 HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherWinner:
-    """A constant with which another strategy is better than the winner; `OtherWinnerPart` describes its fields."""
-
-    constant: str
-    change: float
-    strategy: Strategy | None
-    regret: float
-    is_memory: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sensitivity:
-    """The constants that decide who wins; `SensitivityPart` describes its fields."""
-
-    changes: list[OtherWinner]
-    nearest: OtherWinner | None
-    num_constants: int
-    num_contenders: int
-
-
-def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation."""
-    found: dict[object, Ranked] = {}
-    for entry in ranked:
-        one = entry.strategy
-        found.setdefault((one.layout, one.schedule, one.recompute), entry)
-    return list(found.values())[:MOST_CONTENDERS]
-
-
-def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
+def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> SensitivityPart:
     """Return which constants, 10 % off, make another contender better than the first."""
     model = pricing.cost_model
     near = [entry for entry in contenders if entry.iteration_time_s <= NEAR * contenders[0].iteration_time_s]
@@ -81,7 +72,7 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
     changes = _changes(near, moves, times, model)
     overheads = [move for move in moves_of(pricing.memory_model.overheads) if move[1] > 0]
     changes += _memory_changes(contenders, overheads, pricing)
-    return Sensitivity(
+    return SensitivityPart(
         changes=sorted(changes, key=lambda each: -each.regret),
         nearest=None if changes else _nearest(near, moves, np.log(times / simulated)),
         num_constants=len({name for name, _, _ in moves}) + len(overheads),
@@ -120,7 +111,9 @@ def _highest(constants: Any, name: str) -> float:
     return HIGHEST * float(limits[name])
 
 
-def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel) -> list[OtherWinner]:
+def _changes(
+    contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel
+) -> list[OtherWinnerPart]:
     """Return the constants with which another strategy is faster than the first; `times`: [m, n] seconds, about."""
     found = []
     for (name, change, constants), row in zip(moves, times, strict=True):
@@ -130,11 +123,14 @@ def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats,
         then, strategy = with_constants(model, constants), contenders[best].strategy
         winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, strategy))
         if best_s < winner_s * (1 - NEARLY):
-            found.append(OtherWinner(constant=name, change=change, strategy=strategy, regret=winner_s / best_s - 1))
+            regret = winner_s / best_s - 1
+            found.append(
+                OtherWinnerPart(constant=name, change=change, strategy=strategy, regret=regret, is_memory=False)
+            )
     return found
 
 
-def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) -> OtherWinner | None:
+def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) -> OtherWinnerPart | None:
     """Return the smallest change of a constant with which another contender wins, about.
 
     Args:
@@ -153,14 +149,14 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
                 continue
             farther = float(np.exp(np.sign(step) * (needed - abs(step))))
             if np.max(getattr(constants, name)) * farther <= _highest(constants, name):
-                best, strategy = needed, contenders[index].strategy
-                found = OtherWinner(
-                    constant=name, change=float(np.expm1(np.sign(step) * needed)), strategy=strategy, regret=0.0
-                )
-    return found
+                best, found = needed, (name, float(np.expm1(np.sign(step) * needed)), contenders[index].strategy)
+    if found is None:
+        return None
+    name, change, strategy = found
+    return OtherWinnerPart(constant=name, change=change, strategy=strategy, regret=0.0, is_memory=False)
 
 
-def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinner]:
+def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinnerPart]:
     """Return the constants of the memory with which the winner needs more than the devices have."""
     counted = [
         pricing.memory_model.count(entry.strategy, copies=pricing.host_copies(entry.strategy)) for entry in contenders
@@ -179,7 +175,7 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
             continue
         other = next((entry for index, entry in enumerate(contenders) if fits(index, overheads)), None)
         found.append(
-            OtherWinner(
+            OtherWinnerPart(
                 constant=name,
                 change=change,
                 strategy=None if other is None else other.strategy,
@@ -188,3 +184,95 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
             )
         )
     return found
+
+
+class PublishedUtilization(NamedTuple):
+    """The best published MFU of a generation."""
+
+    share: float
+    """Of the peak, in [0, 1]."""
+    causal_share: float
+    """The same without the scores that causal attention never computes."""
+    run: str
+    """Which run it was, in words."""
+
+
+NEMOTRON = PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")
+ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
+PUBLISHED: Mapping[str, tuple[PublishedUtilization, PublishedUtilization]] = MappingProxyType(
+    {
+        "ampere": (
+            PublishedUtilization(0.642, 0.618, "MPT-7B on 8 A100 with FSDP, llm-foundry"),
+            PublishedUtilization(0.563, 0.559, "a GPT of 1T parameters on 512 A100, arXiv 2205.05198"),
+        ),
+        "hopper": (NEMOTRON, NEMOTRON),
+        "volta": (ZERO_INFINITY, ZERO_INFINITY),
+    }
+)
+"""On one node and on several, by generation of devices, as in the text above."""
+
+
+def best_published(cluster: Cluster) -> PublishedUtilization | None:
+    """Return the best published MFU for the devices of a cluster; None for several kinds, or where none is known."""
+    generations = {node.device.generation for node in cluster.nodes}
+    found = PUBLISHED.get(generations.pop()) if len(generations) == 1 else None
+    return None if found is None else found[len(cluster.nodes) > 1]
+
+
+TOLERANCE = 0.03
+"""Share of the peak by which a prediction may be above the best published one before somebody must say why."""
+
+MOST = log(3.0)  # change of the logarithm of a constant beyond which it explains nothing
+STEPS = 6  # simulations that look for the value of the constant
+
+
+def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:
+    """Return the doubt where a strategy is predicted to beat all published runs; None where it is not."""
+    time_s, published = entry.iteration_time_s, best_published(model.cluster)
+    used, causal = (
+        flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision, causal=each)
+        for each in (False, True)
+    )
+    if published is None or used <= published.share + TOLERANCE:
+        return None
+    name = value = needed = None
+    # Else it is the convention, which counts scores that are not computed: the causal share is one that was published.
+    if causal > published.causal_share + TOLERANCE:
+        name, value, needed = _doubted(entry, time_s, log(causal / published.causal_share), model)
+    return UtilizationPart(
+        predicted=used,
+        predicted_causal=causal,
+        published=published.share,
+        published_causal=published.causal_share,
+        published_run=published.run,
+        constant=name,
+        value=value,
+        needed=needed,
+    )
+
+
+def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> tuple[str, float, float | None]:
+    """Return the constant that moves the time most, its value, and the value with which a strategy takes longer.
+
+    Args:
+        target: logarithm of how much longer it is to take; None is returned where no value does that.
+    """
+    constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
+
+    def log_time(name: str, logarithm: float) -> float:
+        then = with_constants(model, moved(constants, [name], logarithm))
+        return log(then.predict_time(entry.strategy).iteration_time_s / time_s)
+
+    slopes = {
+        name: log_time(name, log1p(change)) / log1p(change)
+        for name, change, _ in moves_of(constants)
+        if isinstance(getattr(constants, name), float)
+    }
+    constant = max(slopes, key=lambda name: abs(slopes[name]))
+    at, slope, needed = 0.0, slopes[constant], None
+    for _ in range(STEPS):
+        at = max(-MOST, min(MOST, at + (target - (log_time(constant, at) if at else 0.0)) / slope))
+    value = float(getattr(constants, constant))
+    if abs(log_time(constant, at) - target) < 0.01:
+        needed = value * exp(at)
+    return constant, value, needed
