@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from json import dumps
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,9 +27,10 @@ from megatron_terapipe.search.answer.json_schema import Errors, Predicted, Trial
 from megatron_terapipe.search.answer.output_files import Launch, launch_of
 from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.scores import relative_errors, spearman, top1_regret
-from megatron_terapipe.search.learn.trials import Trial, read_trials, trial_line
+from megatron_terapipe.search.learn.trials import GIBIBYTE, Trial, read_trials
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.launcher import check_remote_words, free_port, launcher, supervised, variables
+from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -241,7 +241,7 @@ class Journal:
     def group(self) -> str:
         """Name of the trials that are ranked together: model, cluster, precision, batch."""
         asked = self.problem
-        model = sha256(dumps(self._model, sort_keys=True).encode()).hexdigest()[:8]
+        model = sha256(json.dumps(self._model, sort_keys=True).encode()).hexdigest()[:8]
         return (
             f"{asked.workload.name} ({model}) on {asked.cluster.name}, {asked.precision}, "
             f"batch {asked.global_batch_size}"
@@ -284,27 +284,29 @@ class Journal:
     def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
         """Add a trial, or what came of it so far."""
         outcome, cluster = over_rounds(runs), self.problem.cluster
-        more: dict[str, Any] = {} if outcome.reason is None else {"reason": outcome.reason}
+        measured: dict[str, Any] = {"iteration_time_s": outcome.iteration_time_s}
+        if outcome.reason is not None:
+            measured["reason"] = outcome.reason
         if rounds > 1:
-            more |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
-        line = trial_line(
-            source=SOURCE,
-            group=self.group,
-            model=self._model,
-            cluster=cluster_document(cluster.nodes, cluster.name or "cluster"),
-            strategy=explicit(strategy, self.problem.workload),
-            software="terapipe",
-            precision=self.problem.precision,
-            iteration_time_s=outcome.iteration_time_s,
-            peak_memory_bytes=outcome.peak_memory_bytes,
-            out_of_memory=outcome.out_of_memory,
-            trial_id=trial_id,
-            more=more,
-        )
+            measured |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
+        if (peak := outcome.peak_memory_bytes) is not None:
+            measured |= {"peak_memory_bytes": peak, "peak_memory_gb": round(peak / GIBIBYTE, 3)}
+        measured["out_of_memory"] = outcome.out_of_memory
+        document = {
+            "source": SOURCE,
+            "id": trial_id,
+            "group": self.group,
+            "software": TERAPIPE.name,
+            "precision": self.problem.precision,
+            "model": self._model,
+            "cluster": cluster_document(cluster.nodes, cluster.name or "cluster"),
+            "strategy": explicit(strategy, self.problem.workload).to_json(),
+            "measured": measured,
+        }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(document, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

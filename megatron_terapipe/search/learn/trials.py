@@ -1,7 +1,6 @@
 """Trials: measured training runs, one JSON object a line of a trials file.
 
-read_trials   a file -> [Trial]; published tables name software, precision and schedules in their own ways
-trial_line    a run of our own -> its line
+Published tables name software, precision and schedules in their own ways; `answer.trial_runs.Journal` writes our own.
 """
 
 import json
@@ -100,45 +99,6 @@ def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[M
             made[key] = make(one)
         found.append(made[key])
     return found
-
-
-def trial_line(
-    *,
-    source: str,
-    group: str,
-    model: Mapping[str, Any],
-    cluster: Mapping[str, Any],
-    strategy: Strategy,
-    software: str,
-    precision: str,
-    iteration_time_s: float | None,
-    peak_memory_bytes: float | None = None,
-    out_of_memory: bool | None = None,
-    trial_id: str = "",
-    more: Mapping[str, Any] | None = None,
-) -> str:
-    """Return one line, without its end; `model` has the fields of the trainer's model section, and times may be None.
-
-    Args:
-        more: other measurements.
-    """
-    measured: dict[str, Any] = {"iteration_time_s": iteration_time_s, **(more or {})}
-    if peak_memory_bytes is not None:
-        measured["peak_memory_bytes"] = peak_memory_bytes
-        measured["peak_memory_gb"] = round(peak_memory_bytes / GIBIBYTE, 3)
-    if out_of_memory is not None:
-        measured["out_of_memory"] = out_of_memory
-    names = {"source": source} | ({"id": trial_id} if trial_id else {}) | {"group": group}
-    document = {
-        **names,
-        "software": software,
-        "precision": precision,
-        "model": dict(model),
-        "cluster": dict(cluster),
-        "strategy": strategy.to_json(),
-        "measured": measured,
-    }
-    return json.dumps(document, allow_nan=False)
 
 
 MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.learn.trials import Trial, published_software, read_trials, trial_line
+from megatron_terapipe.search.learn.trials import Trial, published_software, read_trials
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
@@ -133,27 +133,6 @@ def test_no_file_and_no_trial(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(ConfigError, match=r"broken\.jsonl:1 is not JSON"):
         read_trials(tmp_path / "broken.jsonl")
-
-
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    (trial,) = read(tmp_path, LINE)
-    line = trial_line(
-        source="us",
-        group="today",
-        model=LINE["model"],
-        cluster=LINE["cluster"],
-        strategy=trial.strategy,
-        software="terapipe",
-        precision="bf16",
-        iteration_time_s=2.5,
-        peak_memory_bytes=12345678,
-        out_of_memory=False,
-        more={"tokens_per_second": 3.0},
-    )
-    (again,) = read(tmp_path, json.loads(line))
-    assert (again.strategy, again.iteration_time_s, again.peak_memory_bytes) == (trial.strategy, 2.5, 12345678)
-    assert (again.software.name, again.precision, again.out_of_memory) == ("terapipe", "bf16", False)
-    assert again.workload == trial.workload and again.cluster == trial.cluster
 
 
 @pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not part of the project")

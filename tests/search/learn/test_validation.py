@@ -1,6 +1,7 @@
 """Predictions of trials that no fit has seen, and their scores."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.learn import scores
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.scores import naive_memory_bytes, naive_time_s
-from megatron_terapipe.search.learn.trials import trial_line
 from megatron_terapipe.search.learn.validation import (
     deal_groups,
     folds_of,
@@ -28,27 +28,17 @@ FIGURES = {"n", "mape", "spearman", "pair_accuracy", "pair_accuracy_all", "top1_
 
 
 def write_trials(path: Path, times: dict[int, float | None], source: str = "here") -> str:
-    lines = [
-        trial_line(
-            source=source,
-            group=f"batch {32 * (1 + index % 2)}",
-            model=MODEL,
-            cluster=CLUSTER,
-            strategy=Strategy(
-                data_parallel_size=8 // size,
-                tensor_parallel_size=size,
-                global_batch_size=32 * (1 + index % 2),
-                recompute="full",
-            ),
-            software="megatron-lm",
-            precision="fp16",
-            iteration_time_s=time,
-            peak_memory_bytes=None if time is None else 10e9,
-            out_of_memory=True if time is None else None,
+    lines = []
+    for (size, time_s), index in product(times.items(), range(2)):
+        batch = 32 * (1 + index % 2)
+        strategy = Strategy(
+            data_parallel_size=8 // size, tensor_parallel_size=size, global_batch_size=batch, recompute="full"
         )
-        for size, time in times.items()
-        for index in range(2)
-    ]
+        failed = {"iteration_time_s": None, "out_of_memory": True}
+        measured = failed if time_s is None else {"iteration_time_s": time_s, "peak_memory_bytes": 10e9}
+        line = {"source": source, "group": f"batch {batch}", "software": "megatron-lm", "precision": "fp16"}
+        line |= {"model": MODEL, "cluster": CLUSTER, "strategy": strategy.to_json(), "measured": measured}
+        lines.append(json.dumps(line))
     path.write_text("\n".join(lines))
     return str(path)
 
