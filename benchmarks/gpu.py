@@ -43,7 +43,7 @@ from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.training.instruments import Throughput, peak_tflops_here
+from megatron_terapipe.training.instruments import peak_tflops_here, tflops_per_device
 
 _LINKS_TIMEOUT_S = 300.0
 
@@ -268,13 +268,13 @@ def training_speed(model: ModelConfig, name: str, counts: tuple[int, ...], *, ro
             table.fail(contestant, each)
             continue
         seconds, gibibytes, loss = each
-        speed = Throughput.of(model, num_sequences=1, seconds=seconds, world_size=1, peak_tflops=peak)
-        mfu = "" if speed.mfu is None else f"{speed.mfu:.1%}"
+        tflops = tflops_per_device(model, 1, seconds, world_size=1)
+        mfu = "" if peak is None else f"{tflops / peak:.1%}"
         ratios = [f"{seconds / base[other] - 1:+.1%}" if other in base else "" for other in (1, PLAIN)]
         table.add(
             contestant,
             f"{seconds:.4f}",
-            f"{speed.tflops_per_device:.1f}",
+            f"{tflops:.1f}",
             mfu,
             *ratios,
             f"{gibibytes:.1f}" if gibibytes else "",

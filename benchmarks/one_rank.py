@@ -56,7 +56,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.pipeline import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.inference import WholeModel
-from megatron_terapipe.training.instruments import Throughput, peak_tflops_here
+from megatron_terapipe.training.instruments import peak_tflops_here, tflops_per_device
 
 
 def overhead(argv: Sequence[str] | None = None) -> None:
@@ -265,9 +265,9 @@ def utilization(argv: Sequence[str] | None = None) -> None:
         data = batches(model, for_deepspeed=False)
         seconds = seconds_of(lambda engine=engine, data=data: engine.train_batch(data), options.rounds)
         first = first or seconds
-        found = Throughput.of(model, num_sequences=1, seconds=seconds, world_size=1, peak_tflops=peak)
-        mfu = "" if found.mfu is None else f"{found.mfu:.1%}"
-        numbers = f"{seconds:>8.3f} {found.tflops_per_device:>9.2f} {mfu:>7} {seconds / first - 1:>10.1%}"
+        tflops = tflops_per_device(model, 1, seconds, world_size=1)
+        mfu = "" if peak is None else f"{tflops / peak:.1%}"
+        numbers = f"{seconds:>8.3f} {tflops:>9.2f} {mfu:>7} {seconds / first - 1:>10.1%}"
         print(f"{count:>12} {numbers}", flush=True)
         del engine
     device = torch.device(get_accelerator().current_device_name())

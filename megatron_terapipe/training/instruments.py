@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,28 +18,9 @@ from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.devices import device_in
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Throughput:
-    """Throughput of one iteration."""
-
-    tokens_per_second: float
-    """Tokens per second of all ranks together."""
-    tflops_per_device: float
-    """Model FLOPs, so that recomputation does not look like speed."""
-    mfu: float | None
-    """Model FLOPs utilization in [0, 1]; None if the peak is unknown."""
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, *, num_sequences: int, seconds: float, world_size: int, peak_tflops: float | None
-    ) -> "Throughput":
-        """Compute it from the time an iteration took."""
-        tflops = iteration_flops(model, num_sequences) / seconds / world_size / 1e12
-        return cls(
-            tokens_per_second=num_sequences * model.seq_length / seconds,
-            tflops_per_device=tflops,
-            mfu=None if peak_tflops is None else tflops / peak_tflops,
-        )
+def tflops_per_device(model: ModelConfig, num_sequences: int, seconds: float, world_size: int) -> float:
+    """Return the model TFLOP/s of each device, without recomputation, in an iteration."""
+    return iteration_flops(model, num_sequences) / seconds / world_size / 1e12
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

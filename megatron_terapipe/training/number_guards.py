@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -145,37 +145,13 @@ LEAST_SPIKY_LOSS, LEAST_LARGE_GRADS = 1.07, 3.0
 """Parts of the median that a spike is at least. Losses of many iterations are nearly the same; norms never are."""
 
 
-class SpikeWatch:
-    """Tells spikes: values far above the median of the values before.
-
-    Args:
-        least_ratio: part of the median that a spike is at least, however small the spread.
-    """
-
-    def __init__(self, least_ratio: float) -> None:
-        self._least_ratio = least_ratio
-        self._values: deque[float] = deque(maxlen=WINDOW)
-
-    def bound(self) -> float | None:
-        """Return the value above which the next one is a spike; None as long as too few are known."""
-        if len(self._values) < LEAST_VALUES:
-            return None
-        return outlier_bound(self._values, SPREADS, self._least_ratio)
-
-    def exceeded_by(self, value: float) -> float | None:
-        """Return the bound that a finite value exceeds, if it does; later bounds are made of this value, too."""
-        bound = self.bound()
-        self._values.append(value)
-        return bound if bound is not None and value > bound else None
-
-
 class SpikeGuard:
-    """Watches the loss and the norm of the gradient of each iteration."""
+    """Finds losses and gradient norms far above the median of those before."""
 
     def __init__(self, config: NumbersConfig) -> None:
-        self._watches = (
-            ("the loss", SpikeWatch(LEAST_SPIKY_LOSS), config.spiky_loss),
-            ("the gradient norm", SpikeWatch(LEAST_LARGE_GRADS), config.large_grads),
+        self._watched: tuple[tuple[str, deque[float], float, str], ...] = (
+            ("the loss", deque(maxlen=WINDOW), LEAST_SPIKY_LOSS, config.spiky_loss),
+            ("the gradient norm", deque(maxlen=WINDOW), LEAST_LARGE_GRADS, config.large_grads),
         )
         self._lines: list[str] = []
         self._stops = False
@@ -188,11 +164,14 @@ class SpikeGuard:
         """
         self._lines, self._stops = [], False
         spikes = []
-        for (name, watch, policy), value in zip(self._watches, (loss, grad_norm), strict=True):
-            looks = policy != "ignore" and value is not None and isfinite(value)
-            bound = watch.exceeded_by(value) if looks and value is not None else None
-            spikes.append(bound is not None)
-            if bound is not None:
+        for (name, before, least_ratio, policy), value in zip(self._watched, (loss, grad_norm), strict=True):
+            if policy == "ignore" or value is None or not isfinite(value):
+                spikes.append(False)
+                continue
+            bound = inf if len(before) < LEAST_VALUES else outlier_bound(before, SPREADS, least_ratio)
+            before.append(value)
+            spikes.append(value > bound)
+            if value > bound:
                 line = (
                     f"{name} of iteration {iteration} is {value:.4g}, above {bound:.4g}, the bound by those before it"
                 )

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.config.parallel import BY_DOCUMENTS
-from megatron_terapipe.training.instruments import Instruments, Throughput, peak_tflops_here
+from megatron_terapipe.training.instruments import Instruments, peak_tflops_here, tflops_per_device
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
 from megatron_terapipe.training.optimizer import set_step_sizes
 from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, WeightDecaySchedule
@@ -67,13 +67,8 @@ class TrainingStep:
         # Of a skipped step it is no number, or still that of the step before.
         grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
         progress = progress.after(batch_size, skipped=skipped)
-        throughput = Throughput.of(
-            self._run.config.model,
-            num_sequences=batch_size,
-            seconds=seconds,
-            world_size=self._run.launch.world_size,
-            peak_tflops=self._peak_tflops,
-        )
+        model = self._run.config.model
+        tflops = tflops_per_device(model, batch_size, seconds, self._run.launch.world_size)
         spiky_loss, large_grads = self._spikes.look(progress.iteration, loss, grad_norm)
         self._reporter.iteration(
             IterationMetrics(
@@ -84,10 +79,10 @@ class TrainingStep:
                 learning_rate=learning_rate,
                 decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
                 iteration_time_s=seconds,
-                tokens_per_second=throughput.tokens_per_second,
+                tokens_per_second=batch_size * model.seq_length / seconds,
                 global_batch_size=batch_size,
-                tflops_per_device=throughput.tflops_per_device,
-                mfu=throughput.mfu,
+                tflops_per_device=tflops,
+                mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
                 loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
                 skipped_iterations=progress.skipped_iterations,
                 params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,
