@@ -77,10 +77,7 @@ def speed_of(
 
 def devices_of(cluster: Cluster) -> dict[str, int]:
     """Return the number of devices of each kind."""
-    devices: Counter[str] = Counter()
-    for node in cluster.nodes:
-        devices[node.device.name] += node.num_devices
-    return dict(devices)
+    return dict(Counter(node.device.name for node in cluster.nodes for _ in range(node.num_devices)))
 
 
 def time_text(seconds: float) -> str:

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
@@ -265,28 +265,22 @@ def read_strategies(path: str) -> list[Strategy]:
     Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
     """
     text = read_text(path, "--strategies")
-    whole = _whole(text)
-    if isinstance(whole, Mapping) and isinstance(whole.get("entries"), list):
-        whole = whole["entries"]
-    if whole is None:
-        lines = enumerate(text.splitlines(), start=1)
-        found = [_strategy(f"{path} line {number}", line, is_text=True) for number, line in lines if line.strip()]
-    else:
-        documents = enumerate(whole if isinstance(whole, list) else [whole], start=1)
-        found = [_strategy(f"{path} entry {number}", each) for number, each in documents]
+    word, documents = "line", list[object](text.splitlines())
+    if text.lstrip()[:1] in ("{", "[") and len(text.strip().splitlines()) > 1:
+        # One document over several lines, if it is not one on each.
+        with suppress(ConfigError):
+            word, whole = "entry", parse_json(text, "the file")
+            if isinstance(whole, Mapping) and isinstance(whole.get("entries"), list):
+                whole = whole["entries"]
+            documents = whole if isinstance(whole, list) else [whole]
+    found = [
+        _strategy(f"{path} {word} {number}", each, is_text=word == "line")
+        for number, each in enumerate(documents, start=1)
+        if word == "entry" or str(each).strip()
+    ]
     if not found:
         raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
     return found
-
-
-def _whole(text: str) -> object:
-    """Return the JSON document that the text is over several lines; None if it has a document on each line."""
-    if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
-        return None
-    try:
-        return parse_json(text, "the file")
-    except ConfigError:
-        return None
 
 
 def _strategy(place: str, document: object, *, is_text: bool = False) -> Strategy:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -131,26 +131,20 @@ def published_software(source: str, named: str = "") -> str:
     return next(found, named or MEGATRON_LM.name)
 
 
-class PublishedSchedule(NamedTuple):
-    """A schedule by the name that its authors gave it."""
+ONE_LAYER_MODEL_CHUNKS = "1F1B-I"
+"""The interleaved baseline of Qi et al. 2024 (arXiv 2401.10241) section 5, with "the maximum number of chunks": one
+layer each, where the table names no number of model chunks."""
 
-    schedule: str
-    activation_limit: float | None = None
-    """Activations that it may hold on a rank, as a multiple of 1F1B's peak; None = its own."""
-    one_layer_model_chunks: bool = False
-    """Whether a model chunk is one layer where the table names no number of model chunks."""
-
-
-PUBLISHED_SCHEDULES = {
-    # Qi et al. 2024 (arXiv 2401.10241) section 5: 1p and 2p are limits of memory, as multiples of 1F1B's; its
-    # interleaved baseline has "the maximum number of chunks", one layer each.
-    **dict.fromkeys(("ZB-1p", "ZB-H1"), PublishedSchedule("zero-bubble", 1.0)),
-    **dict.fromkeys(("ZB-2p", "ZB-H2"), PublishedSchedule("zero-bubble", 2.0)),
-    "1F1B": PublishedSchedule("1f1b"),
-    "1F1B-I": PublishedSchedule("interleaved", one_layer_model_chunks=True),
-    "GPipe": PublishedSchedule("gpipe"),
+PUBLISHED_SCHEDULES: Mapping[str, tuple[str, float | None]] = {
+    # 1p and 2p are limits of memory in the same paper.
+    **dict.fromkeys(("ZB-1p", "ZB-H1"), ("zero-bubble", 1.0)),
+    **dict.fromkeys(("ZB-2p", "ZB-H2"), ("zero-bubble", 2.0)),
+    "1F1B": ("1f1b", None),
+    ONE_LAYER_MODEL_CHUNKS: ("interleaved", None),
+    "GPipe": ("gpipe", None),
 }
-"""By their names in tables. Any other name is one of the plan's."""
+"""Schedule by its name in tables, and the activations that it may hold on a rank, as a multiple of 1F1B's peak; None =
+its own. Any other name is one of the plan's."""
 
 COUNTED = "layers_per_stage_counting_embedding_and_head"
 
@@ -256,8 +250,7 @@ class _Reader:
     def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
         cluster = self._cluster(entry.cluster, where)
         key, workload = self._workload(entry.model, where)
-        schedule = PUBLISHED_SCHEDULES.get(entry.strategy.schedule) or PublishedSchedule(entry.strategy.schedule)
-        strategy, ends = _strategy(entry.strategy, workload, schedule, where)
+        strategy, ends = _strategy(entry.strategy, workload, where)
         if ends:
             whole = replace(workload, first_dealt=0, end_dealt=len(workload.layers))
             workload = self._counting_ends.setdefault(key, whole)
@@ -287,7 +280,7 @@ class _Reader:
             strategy=strategy,
             software=SOFTWARE[published_software(entry.source, entry.software or "")],
             precision=entry.precision or ("bf16" if is_bf16 else "fp16"),
-            activation_limit=schedule.activation_limit,
+            activation_limit=_schedule(entry.strategy)[1],
             iteration_time_s=measured.iteration_time_s,
             longer_than_s=measured.longer_than_s,
             peak_memory_bytes=rounded if measured.peak_memory_bytes is None else measured.peak_memory_bytes,
@@ -328,13 +321,15 @@ def _model(values: dict[str, Any], where: str) -> ModelConfig:
     return ModelConfig(**{"vocab_size": VOCAB_SIZE, **known, **given})
 
 
-def _strategy(
-    entry: StrategyEntry, workload: Workload, schedule: PublishedSchedule, where: str
-) -> tuple[Strategy, bool]:
+def _schedule(entry: StrategyEntry) -> tuple[str, float | None]:
+    return PUBLISHED_SCHEDULES.get(entry.schedule, (entry.schedule, None))
+
+
+def _strategy(entry: StrategyEntry, workload: Workload, where: str) -> tuple[Strategy, bool]:
     """The strategy, and whether its stage partition counts the embedding and the head."""
     names = {each.name for each in fields(Strategy)}
     given = {name: value for name, value in (entry.model_extra or {}).items() if name in names}
-    strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": schedule.schedule})
+    strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": _schedule(entry)[0]})
     changes: dict[str, Any] = {}
     if entry.num_micro_batches is not None:
         sequences = entry.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
@@ -344,7 +339,7 @@ def _strategy(
             raise fault(at, entry.num_micro_batches, problem, f"with it the batch is {sequences}; give one of the two")
         changes["global_batch_size"] = sequences
     ranks, layers = strategy.pipeline_parallel_size, workload.num_dealt_layers
-    if schedule.one_layer_model_chunks and given.get("num_model_chunks") is None and (layers + 2) % ranks == 0:
+    if entry.schedule == ONE_LAYER_MODEL_CHUNKS and given.get("num_model_chunks") is None and (layers + 2) % ranks == 0:
         changes["num_model_chunks"] = (layers + 2) // ranks
     num_stages = ranks * changes.get("num_model_chunks", strategy.num_model_chunks)
     layers_per_stage = entry.layers_per_stage_counting_embedding_and_head

@@ -31,7 +31,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
@@ -252,18 +254,9 @@ class RivalTime:
         return float(sum(getattr(self, each.name) for each in fields(self)))
 
 
-class _Ops(NamedTuple):
-    """Seconds of layers on one rank."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    """Of a micro-batch, with what is computed again."""
-    exchange: float = 0.0
-    """How much of both is head exchanges, a third of it in the forward."""
-
-    def plus(self, other: "_Ops", times: float = 1.0) -> "_Ops":
-        """Return these and others, so many times."""
-        return _Ops(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+Ops = NDArray[np.float64]
+"""[3] seconds of layers on one rank: forward; backward of a micro-batch, with what is computed again; and how much of
+both is head exchanges, a third of it in the forward."""
 
 
 class RivalTimes:
@@ -275,13 +268,13 @@ class RivalTimes:
         self._workload = cost_model.workload
         self._efficiency = cost_model.efficiency
         self._op_times = Roofline(cost_model.efficiency, ALST, cost_model.precision)
-        self._known_ops: dict[tuple[int, int, GroupTopology], _Ops] = {}
+        self._known_ops: dict[tuple[int, int, GroupTopology], Ops] = {}
         """By ranks of a sequence, sequences, and the links between these ranks."""
 
     def price(self, settings: RivalSettings) -> RivalTime:
         """Return the seconds of an iteration."""
         micro_batches, efficiency = settings.num_micro_batches, self._efficiency
-        ops = self._of_micro_batch(settings)
+        forward, backward, exchange = self._of_micro_batch(settings).tolist()
         ranks = self._model.groups_of(ParallelLayout(data_parallel_size=settings.num_ranks))
         step = step_costs(
             float(self._workload.parameters),
@@ -302,8 +295,8 @@ class RivalTimes:
             step = step._replace(weight_gather=step.weight_gather + part / to_host)
         covering = CoveringOps(
             completing=0.0,
-            forward=ops.forward - ops.exchange / 3,
-            backward=ops.backward - ops.exchange * 2 / 3,
+            forward=forward - exchange / 3,
+            backward=backward - exchange * 2 / 3,
             layers=float(len(self._workload.layers)),
             num_micro_batches=micro_batches,
         )
@@ -318,28 +311,28 @@ class RivalTimes:
             stepping = self._workload.parameters / len(nodes) / HOST_STEP_PARAMETERS_PER_S
             optimizer_s = stepping + (micro_batches + 1) * part / to_host
         return RivalTime(
-            compute_s=micro_batches * (ops.forward + ops.backward - ops.exchange),
-            exchange_s=micro_batches * ops.exchange,
+            compute_s=micro_batches * (forward + backward - exchange),
+            exchange_s=micro_batches * exchange,
             gather_s=float(shown_reduction_s(step, covering, ALST.communication, efficiency)),
             copy_s=micro_batches * copied,
             optimizer_s=optimizer_s or float(step.optimizer),
             fixed_s=efficiency.iteration_s,
         )
 
-    def _of_micro_batch(self, settings: RivalSettings) -> _Ops:
+    def _of_micro_batch(self, settings: RivalSettings) -> Ops:
         """Seconds of all layers on the slowest device."""
         data, sequence = settings.data_parallel_size, settings.sequence_parallel_size
         groups = self._model.groups_of(ParallelLayout(data_parallel_size=data, sequence_parallel_size=sequence))
         key = sequence, settings.micro_batch_size, groups.sequence.at(0)
         if key not in self._known_ops:
             on_devices = (self._on(device, *key) for device in groups.devices[0])
-            self._known_ops[key] = max(on_devices, key=lambda ops: ops.forward + ops.backward)
+            self._known_ops[key] = max(on_devices, key=lambda ops: float(ops[0] + ops[1]))
         return self._known_ops[key]
 
-    def _on(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> _Ops:
+    def _on(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> Ops:
         """Seconds of all layers on a device."""
 
-        def ops(layer: Layer, sequences: float) -> _Ops:
+        def ops(layer: Layer, sequences: float) -> Ops:
             """Seconds of one layer; blocks are computed again in the backward, with their exchanges."""
             query = LayerQuery(
                 layer,
@@ -354,17 +347,18 @@ class RivalTimes:
             found = layer_ops(
                 query, self._op_times, self._efficiency, LayerLinks(ALONE, topology), ALST.communication, NUMBER
             )
-            return _Ops(float(found.forward), float(found.backward), float(found.head_exchange))
+            return np.array([found.forward, found.backward, found.head_exchange], dtype=float)
 
-        total = _Ops()
+        total = np.zeros(3)
         for layer, count in Counter(self._workload.layers).items():
             rest, mlp = parts(layer)
-            total = total.plus(ops(rest, micro_batch), count)
+            total += count * ops(rest, micro_batch)
             if mlp is not None:
                 tiles = max(micro_batch * mlp.tokens / sequence / mlp.hidden_size, 1.0)
                 tile = ops(mlp, micro_batch / tiles)
                 # The tiled backward runs the forward once more.
-                total = total.plus(tile, count * tiles).plus(_Ops(backward=tile.forward), count * tiles)
+                total += count * tiles * tile
+                total[1] += count * tiles * tile[0]
         return total
 
 
