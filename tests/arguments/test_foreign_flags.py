@@ -117,49 +117,6 @@ def test_idle_flags_are_listed_in_one_line() -> None:
     assert not [line for line in read_arguments(REQUIRED.split()).notices if "no effect" in line]
 
 
-REFUSALS = [
-    # Values.
-    ("--num-experts 1 4", "--num-experts 1 4: mixtures of experts are not in this trainer"),
-    ("--ckpt-format", "--ckpt-format expected one argument: give it one"),
-    ("--async-save yes", "no flag takes the value yes: drop it"),
-    ("--async-save=yes", "--async-save ignored explicit argument 'yes': drop the value"),
-    ("--manual-gc-interval 1 2", "no flag takes the value 2: drop it"),
-    ("--transformer-impl cuda", "--transformer-impl cuda is not known: choose local or transformer_engine"),
-    ("--attention-backend", "--attention-backend expected one argument: give it one"),
-    ("--position-embedding-type mrope", "--position-embedding-type mrope is not in this trainer: this model cannot be"),
-    ("--optimizer muon", "--optimizer muon is not in this trainer: this training cannot be run here"),
-    ("--position-embedding-type rop", "--position-embedding-type rop is not known: choose learned_absolute, rope or"),
-    # Several at once.
-    (
-        "--remote_device cpu --num-experts 8",
-        "--remote-device cpu: weights stay on the accelerator: use none; --num-experts 8: mixtures of experts are not "
-        "in this trainer: this model cannot be trained here",
-    ),
-    # Contradictions.
-    ("--group-query-attention", "--group-query-attention does not say how many: add --num-key-value-heads"),
-    ("--add-bias-linear --disable-bias-linear", "--add-bias-linear contradicts --disable-bias-linear: drop one of"),
-    ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer contradicts --zero-stage 0: drop one"),
-    ("--swiglu --squared-relu", "--squared-relu contradicts --swiglu: drop one of them"),
-    ("--activation relu --swiglu", "--swiglu contradicts --activation: drop one of them"),
-    ("--num-query-groups 2 --num-key-value-heads 4", "--num-key-value-heads contradicts --num-query-groups: drop"),
-    (
-        "--position-embedding-type learned_absolute --no-position-embedding",
-        "--no-position-embedding contradicts --position-embedding-type learned_absolute: drop one of them",
-    ),
-    ("--padded-vocab-size 300 --vocab-size 301", "--vocab-rows 300 has no room for the 301 tokens of --vocab-size"),
-    ("--tp 2", "--tp is not a flag: did you mean --tensor-model-parallel-size?"),
-    # Newer flags of a known group.
-    *((name, f"{name}: ") for name in ("--moe-of-tomorrow", "--mtp-x", "--rl-y", "--fp8-z", "--export-w")),
-]
-
-
-@pytest.mark.parametrize(("words", "line"), REFUSALS)
-def test_refusals(words: str, line: str) -> None:
-    assert refusal(words).startswith(line)
-    if line.endswith(": "):
-        assert refusal(words).endswith((MODEL, TRAINING))
-
-
 @pytest.mark.parametrize(
     ("words", "section", "field", "value"),
     [

@@ -45,62 +45,6 @@ def test_stages(num_layers: int, num_ranks: int, given: dict[str, Any], partitio
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "given", "line"),
-    [
-        (1, {LAST: 2}, "--decoder-last-pipeline-num-layers 2 leave no other stage for the rest of the layers: raise"),
-        (
-            2,
-            {LAST: 2, "stage_partition": "parameters"},
-            "--decoder-last-pipeline-num-layers 2 and --stage-partition parameters both deal layers to stages: drop",
-        ),
-        (3, {FIRST: 5, LAST: 5}, "the first and last stage leave 0 of 10 layers for 1 stages: give"),
-        (2, {FIRST: 0}, "--decoder-first-pipeline-num-layers 0 is not positive: give 1"),
-        (2, {FIRST: 3, "num_model_chunks": 2}, "--decoder-first-pipeline-num-layers 3 cannot be dealt to 2 model"),
-        (
-            2,
-            {FIRST: 2, "num_model_chunks": 2, "model_chunk_placement": "v"},
-            "--decoder-first-pipeline-num-layers 2 with --model-chunk-placement v",
-        ),
-        (4, {EMBEDDING: True}, "--num-layers 10 with 1 more for --account-for-embedding-in-pipeline-split and"),
-        (12, BOTH, "--num-layers 10 with 2 more for"),
-        (
-            4,
-            {OUTPUT: True, LAST: 2},
-            "--account-for-loss-in-pipeline-split and --decoder-last-pipeline-num-layers 2 both deal layers to stages",
-        ),
-        (
-            2,
-            {OUTPUT: True, "stage_partition": "0,5,10"},
-            "--account-for-loss-in-pipeline-split and --stage-partition 0,5,10 both deal layers to stages: drop one",
-        ),
-        (2, {EACH: 2}, "--num-layers 10 is not a multiple of --num-layers-per-virtual-pipeline-stage 2 x"),
-        (2, {EACH: 5, "num_model_chunks": 2}, "--num-layers-per-virtual-pipeline-stage 5 and --num-model-chunks 2"),
-        (2, {EACH: 5, "stage_partition": "0,5,10"}, "--num-layers-per-virtual-pipeline-stage 5 and --stage-partition"),
-        *(
-            (
-                2,
-                {LAYOUT: "Et|tL", name: value},
-                f"--pipeline-model-parallel-layout Et|tL and --{name.replace('_', '-')}",
-            )
-            for name, value in (("stage_partition", "0,1,2"), ("num_model_chunks", 2), (EACH, 1))
-        ),
-        (
-            2,
-            {"no_pipeline_parallel": True},
-            "--no-pipeline-parallel contradicts --pipeline-model-parallel-size 2: drop",
-        ),
-        (1, {"data_impl": "lazy"}, "--data-impl lazy is not read, only Megatron's mmap format: "),
-        (1, {"dataloader_type": "cyclic"}, "--dataloader-type cyclic is not offered, because its"),
-    ],
-)
-def test_refusals(num_ranks: int, given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ours(10, num_ranks, **given)
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("text", "num_ranks", "bounds", "model_chunks"),
     [
         ("EtL", 1, (0, 1), 1),

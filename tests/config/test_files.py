@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,43 +41,6 @@ def test_parts_may_have_data_of_their_own() -> None:
     assert data.weighted_prefixes("test") == ()
     assert data.has_validation()
     assert not parse("--train-data-path a --test-data-path b").has_validation()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({}, "neither --data-path nor --train-data-path is given: add one"),
-        ({"split": "1"}, "neither --data-path nor --train-data-path is given: add one"),
-        ({"valid_data_path": ("a",)}, "--valid-data-path is given without --train-data-path: add it"),
-        (
-            {"data_path": ("a",), "train_data_path": ("b",)},
-            "--data-path divides one body of data and --train-data-path names data of its own: drop one of them",
-        ),
-        (
-            {"data_path": ("a",), "test_data_path": ("b",)},
-            "--data-path divides one body of data and --test-data-path names data of its own: drop one of them",
-        ),
-        (
-            {"split": "1", "train_data_path": ("b",)},
-            "--split divides one body of data and --train-data-path names data of its own: drop one of them",
-        ),
-        (
-            {"train_data_path": ("a",), "valid_data_path": ("1", "b", "c")},
-            "--valid-data-path 1 b c is neither prefixes nor pairs of a positive weight and a prefix: write it as",
-        ),
-        ({"train_data_path": ()}, "--train-data-path (nothing) is neither prefixes nor pairs"),
-        ({"data_path": ("a",), "train_data_exact_num_epochs": 0}, "--train-data-exact-num-epochs 0 is not positive"),
-        (
-            {"data_path": ("a",), "tokenizer_type": "SentencePieceTokenizer"},
-            "--tokenizer-type SentencePieceTokenizer reads a file: add --tokenizer-model",
-        ),
-    ],
-)
-def test_a_refusal_is_one_line_with_the_remedy(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DataConfig(**given)
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -166,20 +128,6 @@ def test_checkpoints_that_are_due() -> None:
     assert [done for done in range(10) if every.saves_after(done)] == [0, 3, 4, 8]
     assert not any(CheckpointConfig(save="x").saves_after(done) for done in range(10))
     assert not CheckpointConfig(save="x", save_interval=4).saves_after(0)
-
-
-@pytest.mark.parametrize(
-    ("extra", "save", "line"),
-    [
-        ((5, 7), None, "--extra-save-iterations 5 does not say where to save: add --save"),
-        ((5, -7), "x", "--extra-save-iterations -7 is out of range: give 0 or more"),
-        ((), "x", "--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on"),
-    ],
-)
-def test_extra_saves_that_are_wrong(extra: tuple[int, ...], save: str | None, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        CheckpointConfig(save=save, extra_save_iterations=extra)
-    assert str(caught.value) == line
 
 
 def test_a_hostfile_is_for_dry_runs() -> None:

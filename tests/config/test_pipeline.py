@@ -195,56 +195,6 @@ REQUIRED = {
     **{"num_layers": 2, "hidden_size": 96, "num_attention_heads": 12, "seq_length": 128, "micro_batch_size": 1},
     **{"train_iters": 10, "lr": 1e-3, "data_path": ("corpus",)},
 }
-TENSOR = {"tensor_model_parallel_size": 2}
-
-# The values given, then the words that name the value and the rule, then those of the remedy.
-REFUSALS = [
-    ({"ds_sequence_parallel_size": 0}, "--ds-sequence-parallel-size 0 is not positive", "give 1 or more"),
-    (
-        {"ds_sequence_parallel_size": 5},
-        "--num-attention-heads 12 is not a multiple of --ds-sequence-parallel-size 5, whose ranks share the heads",
-        "change one of them",
-    ),
-    (
-        {**TENSOR, "ds_sequence_parallel_size": 4},
-        "--num-attention-heads 12 is not a multiple of --ds-sequence-parallel-size 4 x --tensor-model-parallel-size 2 "
-        "= 8, whose ranks",
-        "change one of them",
-    ),
-    (
-        {"ds_sequence_parallel_size": 4, "num_key_value_heads": 6},
-        "--num-key-value-heads 6 can be dealt to --ds-sequence-parallel-size 4 neither by whole heads nor by whole",
-        "give a multiple or a divisor of 4",
-    ),
-    (
-        {**TENSOR, "ds_sequence_parallel_size": 3, "num_key_value_heads": 4},
-        "--num-key-value-heads 4, which are 2 on each of 2 tensor-parallel ranks, can be dealt to --ds-sequence-",
-        "give a multiple or a divisor of 3",
-    ),
-    (
-        {"ds_sequence_parallel_size": 2, "token_slices": "64,61,3"},
-        "--ds-sequence-parallel-size 2 deals each token slice to 2 ranks, but one has 61 tokens",
-        "that are multiples of 2",
-    ),
-    (
-        {**TENSOR, "sequence_parallel": True, "ds_sequence_parallel_size": 2, "token_slices": "64,62,2"},
-        "--ds-sequence-parallel-size 2 and --sequence-parallel deal each token slice to 4 ranks, but one has 62 tokens",
-        "that are multiples of 4",
-    ),
-    (
-        {"ds_sequence_parallel_size": 4, "num_token_slices": 33},
-        "--token-slices: 33 token slices of 128 tokens, each a multiple of 4",
-        "give between 1 and 32 token slices",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "rule", "remedy"), REFUSALS)
-def test_what_ranks_cannot_share_is_refused_in_one_line(given: dict[str, object], rule: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_config({**REQUIRED, **given})
-    line = str(caught.value)
-    assert line.startswith(rule) and line.endswith(remedy) and "\n" not in line
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4, 12])
@@ -274,39 +224,3 @@ def test_each_rank_has_one_more_stage() -> None:
 def test_one_rank_keeps_its_output_layer_whole() -> None:
     parallel = parsed("--vocabulary-stages").parallel
     assert (parallel.vocabulary_stages, parallel.vocabulary_parts) == (False, 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            "--vocabulary-stages --pipeline-model-parallel-size 2",
-            "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
-            "--untie-embeddings-and-output-weights, or drop it",
-        ),
-        (
-            f"{UNTIED} --stage-partition parameters",
-            "--vocabulary-stages deals out the output layer itself, and --stage-partition parameters weighs it: use "
-            "uniform, or a list of transformer layers",
-        ),
-        (
-            f"{UNTIED} --token-slices balanced-by-documents --num-token-slices 2 --reset-attention-mask",
-            "--vocabulary-stages passes messages whose shapes stay the same, and --token-slices balanced-by-documents "
-            "changes them from one micro-batch to the next: drop one of them",
-        ),
-        (
-            f"{UNTIED} --make-vocab-size-divisible-by 25",
-            "--vocabulary-stages deals the rows of the output layer to 2 pipeline x 1 tensor-parallel ranks, and "
-            "--make-vocab-size-divisible-by 25 is not a multiple of 2: change it",
-        ),
-        (
-            f"{UNTIED} --pipeline-schedule 1f1b",
-            "--pipeline-schedule 1f1b: schedule '1f1b' has one stage on each pipeline rank, and there are 2 model "
-            "chunks: choose 'interleaved' or 'optimised', or one model chunk",
-        ),
-    ],
-)
-def test_what_it_does_not_go_with_is_said(flags: str, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parsed(flags)
-    assert str(error.value) == said

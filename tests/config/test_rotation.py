@@ -8,7 +8,6 @@ import pytest
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.rotation import FOLLOW_LENGTH, for_length, rotation_of
-from megatron_terapipe.errors import ConfigError
 from tests.model.configs import model_config
 
 transformers = pytest.importorskip("transformers")
@@ -162,61 +161,3 @@ def test_layers_may_turn_otherwise_or_not_at_all() -> None:
     without = replace(model, rotary_base_local=None)
     assert len({rotation_of(without, block) for block in without.blocks[:3]}) == 1
     assert rotation_of(model_config(), model.blocks[0]) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (
-            {"rotary_scaling": "none", "rotary_scaling_factor": 2.0},
-            "--rotary-scaling-factor 2.0 contradicts --rotary-scaling none: drop one of them",
-        ),
-        (
-            {"position_embedding_type": "none", "rotary_scaling_factor": 2.0},
-            "--rotary-scaling linear has no rotations to scale: add --position-embedding-type rope",
-        ),
-        (
-            LLAMA3 | {"rotary_low_frequency_factor": 4.0},
-            "--rotary-low-frequency-factor 4.0 is not less than --rotary-high-frequency-factor 4.0: change one",
-        ),
-        (
-            YARN | {"rotary_beta_slow": 32.0},
-            "--rotary-beta-slow 32.0 is not less than --rotary-beta-fast 32.0: change one",
-        ),
-        (
-            YARN | {"rotary_base": 1.0},
-            "--rotary-base 1.0 has no slow rotations that --rotary-scaling yarn could scale: raise it",
-        ),
-        (
-            {"rotary_scaling": "stretched"},
-            "--rotary-scaling stretched is not known: choose none, linear, llama3, yarn, dynamic or longrope",
-        ),
-        (
-            {"rotary_scaling": "longrope"},
-            "--rotary-scaling longrope divides rotations by lists of factors: add --rotary-short-factors",
-        ),
-        (
-            LONGROPE | {"rotary_percent": 0.5},
-            "--rotary-short-factors lists 64 factors, and 32 pairs of channels turn: give one for each",
-        ),
-        (
-            LONGROPE | {"rotary_long_factors": "1,x"},
-            "--rotary-long-factors 1,x is not positive numbers with commas between them: write 1.0,1.05",
-        ),
-        ({"rotary_long_factors": "1.0"}, "--rotary-long-factors is for --rotary-scaling longrope, not none: drop it"),
-        (
-            DYNAMIC | {"kv_channels": 2},
-            "--rotary-scaling dynamic enlarges the base of all rotations but the first, and "
-            "2 channels turn in one: choose linear, or raise --rotary-percent",
-        ),
-        ({"rotary_scaling_factor": 0.0}, "--rotary-scaling-factor 0.0 is not positive: give a number above 0"),
-        (
-            {"rotary_base_local": 100.0},
-            "--rotary-base-local 100.0 is for layers with a window: add --sliding-window",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        rope(**given)
-    assert str(caught.value) == line

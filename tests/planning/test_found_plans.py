@@ -150,8 +150,3 @@ def test_stages_are_found_with_the_token_slices(schedule: str) -> None:
     assert bounds is not None and bounds.num_layers == 32
     assert len(bounds.layers(3)) < len(bounds.layers(0))
     assert makespan(found) < 0.9 * makespan(found_for(words))
-
-
-def test_stages_alone_are_not_found() -> None:
-    with pytest.raises(ConfigError, match="--stage-partition auto is found together with the token slices: add"):
-        parse("--stage-partition auto")

@@ -55,56 +55,6 @@ def test_the_pipeline_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--num-model-chunks 0", "--num-model-chunks 0 is not positive: give 1 or more"),
-        (
-            "--num-model-chunks 5",
-            "--pipeline-model-parallel-size 2 x --num-model-chunks 5 = 10 is more than --num-layers 8: give 8 stages",
-        ),
-        (
-            "--num-model-chunks 2 --pipeline-schedule 1f1b",
-            "--pipeline-schedule 1f1b: schedule '1f1b' has one stage on each pipeline rank, and there are 2 model",
-        ),
-        (
-            "--num-model-chunks 2 --pipeline-schedule zero-bubble",
-            "--pipeline-schedule zero-bubble: schedule 'zero-bubble' has one stage on each pipeline rank, and there",
-        ),
-        (
-            "--num-model-chunks 2 --model-chunk-placement v",
-            "--pipeline-schedule interleaved: schedule 'interleaved' goes round and round, and the placement is 'v': ",
-        ),
-        (
-            "--pipeline-schedule 2f2b",
-            "--pipeline-schedule 2f2b is neither a schedule nor a file of one: choose gpipe, 1f1b, interleaved, ",
-        ),
-        (
-            "--schedule-memory-limit 2",
-            "--schedule-memory-limit 2.0 goes with --pipeline-schedule optimised, not with 1f1b: drop it",
-        ),
-        (
-            "--pipeline-schedule optimised --schedule-memory-limit 0",
-            "--schedule-memory-limit 0.0 is less than one micro-batch, which has to go forward before it can go",
-        ),
-        (
-            "--model-chunk-placement v",
-            "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it",
-        ),
-        (
-            "--num-model-chunks 2 --stage-partition 0,2,8",
-            "--stage-partition 0,2,8 has 2 stages, but --pipeline-model-parallel-size is 2 x --num-model-chunks 2: "
-            "give 5 bounds",
-        ),
-    ],
-)
-def test_what_cannot_be_ends_in_one_line(words: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(words)
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("words", "bounds"),
     [
         ("--num-model-chunks 2", (0, 2, 4, 6, 8)),
