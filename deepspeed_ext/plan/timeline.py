@@ -11,12 +11,12 @@ From the op that ends last the path goes back, each time to what ended last of a
 
 import json
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
@@ -242,7 +242,15 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
     Where several chains end at the same time, the one that stays on its rank longest is taken.
     """
-    return _Graph(timeline).critical_path()
+    waits = _waits(timeline)
+    slack = _slack(timeline, waits)  # first, since it sees whether there is a path at all
+    event: Event = max((span for spans in timeline.spans for span in spans), key=lambda span: span.end)
+    steps = []
+    while (wait := max(waits[event], key=lambda each: each.time, default=None)) is not None:
+        steps.append(PathStep(event, wait.reason, event.start - wait.time))
+        event = wait.event
+    steps.append(PathStep(event, Reason.START, event.start - timeline.start))
+    return CriticalPath(tuple(reversed(steps)), slack)
 
 
 class _Wait(NamedTuple):
@@ -255,146 +263,128 @@ class _Wait(NamedTuple):
     event: Event
 
 
-class _Graph:
-    """Events of a timeline, and what each waits for."""
+def _waits(timeline: Timeline) -> dict[Event, list[_Wait]]:
+    """The events of a timeline, and what each waits for; of several at the same time, the first counts."""
+    shape = timeline.shape
+    spans = {result(span.op): span for spans in timeline.spans for span in spans}
+    transfers = {transfer.op: transfer for transfer in timeline.transfers}
+    of_copies: dict[CopyRun, list[_Wait]] = {}
+    copies_read: dict[Op, list[CopyRun]] = defaultdict(list)
+    for rank, row in enumerate(timeline.spans):
+        copies = [copy for copy in timeline.host_copies if shape.rank_of(copy.stage) == rank]
+        _add_copies(row, copies, of_copies, copies_read)
+    waits: dict[Event, list[_Wait]] = {}
+    for row in timeline.spans:
+        before: Span | None = None
+        for span in row:
+            waits[span] = [] if before is None else [_Wait(before.end, 0.0, Reason.RANK, before)]
+            waits[span] += [_Wait(copy.end, 0.0, Reason.COPY, copy) for copy in copies_read.get(span.op, ())]
+            for needed in prerequisites(span.op, shape):
+                transfer = transfers.get(needed)
+                if transfer is not None and needed.stage != span.op.stage:
+                    waits[span].append(_Wait(transfer.end, 0.0, Reason.TRANSFER, transfer))
+                elif needed in spans:
+                    waits[span].append(_Wait(spans[needed].end, 0.0, Reason.DATA, spans[needed]))
+            before = span
+    last_on: dict[Channel, Transfer] = {}
+    for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
+        producer = spans[transfer.op]
+        waits[transfer] = [_Wait(producer.end, 0.0, Reason.DATA, producer)]
+        if (ahead := last_on.get(transfer.channel)) is not None:
+            waits[transfer].append(_Wait(ahead.sent, ahead.sent - ahead.end, Reason.CHANNEL, ahead))
+        last_on[transfer.channel] = transfer
+    return waits | of_copies
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._spans = {result(span.op): span for spans in timeline.spans for span in spans}
-        self._transfers = {transfer.op: transfer for transfer in timeline.transfers}
-        self._before_on_rank = {span.op: before for spans in timeline.spans for before, span in pairwise(spans)}
-        on_channel: dict[Channel, list[Transfer]] = defaultdict(list)
-        for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
-            on_channel[transfer.channel].append(transfer)
-        self._before_on_channel = {one.op: before for row in on_channel.values() for before, one in pairwise(row)}
-        rank_of = timeline.shape.rank_of
-        self._waits_of_copies: dict[CopyRun, list[_Wait]] = {}
-        self._copies_read: dict[Op, list[CopyRun]] = defaultdict(list)
-        for rank, spans in enumerate(timeline.spans):
-            self._add_copies(spans, [copy for copy in timeline.host_copies if rank_of(copy.stage) == rank])
 
-    def _add_copies(self, spans: Sequence[Span], copies: Sequence[TimedCopy]) -> None:
-        """Add the waits of one rank that are due to host copies.
+def _add_copies(
+    spans: Sequence[Span],
+    copies: Sequence[TimedCopy],
+    waits: dict[CopyRun, list[_Wait]],
+    copies_read: dict[Op, list[CopyRun]],
+) -> None:
+    """Add what the host copies of one rank wait for, and what its ops read of them.
 
-            rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
-            to host             '[ 0.0 ]                       |
-            from host                              [ 0.1 ][ 0.0 ]*
+        rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
+        to host             '[ 0.0 ]                       |
+        from host                              [ 0.1 ][ 0.0 ]*
 
-        A copy to the host waited for its forward, a copy back for the op after which it was posted; both for the one
-        before them in their direction. An op waited for the copies back that it reads, and after a drop for the copy to
-        the host. A timeline does not say where copies were posted and which op read them: the last op that had ended
-        counts, and the first backward that may read it and began after its end. Both are never earlier than the true
-        ones.
-        """
-        starts, ends = [span.start for span in spans], [span.end for span in spans]
-        forwards = {span.op[1:]: place for place, span in enumerate(spans) if span.op.kind is OpKind.FORWARD}
-        backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, (op, _, _) in enumerate(spans):
-            if result(op).kind is OpKind.INPUT_GRADIENT:
-                backwards[op.stage, op.micro_batch].append(place)
+    A copy to the host waited for its forward, a copy back for the op after which it was posted; both for the one
+    before them in their direction. An op waited for the copies back that it reads, and after a drop for the copy to
+    the host. A timeline does not say where copies were posted and which op read them: the last op that had ended
+    counts, and the first backward that may read it and began after its end. Both are never earlier than the true
+    ones.
+    """
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    forwards = {span.op[1:]: place for place, span in enumerate(spans) if span.op.kind is OpKind.FORWARD}
+    backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, (op, _, _) in enumerate(spans):
+        if result(op).kind is OpKind.INPUT_GRADIENT:
+            backwards[op.stage, op.micro_batch].append(place)
 
-        def reader(copy: TimedCopy) -> int:
-            """Place of the first backward that reads what was copied; after all ops if there is none."""
-            may_read = [
-                place
-                for place in backwards[copy.stage, copy.micro_batch]
-                if spans[place].op.token_slice >= copy.token_slice
-                and (copy.content is Content.KEYS_AND_VALUES or spans[place].op.token_slice == copy.token_slice)
-            ]
-            after = [place for place in may_read if starts[place] >= copy.fetch_end]
-            return min(after or may_read[-1:], default=len(spans))
+    def reader(copy: TimedCopy) -> int:
+        """Place of the first backward that reads what was copied; after all ops if there is none."""
+        may_read = [
+            place
+            for place in backwards[copy.stage, copy.micro_batch]
+            if spans[place].op.token_slice >= copy.token_slice
+            and (copy.content is Content.KEYS_AND_VALUES or spans[place].op.token_slice == copy.token_slice)
+        ]
+        after = [place for place in may_read if starts[place] >= copy.fetch_end]
+        return min(after or may_read[-1:], default=len(spans))
 
-        def add(run: CopyRun, posted: int, lane: list[CopyRun], place: int) -> None:
-            """Add a copy that was posted after the op at one place, and that the op at another waited for."""
-            waits = self._waits_of_copies[run] = []
-            if posted >= 0:
-                waits.append(_Wait(ends[posted], 0.0, Reason.DATA, spans[posted]))
-            if lane:
-                waits.append(_Wait(lane[-1].end, 0.0, Reason.LANE, lane[-1]))
-            if place < len(spans):
-                self._copies_read[spans[place].op].append(run)
-            lane.append(run)
+    def add(run: CopyRun, posted: int, lane: list[CopyRun], place: int) -> None:
+        """Add a copy that was posted after the op at one place, and that the op at another waited for."""
+        of_run = waits[run] = []
+        if posted >= 0:
+            of_run.append(_Wait(ends[posted], 0.0, Reason.DATA, spans[posted]))
+        if lane:
+            of_run.append(_Wait(lane[-1].end, 0.0, Reason.LANE, lane[-1]))
+        if place < len(spans):
+            copies_read[spans[place].op].append(run)
+        lane.append(run)
 
-        known = [copy for copy in copies if copy[1:4] in forwards]
-        to_host: list[CopyRun] = []
-        for copy in sorted(known, key=lambda each: (each.offload_start, forwards[each[1:4]])):
-            place = forwards[copy[1:4]]
-            run = CopyRun(copy, False, copy.offload_start, copy.offload_end)
-            add(run, place, to_host, max(bisect_left(starts, copy.dropped), place + 1))
-        offloads = {run.copy: run for run in to_host}
-        from_host: list[CopyRun] = []
-        for copy in sorted(known, key=lambda each: (each.fetch_start, reader(each))):
-            run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
-            add(run, min(bisect_right(ends, copy.fetch_start), reader(copy)) - 1, from_host, reader(copy))
-            # Both may be posted at one place, and then nothing makes the way back wait.
-            if (there := offloads[copy]).end <= copy.fetch_start:
-                self._waits_of_copies[run].append(_Wait(there.end, 0.0, Reason.COPY, there))
+    known = [copy for copy in copies if copy[1:4] in forwards]
+    to_host: list[CopyRun] = []
+    for copy in sorted(known, key=lambda each: (each.offload_start, forwards[each[1:4]])):
+        place = forwards[copy[1:4]]
+        run = CopyRun(copy, False, copy.offload_start, copy.offload_end)
+        add(run, place, to_host, max(bisect_left(starts, copy.dropped), place + 1))
+    offloads = {run.copy: run for run in to_host}
+    from_host: list[CopyRun] = []
+    for copy in sorted(known, key=lambda each: (each.fetch_start, reader(each))):
+        run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
+        add(run, min(bisect_right(ends, copy.fetch_start), reader(copy)) - 1, from_host, reader(copy))
+        # Both may be posted at one place, and then nothing makes the way back wait.
+        if (there := offloads[copy]).end <= copy.fetch_start:
+            waits[run].append(_Wait(there.end, 0.0, Reason.COPY, there))
 
-    def _waits(self, event: Event) -> Iterator[_Wait]:
-        """Event that an event waits for; of several at the same time, the first."""
-        if isinstance(event, CopyRun):
-            yield from self._waits_of_copies[event]
-            return
-        if isinstance(event, Transfer):
-            producer = self._spans[event.op]
-            yield _Wait(producer.end, 0.0, Reason.DATA, producer)
-            if (ahead := self._before_on_channel.get(event.op)) is not None:
-                yield _Wait(ahead.sent, ahead.sent - ahead.end, Reason.CHANNEL, ahead)
-            return
-        if (before := self._before_on_rank.get(event.op)) is not None:
-            yield _Wait(before.end, 0.0, Reason.RANK, before)
-        for copy in self._copies_read.get(event.op, ()):
-            yield _Wait(copy.end, 0.0, Reason.COPY, copy)
-        for needed in prerequisites(event.op, self._timeline.shape):
-            transfer = self._transfers.get(needed)
-            if transfer is not None and needed.stage != event.op.stage:
-                yield _Wait(transfer.end, 0.0, Reason.TRANSFER, transfer)
-            elif needed in self._spans:
-                yield _Wait(self._spans[needed].end, 0.0, Reason.DATA, self._spans[needed])
 
-    def critical_path(self) -> CriticalPath:
-        slack = self._slack()  # first, since it sees whether there is a path at all
-        event: Event = max((span for spans in self._timeline.spans for span in spans), key=lambda span: span.end)
-        steps = []
-        while (wait := max(self._waits(event), key=lambda each: each.time, default=None)) is not None:
-            steps.append(PathStep(event, wait.reason, event.start - wait.time))
-            event = wait.event
-        steps.append(PathStep(event, Reason.START, event.start - self._timeline.start))
-        return CriticalPath(tuple(reversed(steps)), slack)
+def _slack(timeline: Timeline, waits: Mapping[Event, Sequence[_Wait]]) -> dict[Op, float]:
+    """Latest end minus end, from the last event to the first."""
+    latest: dict[Event, float] = {}
+    for event in reversed(_in_order(waits)):
+        allowed = latest.setdefault(event, timeline.end)
+        for wait in waits[event]:
+            # The event it waits for must have ended early enough for this one to start in time.
+            due = allowed - (event.end - event.start) - wait.lag
+            latest[wait.event] = min(latest.get(wait.event, timeline.end), due)
+    return {span.op: max(latest[span] - span.end, 0.0) for spans in timeline.spans for span in spans}
 
-    def _slack(self) -> dict[Op, float]:
-        """Latest end minus end, from the last event to the first."""
-        latest: dict[Event, float] = {}
-        for event in reversed(self._in_order()):
-            allowed = latest.setdefault(event, self._timeline.end)
-            for wait in self._waits(event):
-                # The event it waits for must have ended early enough for this one to start in time.
-                due = allowed - (event.end - event.start) - wait.lag
-                latest[wait.event] = min(latest.get(wait.event, self._timeline.end), due)
-        spans = (span for spans in self._timeline.spans for span in spans)
-        return {span.op: max(latest[span] - span.end, 0.0) for span in spans}
 
-    def _in_order(self) -> list[Event]:
-        """All events, each after all that it waits for: also those that take no time, whose starts do not tell."""
-        followers: dict[Event, list[Event]] = defaultdict(list)
-        missing: dict[Event, int] = {}
-        events: list[Event] = [span for spans in self._timeline.spans for span in spans]
-        events += [*self._timeline.transfers, *self._waits_of_copies]
-        for event in events:
-            waits = list(self._waits(event))
-            missing[event] = len(waits)
-            for wait in waits:
-                followers[wait.event].append(event)
-        ready = deque(event for event in events if not missing[event])
-        ordered = []
-        while ready:
-            event = ready.popleft()
-            ordered.append(event)
-            for follower in followers[event]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    ready.append(follower)
-        if len(ordered) < len(events):
-            op = next(event.op for event in events if missing[event] and isinstance(event, Span | Transfer))
-            raise PlanError(f"op {op} stands before what it waits for: give the timeline of a run that ended")
-        return ordered
+def _in_order(waits: Mapping[Event, Sequence[_Wait]]) -> list[Event]:
+    """All events, each after all that it waits for: also those that take no time, whose starts do not tell."""
+    followers: dict[Event, list[Event]] = defaultdict(list)
+    for event, needed in waits.items():
+        for wait in needed:
+            followers[wait.event].append(event)
+    missing = {event: len(needed) for event, needed in waits.items()}
+    ordered = [event for event, count in missing.items() if not count]
+    for event in ordered:
+        for follower in followers[event]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                ordered.append(follower)
+    if len(ordered) < len(waits):
+        op = next(event.op for event in waits if missing[event] and isinstance(event, Span | Transfer))
+        raise PlanError(f"op {op} stands before what it waits for: give the timeline of a run that ended")
+    return ordered

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, TimedCopy
 
@@ -248,18 +249,19 @@ def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
     num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
     given = np.array([CODE[result(Op(kind, 0, 0, 0)).kind] for kind in KINDS])
     gives = given[columns.kind] * (num_made // len(KINDS)) + columns.units(shape)
-    targets, channels, boundaries, num_channels = _ways(shape)
+    ways = ways_of(shape)
     way = columns.kind.astype(np.int64) * shape.num_stages + columns.stage
+    targets = ways.targets.reshape(-1)[way]
     return Wiring(
         _needs(columns, shape, num_made).reshape(-1).astype(np.int32),
         gives.astype(np.int32),
-        np.where(targets[way] == NOTHING, NOTHING, gives + num_made).astype(np.int32),
-        targets[way].astype(np.int32),
-        channels[way].astype(np.int32),
+        np.where(targets == NOTHING, NOTHING, gives + num_made).astype(np.int32),
+        targets.astype(np.int32),
+        ways.channels.reshape(-1)[way].astype(np.int32),
         (way * shape.num_token_slices + columns.token_slice).astype(np.int32),
-        (boundaries[way] * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        (ways.boundaries.reshape(-1)[way] * shape.num_token_slices + columns.token_slice).astype(np.int32),
         2 * num_made,
-        num_channels,
+        int(ways.channels.max()) + 1,
     )
 
 
@@ -281,22 +283,46 @@ def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers"
     return needs
 
 
-def _ways(shape: PipelineShape) -> "tuple[Numbers, Numbers, Numbers, int]":
-    """Rank, channel and stage boundary that the result of each kind of op on each stage goes by; how many channels."""
+class Ways(NamedTuple):
+    """Ways of the result of each kind of op on each stage; [4 kinds, N stages] each."""
+
+    readers: "Numbers"
+    """The stage that reads it; NOTHING if none does."""
+    targets: "Numbers"
+    """The rank it is sent to; NOTHING if it stays."""
+    channels: "Numbers"
+    """The channel it takes; what stays has channels of its own."""
+    boundaries: "Numbers"
+    """The stage boundary it crosses; 0 if none."""
+
+
+def ways_of(shape: PipelineShape) -> Ways:
+    """Return the ways of all results."""
     import numpy as np
 
-    targets, boundaries, ways = [], [], []
-    for kind in KINDS:
-        for stage in range(shape.num_stages):
-            given = result(Op(kind, stage, 0, 0))
-            reader = reading_stage(given, shape)
-            source, target = shape.rank_of(stage), NOTHING if reader is None else shape.rank_of(reader)
-            targets.append(NOTHING if target == source else target)
-            boundaries.append(0 if reader is None else min(stage, reader))
-            ways.append((source, targets[-1], given.kind))
-    numbers = {way: number for number, way in enumerate(dict.fromkeys(ways))}
-    channels = [numbers[way] for way in ways]
-    return np.array(targets), np.array(channels), np.array(boundaries), len(numbers)
+    rows = []
+    numbers: dict[tuple[int, int, OpKind], int] = {}
+    for op in (Op(kind, stage, 0, 0) for kind in KINDS for stage in range(shape.num_stages)):
+        reader = reading_stage(result(op), shape)
+        source, target = shape.rank_of(op.stage), NOTHING if reader is None else shape.rank_of(reader)
+        target = NOTHING if target == source else target
+        channel = numbers.setdefault((source, target, result(op).kind), len(numbers))
+        rows.append((NOTHING if reader is None else reader, target, channel, min(op.stage, reader or 0)))
+    return Ways(*np.array(rows).T.reshape(4, len(KINDS), shape.num_stages).copy())
+
+
+def message_times(costs: OpCosts, shape: PipelineShape) -> "tuple[Numbers, Numbers]":
+    """Return the times that messages keep their channel busy, and their latencies: [boundaries, token slices] each.
+
+    There is at least one boundary, for results that stay where they are.
+    """
+    import numpy as np
+
+    sending, latency = np.zeros((2, max(shape.last_stage, 1), shape.num_token_slices))
+    for boundary in range(shape.last_stage):
+        sending[boundary] = [costs.sending_time(boundary, each) for each in range(shape.num_token_slices)]
+        latency[boundary] = costs.latency(boundary)
+    return sending, latency
 
 
 def ranks_of_stages(shape: PipelineShape) -> "Numbers":

@@ -24,6 +24,7 @@ from deepspeed_ext.plan.simulate.arrays import (
     Wiring,
     compiled_loop,
     fits,
+    message_times,
     simulate_ops,
     wire,
 )
@@ -184,16 +185,10 @@ class CompiledOrders:
     def _times(self, costs: OpCosts) -> "dict[str, Numbers]":
         import numpy as np
 
-        num_token_slices = self.shape.num_token_slices
-        durations = np.zeros((len(KINDS), self.shape.num_stages, num_token_slices))
+        durations = np.zeros((len(KINDS), self.shape.num_stages, self.shape.num_token_slices))
         for code in np.flatnonzero(np.bincount(self.columns.kind)).tolist():
             durations[code] = costs.durations(KINDS[code])
-        # At least one: results that stay where they are have the first for their boundary.
-        boundaries = range(max(self.shape.last_stage, 1))
-        sending, latency = np.zeros((2, len(boundaries), num_token_slices))
-        if self.shape.last_stage:
-            latency[:] = [[costs.latency(boundary)] for boundary in boundaries]
-            sending[:] = [[costs.sending_time(each, one) for one in range(num_token_slices)] for each in boundaries]
+        sending, latency = message_times(costs, self.shape)
         return {
             "durations": durations.reshape(-1)[self.wiring.op_costs],
             "sending": sending.reshape(-1)[self.wiring.message_costs],

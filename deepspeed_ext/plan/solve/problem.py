@@ -18,8 +18,7 @@ from numba import njit
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
-from deepspeed_ext.plan.programs.program import Channel
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reads_of, result
 from deepspeed_ext.plan.simulate import arrays
 from deepspeed_ext.plan.simulate.arrays import OpColumns
 
@@ -203,36 +202,20 @@ class SchedulingProblem:
 def _tables(shape: PipelineShape, costs: OpCosts, shares: Sequence[float]) -> Tables:
     times = [costs.forward, costs.backward]
     times.append(costs.weight_gradient or ((0.0,) * shape.num_token_slices,) * shape.num_stages)
-    rank_of = [shape.rank_of(stage) for stage in range(shape.num_stages)]
-    channel = np.full((2, shape.num_stages), -1, np.int64)
-    sending = np.zeros((2, shape.num_stages, shape.num_token_slices))
-    latency = np.zeros((2, shape.num_stages))
-    numbers: dict[Channel, int] = {}
-    reader = np.full((2, shape.num_stages), -1, np.int64)
-    for number, kind in enumerate(RESULTS):
-        for stage in range(shape.num_stages):
-            target = reading_stage(Op(kind, stage, 0, 0), shape)
-            if target is None:
-                continue
-            reader[number, stage] = target
-            if rank_of[target] == rank_of[stage]:
-                continue
-            way = Channel(rank_of[stage], rank_of[target], kind)
-            channel[number, stage] = numbers.setdefault(way, len(numbers))
-            boundary = min(stage, target)
-            latency[number, stage] = costs.latency(boundary)
-            sending[number, stage] = [costs.sending_time(boundary, at) for at in range(shape.num_token_slices)]
+    ways, rows = arrays.ways_of(shape), [arrays.CODE[kind] for kind in RESULTS]
+    boundaries, travels = ways.boundaries[rows], ways.targets[rows] >= 0
+    sending, latency = arrays.message_times(costs, shape)
     return Tables(
         shape.num_micro_batches,
-        reader,
-        np.array(rank_of, np.int64),
+        ways.readers[rows],
+        arrays.ranks_of_stages(shape),
         np.array([list(shape.stages_of(rank)) for rank in range(shape.num_ranks)], np.int64),
         np.array(times, np.float64),
         np.array(shares, np.float64) / shape.num_model_chunks,
-        channel,
-        sending,
-        latency,
-        np.zeros(max(len(numbers), 1)),
+        np.where(travels, ways.channels[rows], -1),
+        np.where(travels[..., None], sending[boundaries], 0.0),
+        np.where(travels, latency[boundaries, 0], 0.0),
+        np.zeros(int(ways.channels.max()) + 1),
     )
 
 

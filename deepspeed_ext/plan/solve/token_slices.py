@@ -13,10 +13,11 @@ Evaluations keep all that does not depend on the cut, so that one cut costs a re
 is the clock of a search, since results must not depend on time.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,26 +42,22 @@ LIST_SCHEDULE_PER_REPLAY = 5
 """Cost of making an order, in replays of it."""
 
 
-class CutEvaluation(Protocol):
+class CutEvaluation(ABC):
     """Judges cuts."""
 
     num_ops: int
     """Ops that were simulated so far."""
 
+    @abstractmethod
     def __call__(self, cut: TokenSlices) -> float:
         """Makespan with a cut; more than any if the memory limit is not kept."""
-        ...
-
-    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """Judge by other costs from now on."""
-        ...
 
     def adapt(self, cut: TokenSlices) -> None:
-        """Choose what is best for this cut, where there is a choice."""
-        ...
+        """Choose the best for this cut, where there is a choice."""
+        return
 
 
-class _Evaluation:
+class _Evaluation(CutEvaluation):
     """Makes the problem of one cut from that of another; see `solve_token_slices` for the arguments."""
 
     def __init__(
@@ -92,7 +89,7 @@ class _Evaluation:
         )
 
     def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """See `CutEvaluation`."""
+        """Judge by other costs from now on."""
         self._token_slice_costs = token_slice_costs
 
 
@@ -116,9 +113,6 @@ class FixedSchedule(_Evaluation):
         makespan = replay(problem, self._orders)
         # Not infinite, so that a search finds its way down to the limit.
         return makespan if over <= 1e-9 else makespan * (100 + over)
-
-    def adapt(self, cut: TokenSlices) -> None:
-        """There is one order only."""
 
 
 class OptimisedOrders(_Evaluation):
@@ -145,7 +139,7 @@ class OptimisedOrders(_Evaluation):
 
 def _evaluation(
     schedule: Schedule | None, shape: PipelineShape, token_slice_costs: TokenSliceCosts, **more: Any
-) -> CutEvaluation:
+) -> FixedSchedule | OptimisedOrders:
     if schedule is None:
         return OptimisedOrders(shape, token_slice_costs, **more)
     return FixedSchedule(schedule, shape, token_slice_costs, **more)
@@ -375,7 +369,7 @@ def _moved_layers(
     shape: PipelineShape,
     costs_of_layers: CostsOfLayers,
     cut: TokenSlices,
-    evaluation: CutEvaluation,
+    evaluation: FixedSchedule | OptimisedOrders,
 ) -> list[int]:
     """Move single layers between stages while the step gets shorter."""
     evaluation.change_costs(costs_of_layers(layers))

@@ -143,8 +143,8 @@ def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, p
 MOST_OPS = 4_000  # ops that are simulated for each cut: less than a tenth of a millisecond
 
 
-class ExtrapolatedSchedule:
-    """Judges cuts by one schedule; a `plan.solve.token_slices.CutEvaluation`.
+class ExtrapolatedSchedule(CutEvaluation):
+    """Judges cuts by one schedule.
 
     Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
     of many is on the straight line through those of two smaller numbers.
@@ -170,14 +170,6 @@ class ExtrapolatedSchedule:
         first, *more = (part(cut) for part in self._parts)
         self.num_ops = sum(part.num_ops for part in self._parts)
         return first if not more else more[0] + self._rest * (more[0] - first)
-
-    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """Judge by other costs from now on."""
-        for part in self._parts:
-            part.change_costs(token_slice_costs)
-
-    def adapt(self, cut: TokenSlices) -> None:
-        """There is one order only."""
 
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
