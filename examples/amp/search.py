@@ -21,7 +21,6 @@ from megatron_terapipe.search.rank.stage_partition import (
     Numbers,
     SolvedPartition,
     StageTimes,
-    best_partition,
     solve,
     stage_times,
 )
@@ -45,7 +44,7 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
     cuts = np.zeros((num_stages - 1, num_layers + 1))
     cuts[:, 1:] = messages.there + messages.back
     layers = np.add(*costs.layer_times_s(strategy))
-    hidden, exposed = (stage_times(layers, num_stages, cut_times_s=cuts, blocking=each) for each in (False, True))
+    hidden, exposed = (times_with_cuts(layers, num_stages, cuts, blocking=each) for each in (False, True))
     found = [solve(times, strategy.num_micro_batches).partition for times in (hidden, exposed)]
     if strategy.data_parallel_size > 1:
         sizes = np.array([float(layer.parameters) for layer in costs.workload.layers])
@@ -57,6 +56,28 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
             limited = StageTimes(np.where(within, hidden.period_s, np.inf), np.where(within, hidden.fill_s, np.inf))
             found.append(solve(limited, strategy.num_micro_batches).partition)
     return list(dict.fromkeys(found))
+
+
+def times_with_cuts(
+    layer_times_s: Numbers, num_stages: int, cut_times_s: Numbers, *, blocking: bool = False
+) -> StageTimes:
+    """Return the times of stages with the transfers at their ends.
+
+    Args:
+        layer_times_s: [L] or [num_stages, L] seconds of the layers.
+        cut_times_s: [L + 1], or [num_stages - 1, L + 1] by boundary of stages: transfers of one micro-batch, both
+            ways, where the layers before that index end a stage.
+        blocking: whether a transfer keeps both its stages from computing; else it only delays the first micro-batch.
+    """
+    times = stage_times(layer_times_s, num_stages)
+    if num_stages > 1:
+        cuts = np.broadcast_to(np.atleast_2d(cut_times_s), (num_stages - 1, times.num_layers + 1))
+        # Each cut counts once in the sum: with the stage that ends there.
+        times.fill_s[:-1] += cuts[:, None, :]
+        if blocking:
+            times.period_s[:-1] += cuts[:, None, :]
+            times.period_s[1:] += cuts[:, :, None]
+    return times
 
 
 def _most(of_run: Numbers, partition: StagePartition) -> float:
@@ -74,7 +95,7 @@ def amp_partition(
         cut_times_s: [num_stages - 1, L + 1] one activation, by boundary and first layer behind it.
         num_micro_batches: M; with one AMP deals layers evenly, which is what M = 2 comes to.
     """
-    return best_partition(layer_times_s, num_stages, max(num_micro_batches, 2), cut_times_s=cut_times_s)
+    return solve(times_with_cuts(layer_times_s, num_stages, cut_times_s), max(num_micro_batches, 2))
 
 
 def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartition:

@@ -9,13 +9,13 @@ first micro-batch goes through all stages (Tarnawski et al., "Efficient Algorith
 Operators", NeurIPS 2020, use the first term; Li et al., "AMP", NeurIPS 2022, both). Both may depend on which stage
 holds which layers in any way: devices differ, transfers at a cut block both its sides.
 
-`best_partition`: for one threshold on the period, the least sum of fills is a shortest path over cuts. It falls as the
+`solve`: for one threshold on the period, the least sum of fills is a shortest path over cuts. It falls as the
 threshold rises, in steps, so that the best of all thresholds is found by halving the range between two thresholds
 wherever the sum differs at its ends and even the best that could lie inside would win. Nothing is approximated.
 
 `balanced_partition`: layers that are alike are dealt one by one, each to the rank that is then the least loaded, so the
 heaviest rank is as light as it can be, whatever stands at the ends and however fast devices are. Layers that differ
-need `best_partition`.
+need `solve`.
 """
 
 from bisect import bisect_left
@@ -57,18 +57,11 @@ class StageTimes:
         return int(self.period_s.shape[1]) - 1
 
 
-def stage_times(
-    layer_times_s: Numbers,
-    num_stages: int,
-    *,
-    cut_times_s: Numbers | None = None,
-    blocking: bool = False,
-    allowed: NDArray[np.bool_] | None = None,
-) -> StageTimes:
+def stage_times(layer_times_s: Numbers, num_stages: int) -> StageTimes:
     """Return the times of stages whose layers add up.
 
     Args:
-        layer_times_s: seconds of the layers, [L] or [stages, L].
+        layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
     """
     layers = np.atleast_2d(np.asarray(layer_times_s, dtype=np.float64))
     num_layers = layers.shape[1]
@@ -78,23 +71,10 @@ def stage_times(
         )
     before = np.zeros((layers.shape[0], num_layers + 1))
     np.cumsum(layers, axis=1, out=before[:, 1:])
-    compute = before[:, None, :] - before[:, :, None]
     possible = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), k=1)
-    fill = np.where(possible, compute, np.inf)
+    fill = np.where(possible, before[:, None, :] - before[:, :, None], np.inf)
     fill = np.array(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
     period = fill.copy()
-    if cut_times_s is not None and num_stages > 1:
-        cuts = np.broadcast_to(
-            np.atleast_2d(np.asarray(cut_times_s, dtype=np.float64)), (num_stages - 1, num_layers + 1)
-        )
-        # Each cut counts once in the sum: with the stage that ends there.
-        fill[:-1] += cuts[:, None, :]
-        if blocking:
-            period[:-1] += cuts[:, None, :]
-            period[1:] += cuts[:, :, None]
-    if allowed is not None:
-        fill[~allowed] = np.inf
-        period[~allowed] = np.inf
     # The first stage begins with the first layer, the last one ends with the last.
     period[0, 1:] = period[-1, :, :-1] = np.inf
     return StageTimes(period, fill)
@@ -114,30 +94,8 @@ class SolvedPartition:
     slowest_s: float
 
 
-def best_partition(
-    layer_times_s: "Numbers",
-    num_stages: int,
-    num_micro_batches: int,
-    *,
-    cut_times_s: "Numbers | None" = None,
-    blocking: bool = False,
-    allowed: "NDArray[np.bool_] | None" = None,
-) -> SolvedPartition:
-    """Deal layers to stages so that the pipeline is as fast as can be.
-
-    Args:
-        layer_times_s: [L], or [num_stages, L] where devices differ: forward and backward of one micro-batch.
-        cut_times_s: [L + 1], or [num_stages - 1, L + 1] by boundary of stages: transfers of one micro-batch, both
-            ways, where the layers before that index end a stage.
-        blocking: whether a transfer keeps both its stages from computing; else it only delays the first micro-batch.
-        allowed: [num_stages, L + 1, L + 1]: whether stage s may hold the layers i to j - 1 (memory); None = always.
-    """
-    times = stage_times(layer_times_s, num_stages, cut_times_s=cut_times_s, blocking=blocking, allowed=allowed)
-    return solve(times, num_micro_batches)
-
-
 def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
-    """Return the best partition for any times of stages."""
+    """Deal layers to stages so that the pipeline is as fast as can be, for any times of stages."""
     weight = num_micro_batches - 1
     thresholds = np.unique(times.period_s[np.isfinite(times.period_s)]).tolist()
     loosest = len(thresholds) - 1
@@ -242,7 +200,7 @@ def balanced_partition(
     stage_rows = np.tile(dealt, (model_chunks, 1))
     stage_rows[0, 0] += ends[0]
     stage_rows[-1, -1] += ends[-1]
-    return best_partition(stage_rows, num_stages, num_micro_batches).partition
+    return solve(stage_times(stage_rows, num_stages), num_micro_batches).partition
 
 
 def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -> list[int]:

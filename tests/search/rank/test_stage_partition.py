@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.amp.search import times_with_cuts
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.rank.stage_partition import SolvedPartition, balanced_partition, best_partition
+from megatron_terapipe.search.rank.stage_partition import (
+    SolvedPartition,
+    StageTimes,
+    balanced_partition,
+    solve,
+    stage_times,
+)
 from tests.search.problems import small_problem
 
 
@@ -58,9 +65,10 @@ def test_no_partition_is_better(data):
     least = enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed)
 
     def solved():
-        return best_partition(
-            layers, num_stages, num_micro_batches, cut_times_s=cuts, blocking=blocking, allowed=allowed
-        )
+        times = times_with_cuts(layers, num_stages, cuts, blocking=blocking)
+        if allowed is not None:
+            times = StageTimes(*(np.where(allowed, each, np.inf) for each in (times.period_s, times.fill_s)))
+        return solve(times, num_micro_batches)
 
     if not np.isfinite(least):
         with pytest.raises(ConfigError, match="within memory"):
@@ -77,25 +85,25 @@ def test_no_partition_is_better(data):
 def test_a_slower_device_gets_fewer_layers():
     layers = np.ones((4, 12))
     layers[3] *= 3
-    bounds = best_partition(layers, 4, 64).partition.bounds
+    bounds = solve(stage_times(layers, 4), 64).partition.bounds
     assert bounds[4] - bounds[3] == 1
 
 
 def test_a_cut_avoids_a_wide_boundary():
     cuts = np.zeros(9)
     cuts[4] = 5.0
-    assert best_partition(np.ones(8), 2, 4).partition.bounds == (0, 4, 8)
-    assert best_partition(np.ones(8), 2, 4, cut_times_s=cuts, blocking=True).partition.bounds in {(0, 3, 8), (0, 5, 8)}
+    assert solve(stage_times(np.ones(8), 2), 4).partition.bounds == (0, 4, 8)
+    assert solve(times_with_cuts(np.ones(8), 2, cuts, blocking=True), 4).partition.bounds in {(0, 3, 8), (0, 5, 8)}
 
 
 def test_with_one_micro_batch_only_the_sum_counts():
     cuts = np.array([0, 9, 9, 9, 1, 9, 9.0])
-    assert best_partition(np.array([5.0, 1, 1, 1, 1, 1]), 2, 1, cut_times_s=cuts).partition.bounds == (0, 4, 6)
+    assert solve(times_with_cuts(np.array([5.0, 1, 1, 1, 1, 1]), 2, cuts), 1).partition.bounds == (0, 4, 6)
 
 
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ConfigError, match="3 layers on 4 stages: give between 1 and 3"):
-        best_partition(np.ones(3), 4, 8)
+        stage_times(np.ones(3), 4)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,7 +113,7 @@ def test_of_many_thresholds_the_best_is_found(seed):
     layers = values.random((4, 1)) * values.random((4, 11)) ** 2
     cuts = 3 * values.random((3, 12)) ** 4
     num_micro_batches = 2 + seed % 3
-    solved = best_partition(layers, 4, num_micro_batches, cut_times_s=cuts)
+    solved = solve(times_with_cuts(layers, 4, cuts), num_micro_batches)
     assert solved.objective_s == pytest.approx(enumerated(layers, 4, num_micro_batches, cuts, False, None))
     assert objective(solved, layers, num_micro_batches, cuts, False) == pytest.approx(solved.objective_s)
 
