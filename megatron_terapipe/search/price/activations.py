@@ -30,19 +30,19 @@ LOSS_BYTES = 4
 
 
 class TokenMemory(NamedTuple):
-    """Bytes of one token of one sequence in one layer."""
+    """Bytes of one token of one sequence in one layer; or of one of a micro-batch, for each stage of a pipeline."""
 
     activations: ScalarOrArray
     """Kept from forward to backward; in a layer whose keys and values are kept for whole sequences, without those."""
-    key_values: ScalarOrArray
+    key_values: ScalarOrArray = 0.0
     """Keys and values, kept for whole sequences while one of their token slices is live."""
-    key_value_gradients: ScalarOrArray
+    key_value_gradients: ScalarOrArray = 0.0
     """Sums of their gradients, for all token slices but the last of a sequence."""
-    logits: ScalarOrArray
+    logits: ScalarOrArray = 0.0
     """What head and loss keep, held to a limit where software has one (`logit_limits`)."""
-    working: ScalarOrArray
+    working: ScalarOrArray = 0.0
     """What the backward of the layer holds more while it runs: what it computes again, and gradients."""
-    freed_by_input_gradient: ScalarOrArray
+    freed_by_input_gradient: ScalarOrArray = 0.0
     """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
     of products, and the gradients of their outputs (docs/adr/0017). Below zero where that is more."""
     scores: ScalarOrArray = 0.0
@@ -96,10 +96,8 @@ def token_memory(
     if layer.kind in ("block", "other") and not layer.is_divided:
         size = np.ones_like(size)
     whole = 1 / size if sequence_parallel else np.ones_like(size)
-    nothing = np.zeros_like(size)
     if layer.kind == "embedding":
-        masks = layer.hidden_size * whole if software.residual_dropout else nothing
-        memory = TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
+        memory = TokenMemory(layer.hidden_size * whole * software.residual_dropout)
         return memory.at_once() if recompute == "stage" else memory
     kept = _Kept(
         layer,
@@ -112,7 +110,7 @@ def token_memory(
         activation_is_read_off_output,
     )
     if layer.kind == "norm":
-        memory = TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
+        memory = TokenMemory(kept.norm(1), freed_by_input_gradient=kept.norm(1))
         return memory.at_once() if recompute == "stage" else memory
     if layer.kind == "head":
         logits = sum(product.outputs for product in layer.products) / size
@@ -124,7 +122,9 @@ def token_memory(
         elif software.loss_in_place:
             kept_bytes, working_bytes = element_bytes, 0
         freed = inputs if limited else -element_bytes * logits
-        memory = TokenMemory(inputs, nothing, nothing, kept_bytes * logits, working_bytes * logits, freed)
+        memory = TokenMemory(
+            inputs, logits=kept_bytes * logits, working=working_bytes * logits, freed_by_input_gradient=freed
+        )
         return memory.at_once() if recompute == "stage" else memory
     if recompute == "stage":
         return kept.block("none").at_once(kept.keys_of_window())
@@ -244,9 +244,6 @@ class _Kept:
             # Each token slice keeps its own; while it runs, those in reach are put together.
             return TokenMemory(
                 activations=kept + key_value,
-                key_values=0.0 * size,
-                key_value_gradients=0.0 * size,
-                logits=0.0 * size,
                 working=again + gradients + key_value,
                 freed_by_input_gradient=kept + key_value - self.operands(),
                 scores=tile_scores,
@@ -254,12 +251,11 @@ class _Kept:
             )
         return TokenMemory(
             activations=kept,
-            key_values=key_value if owned else 0.0 * size,
-            key_value_gradients=key_value * (self.gradient_bytes / element) if owned else 0.0 * size,
-            logits=0.0 * size,
+            key_values=key_value * owned,
+            key_value_gradients=key_value * (self.gradient_bytes / element) * owned,
             working=again + gradients,
             freed_by_input_gradient=kept - self.operands(),
-            scores=tile_scores if owned else 0.0 * size,
+            scores=tile_scores * owned,
         )
 
     def operands(self) -> ScalarOrArray:
@@ -276,25 +272,15 @@ Numbers = NDArray[np.float64]
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline."""
+    """Bytes on each stage of the whole pipeline, [stages] numbers."""
 
-    activations: Numbers
-    key_values: Numbers
-    key_value_gradients: Numbers
-    logits: Numbers
-    working: Numbers
-    freed: Numbers
-    """Part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more."""
-    scores: Numbers | float = 0.0
-    """Held in addition to `working` by attention that is written out, `SCORE_LIMIT` at most."""
-    window_gradients: Numbers | float = 0.0
-    """Of a whole micro-batch, not of a token: gradients of keys and values in the reach of sliding windows, where
-    sequences have several token slices."""
+    token: TokenMemory
+    """Of one token of a micro-batch; `working` and `scores` are those of the layer with most, `window_gradients` those
+    of a whole micro-batch."""
     head_working: Numbers | float = 0.0
     """`working` of the head, which is separate because it has a limit."""
     limits: LogitLimits = LogitLimits(inf, inf)
     """Of logits and of `head_working` on a rank, in bytes."""
-    recomputed: Numbers | float = 0.0
     is_recomputed: bool = False
     """Whether stages are computed again: logits are there in the backward alone."""
 
@@ -355,38 +341,35 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     own = tokens[order.token_slice]
     change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]
     is_forward, is_last = change > 0, change < 0
-    activations = own * of_stage.activations[order.stage]
-    freed = own * of_stage.freed[order.stage]
+    head_working = np.broadcast_to(of_stage.head_working, np.shape(of_stage.token.activations))[order.stage]
+    of_token = TokenMemory(*(part[order.stage] for part in np.broadcast_arrays(*of_stage.token)))
+    activations, freed = own * of_token.activations, own * of_token.freed_by_input_gradient
     # What comes as an op starts, and what is gone when it has ended. The last op of a backward in two parts frees what
     # the first has left.
     comes = np.where(is_forward, activations, 0.0)
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
     held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
-    logits = own * of_stage.logits[order.stage]
+    logits = own * of_token.logits
     held_logits = np.where(is_turn, logits, 0.0)
     if not of_stage.is_recomputed:
         held_logits = _during(np.where(is_forward, logits, 0.0), held_logits)
     held_logits = np.minimum(held_logits, of_stage.limits.kept)
     first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
-    sequence = tokens.sum() * of_stage.key_values[order.stage]
-    of_token = of_stage.key_value_gradients[order.stage]
-    in_reach = ((len(tokens) > 1) * of_stage.window_gradients * np.ones_like(of_stage.key_values))[order.stage]
+    sequence = tokens.sum() * of_token.key_values
+    in_reach = (len(tokens) > 1) * of_token.window_gradients
     comes, goes = np.where(is_forward & first, sequence, 0.0), np.where(is_turn & first, sequence, 0.0)
     if any(copy.content is Content.KEYS_AND_VALUES for copy in copies):
         # Those of each token slice are apart, so that each can go by itself.
-        of_own = own * of_stage.key_values[order.stage]
+        of_own = own * of_token.key_values
         comes, goes = np.where(is_forward, of_own, 0.0), np.where(is_turn, of_own, 0.0)
-    comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token + in_reach, 0.0)
+    comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token.key_value_gradients + in_reach, 0.0)
     # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
-    goes = goes + np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, in_reach, 0.0)
+    goes = goes + np.where(is_turn & ~last, own * of_token.key_value_gradients, 0.0)
+    goes = goes + np.where(is_turn & first, in_reach, 0.0)
     held_key_values = _during(comes, goes) - _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
-    of_head, of_scores, recomputed = (
-        np.broadcast_to(each, of_stage.working.shape)[order.stage]
-        for each in (of_stage.head_working, of_stage.scores, of_stage.recomputed)
-    )
-    of_blocks = own * of_stage.working[order.stage] + np.minimum(own * of_scores, SCORE_LIMIT)
-    working = np.maximum(of_blocks, np.minimum(own * of_head, of_stage.limits.working))
-    working = np.where(is_turn, working + own * recomputed, 0.0)
+    of_blocks = own * of_token.working + np.minimum(own * of_token.scores, SCORE_LIMIT)
+    working = np.maximum(of_blocks, np.minimum(own * head_working, of_stage.limits.working))
+    working = np.where(is_turn, working + own * of_token.recomputed, 0.0)
     at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
     parts = held_activations, held_key_values, held_logits, working
     return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))

@@ -332,8 +332,8 @@ class MemoryModel:
         live = limit * min(ranks - 1 + token_slices, strategy.num_micro_batches * token_slices) / token_slices
         tokens = min(live, strategy.num_micro_batches) * sum(lengths)
         return held._replace(
-            activations=tokens * of_stage.activations.reshape(-1, ranks).sum(axis=0),
-            key_values=tokens * of_stage.key_values.reshape(-1, ranks).sum(axis=0),
+            activations=tokens * np.reshape(of_stage.token.activations, (-1, ranks)).sum(axis=0),
+            key_values=tokens * np.reshape(of_stage.token.key_values, (-1, ranks)).sum(axis=0),
         )
 
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
@@ -342,7 +342,7 @@ class MemoryModel:
             strategy.layout, strategy.recompute, strategy.sequence_parallel, strategy.key_value_gradients
         )
         sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
-        stages = dict(zip(TokenMemory._fields, sequences * (of_kind @ counts.per_stage.T), strict=True))
+        stages = TokenMemory(*(sequences * (of_kind @ counts.per_stage.T)))
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
         # Of what layers hold while they run, only the most counts: they run one after the other.
         present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
@@ -350,16 +350,13 @@ class MemoryModel:
         inputs = ELEMENT_BYTES[self.precision] * stage_input_elements(self.workload, counts)
         inputs = inputs * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
         return StageBytes(
-            activations=stages["activations"] + inputs,
-            key_values=stages["key_values"],
-            key_value_gradients=stages["key_value_gradients"],
-            logits=stages["logits"],
-            working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
-            freed=stages["freed_by_input_gradient"] + inputs,
-            recomputed=stages["recomputed"],
-            is_recomputed=is_recomputed,
-            scores=sequences * scores.max(axis=1, initial=0.0),
-            window_gradients=stages["window_gradients"],
+            stages._replace(
+                activations=stages.activations + inputs,
+                working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
+                freed_by_input_gradient=stages.freed_by_input_gradient + inputs,
+                scores=sequences * scores.max(axis=1, initial=0.0),
+            ),
             head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),
             limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
+            is_recomputed=is_recomputed,
         )

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopyPlan, HostCopySettings
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.machine.cluster import Cluster, HostMemory
-from megatron_terapipe.search.price.activations import StageBytes, peak_held, rank_order
+from megatron_terapipe.search.price.activations import StageBytes, TokenMemory, peak_held, rank_order
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.memory import SHARE_OF_HOST
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
@@ -102,8 +102,8 @@ def test_bytes_are_those_of_the_plan(schedule: str, micro_batches: int) -> None:
     nothing = (0.0,) * 6
     curves = memory_over_time(timeline, lengths, TokenBytes(nothing, keys, nothing, stage_input=inputs))
     copies = HostCopyPlan.of(simulated.spans, shape, settings).ranks
-    zeros = np.zeros(6)
-    of_stage = StageBytes(np.array(inputs), np.array(keys), zeros, zeros, zeros, np.array(inputs), is_recomputed=True)
+    of_token = TokenMemory(np.array(inputs), np.array(keys), freed_by_input_gradient=np.array(inputs))
+    of_stage = StageBytes(of_token, is_recomputed=True)
     for rank, curve in enumerate(curves):
         assert copies[rank]
         held = peak_held(rank_order(schedule, shape, rank), lengths, of_stage, copies[rank])

@@ -19,6 +19,7 @@ from megatron_terapipe.search.price.activations import (
     SCORE_LIMIT,
     LogitLimits,
     StageBytes,
+    TokenMemory,
     peak_held,
     rank_order,
     steady_micro_batches,
@@ -249,7 +250,7 @@ def stage_bytes(stages: int, freed: float = 0.0) -> StageBytes:
     own = np.arange(1.0, stages + 1)
     logits = np.zeros(stages)
     logits[-1] = 7.0
-    return StageBytes(10 * own, own, 2 * own, logits, np.zeros(stages), 10 * own * freed)
+    return StageBytes(TokenMemory(10 * own, own, 2 * own, logits, freed_by_input_gradient=10 * own * freed))
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
@@ -261,7 +262,7 @@ def test_the_plans_own_account(
     freed = 0.4 if schedule == "zero-bubble" else 0.0
     bytes_of = stage_bytes(shape.num_stages, freed)
     bytes_of = bytes_of._replace(limits=LogitLimits(20.0, inf))
-    by_stage = (tuple(each) for each in (bytes_of.activations, bytes_of.key_values, bytes_of.key_value_gradients))
+    by_stage = map(tuple, bytes_of.token[:3])
     token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0)
     orders = [list(SCHEDULES[schedule](shape, rank)) for rank in range(ranks)]
     spans = tuple(tuple(Span(op, index, index + 1) for index, op in enumerate(order)) for order in orders)
@@ -273,7 +274,7 @@ def test_the_plans_own_account(
 
 def test_what_a_bi_leaves_may_be_more() -> None:
     """Two micro-batches on one rank, F BI BW each: 1 is kept by a forward, and 3 between BI and BW."""
-    ones = StageBytes(np.ones(1), *[np.zeros(1)] * 4, -2 * np.ones(1))
+    ones = StageBytes(TokenMemory(np.ones(1), freed_by_input_gradient=-2 * np.ones(1)))
     held = peak_held(rank_order("zero-bubble", PipelineShape(1, 2), 0), (1,), ones)
     assert held.activations == 3
 
@@ -297,7 +298,7 @@ def test_1f1b_in_closed_form() -> None:
     """min(P - i - 1 + S, M S) token slices on stage i (arXiv 2406.03488 section 3.2)."""
     ranks, token_slices = 6, 4
     shape = PipelineShape(ranks, 8, token_slices)
-    ones = StageBytes(np.ones(ranks), *[np.zeros(ranks)] * 5)
+    ones = StageBytes(TokenMemory(np.ones(ranks)))
     held = [peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, ones).activations for rank in range(ranks)]
     assert held == [ranks - rank - 1 + token_slices for rank in range(ranks)]
     assert all(first > second for first, second in pairwise(held))
@@ -305,13 +306,13 @@ def test_1f1b_in_closed_form() -> None:
 
 def test_gradients_in_the_reach_of_windows_are_there_while_backwards_run() -> None:
     """Bytes whatever the length, where a sequence has several token slices; F0 F1 B1 B0 of one micro-batch."""
-    nothing = StageBytes(*[np.zeros(1)] * 6, window_gradients=5.0 * np.ones(1))
+    nothing = StageBytes(TokenMemory(np.zeros(1), window_gradients=5.0))
     for lengths, expected in (((6, 2), 5.0), ((8,), 0.0)):
         shape = PipelineShape(1, 1, len(lengths))
         assert peak_held(rank_order("1f1b", shape, 0), lengths, nothing).key_values == expected
 
 
 def test_scores_have_a_limit() -> None:
-    nothing = StageBytes(*[np.zeros(1)] * 4, 3.0 * np.ones(1), np.zeros(1), scores=SCORE_LIMIT / 4 * np.ones(1))
+    nothing = StageBytes(TokenMemory(np.zeros(1), working=3.0, scores=SCORE_LIMIT / 4))
     for length, expected in ((2, SCORE_LIMIT / 2 + 6), (8, SCORE_LIMIT + 24)):
         assert peak_held(rank_order("1f1b", PipelineShape(1, 1), 0), (length,), nothing).working == expected
