@@ -226,12 +226,10 @@ class DeepSpeedCosts(CostModel):
             self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
         )
         mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
-        boundaries = slice(0, ranks - 1), None
-        bandwidth, latency_s = groups.pipe.bandwidth[boundaries], groups.pipe.latency_s[boundaries]
-        crosses_nodes = groups.pipe.crosses_nodes[boundaries]
+        links = groups.pipe.at((slice(0, ranks - 1), None))
 
         def sent(num_bytes: Floats) -> Floats:
-            return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, self.efficiency))
+            return np.asarray(transfer_s(num_bytes, links, self.efficiency))
 
         part = activation / tensor
         there, back = sent(part) + np.where(mask > 0, sent(mask), 0.0), sent(activation)

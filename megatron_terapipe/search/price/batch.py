@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, is_factor, moved, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
-from megatron_terapipe.search.price.links import GroupTopology, LayerLinks, Messages, RankKind, sending_s
+from megatron_terapipe.search.price.links import BoundaryLinks, GroupTopology, LayerLinks, RankKind, sending_s
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
@@ -197,10 +197,8 @@ class Replicas(NamedTuple):
     kinds: tuple[RankKind, ...]
     """Ranks that compute alike; the links between those that share a layer broadcast with [n]."""
     tensor: GroupTopology
-    bandwidth: Floats
-    """[stages, n] bytes per second of the link from a stage to the next."""
-    latency: Floats
-    crosses_nodes: NDArray[np.bool_]
+    links: BoundaryLinks
+    """[stages, n] from a stage to the next."""
 
     @classmethod
     def of(cls, models: "Sequence[CostModel]", placed: Sequence[PlacedStrategy]) -> "Replicas":
@@ -211,13 +209,11 @@ class Replicas(NamedTuple):
             tensor, sequence = zip(*(each.groups.layer_links(0) for each in placed), strict=True)
             links_of_layers = LayerLinks(_columns(tensor), _columns(sequence))
             kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, links_of_layers),)
-        links = [model.messages(each) for model, each in zip(models, placed, strict=True)]
+        links = [model.messages(each)[1] for model, each in zip(models, placed, strict=True)]
         return cls(
             kinds,
             _all_ranks([each.groups.tensor for each in placed], ranks),
-            _stacked([each.bandwidth for each in links], fill=1),
-            _stacked([each.latency_s for each in links]),
-            _stacked([each.crosses_nodes.astype(float) for each in links]) > 0,
+            BoundaryLinks(*(_stacked([each[:, 0] for each in parts], fill=1) for parts in zip(*links, strict=True))),
         )
 
 
@@ -254,7 +250,7 @@ class StrategyBatch:
     def of(cls, models: "Sequence[CostModel]", strategies: Sequence[Strategy]) -> "StrategyBatch":
         """Look up what layouts make of clusters."""
         placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
-        sent = [model.messages(each).num_bytes for model, each in zip(models, placed, strict=True)]
+        sent = [model.messages(each)[0] for model, each in zip(models, placed, strict=True)]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
         # Strategies whose replicas differ share a layout.
@@ -361,7 +357,8 @@ class StrategyBatch:
             return ops
         columns = np.arange(ops.shape[2])
         sending = sending_s(
-            Messages(self.message, replicas.bandwidth, replicas.latency, replicas.crosses_nodes),
+            self.message,
+            replicas.links,
             replicas.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
             efficiency,
             in_parts=model.software.communication.shares_transfers and not self.strategy.sequence_parallel,

@@ -24,9 +24,9 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import OpSizes, OpTimes, ScaledTimes
 from megatron_terapipe.search.price.links import (
+    BoundaryLinks,
     ClusterTable,
     LayerLinks,
-    Messages,
     RankGroups,
     sending_s,
     transfer_bandwidth,
@@ -305,60 +305,50 @@ class CostModel:
             known = self._known_ops[device, links, *key] = self.prices.ops(device, links, sizes)
         return known
 
-    def messages(self, placed: PlacedStrategy) -> Messages:
-        """Return what one rank sends to the next in one micro-batch, by boundary between stages."""
-        strategy, links = placed.strategy, placed.groups.pipe
+    def messages(self, placed: PlacedStrategy) -> tuple[Floats, BoundaryLinks]:
+        """Return bytes [boundaries, S] that a rank sends to the next in one micro-batch, and links [boundaries, 1]."""
+        strategy = placed.strategy
         last = [self.workload.layers[index] for index in placed.counts.last_layers]
         outputs = np.array([layer.output_elements for layer in last], dtype=float)[:, None] * np.diff(placed.shares)
         outputs *= strategy.micro_batch_size / strategy.sequence_parallel_size
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
-        index = np.arange(len(last)) % strategy.pipeline_parallel_size
         if strategy.sequence_parallel:
             # Between layers each tensor-parallel rank has its part of the tokens alone, and sends no more.
             outputs /= strategy.tensor_parallel_size
-        return Messages(
-            self.element_bytes * (outputs + extra),
-            links.bandwidth[index],
-            links.latency_s[index],
-            links.crosses_nodes[index],
-        )
-
-    def _sending_s(self, placed: PlacedStrategy) -> Floats:
-        """[boundaries, S] seconds of one message."""
-        strategy = placed.strategy
-        num_bytes, bandwidth, latency_s, crosses_nodes = self.messages(placed)
-        ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
-        return sending_s(
-            Messages(num_bytes, bandwidth[:, None], latency_s[:, None], crosses_nodes[:, None]),
-            placed.groups.tensor.at(ranks[:, None]),
-            self.efficiency,
-            in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
-        )
+        ranks = np.arange(len(last))[:, None] % strategy.pipeline_parallel_size
+        return self.element_bytes * (outputs + extra), placed.groups.pipe.at(ranks)
 
     def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
-        split = placed.strategy.schedule in SPLIT_SCHEDULES
+        strategy = placed.strategy
+        split = strategy.schedule in SPLIT_SCHEDULES
         kinds = [FORWARD, INPUT_GRADIENT if split else BACKWARD, WEIGHT_GRADIENT]
         forward, backward, weight = stages[kinds] + self.efficiency.op_s
         transfer: float | TransferCosts = 0.0
-        if placed.strategy.pipeline_parallel_size > 1:
+        if strategy.pipeline_parallel_size > 1:
             if self.software.communication.overlaps_transfers:
                 transfer = self._transfers(placed)
             else:
-                sending = self._sending_s(placed)
+                num_bytes, links = self.messages(placed)
+                sending = sending_s(
+                    num_bytes,
+                    links,
+                    placed.groups.tensor.at(np.arange(len(num_bytes))[:, None] % strategy.pipeline_parallel_size),
+                    self.efficiency,
+                    in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
+                )
                 # Both ends wait for a message: the sender's next op does not start before it has left.
                 forward[:-1] += sending
                 backward[1:] += sending
         return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
 
     def _transfers(self, placed: PlacedStrategy) -> TransferCosts:
-        num_bytes, bandwidth, latency, crosses = self.messages(placed)
-        reached = transfer_bandwidth(bandwidth, crosses, self.efficiency)
+        num_bytes, links = self.messages(placed)
         # Messages of other sizes (uneven models) are written as other bandwidths: the plan has one size for all.
         sizes = np.maximum(num_bytes[0], 1.0)
         scale = num_bytes.sum(axis=1) / sizes.sum()
         return TransferCosts(
-            latency=tuple((latency + self.efficiency.transfer_s).tolist()),
-            bandwidth=tuple((reached / np.maximum(scale, 1e-12)).tolist()),
+            latency=tuple(np.ravel(links.latency_s + self.efficiency.transfer_s).tolist()),
+            bandwidth=tuple((np.ravel(transfer_bandwidth(links, self.efficiency)) / np.maximum(scale, 1e-12)).tolist()),
             message_bytes=tuple(sizes.tolist()),
         )
 

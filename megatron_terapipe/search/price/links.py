@@ -126,14 +126,20 @@ class RankKind(NamedTuple):
     links: LayerLinks
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryLinks:
-    """Links between a pipeline rank and the next, the slowest of the pairs that talk."""
+class BoundaryLinks(NamedTuple):
+    """Links between a pipeline rank and the next, the slowest of the pairs that talk; numbers or arrays.
 
-    bandwidth: Floats
-    """[P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first."""
-    latency_s: Floats
-    crosses_nodes: NDArray[np.bool_]
+    Those of `RankGroups` are [P]; entry P - 1 is from the last rank to the first.
+    """
+
+    bandwidth: ScalarOrArray
+    """Bytes per second that one pair gets, by the data sheet."""
+    latency_s: ScalarOrArray
+    crosses_nodes: ScalarOrArray | NDArray[np.bool_]
+
+    def at(self, index: Any) -> "BoundaryLinks":
+        """Return the links of some boundaries: the arrays at an index of numpy, in its shape [...]."""
+        return BoundaryLinks(*(np.asarray(part)[index] for part in self))
 
 
 @dataclass(frozen=True)
@@ -342,9 +348,6 @@ def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:
     )
 
 
-Flags = NDArray[np.bool_]
-
-
 def _round_s(
     num_bytes: ScalarOrArray,
     topology: GroupTopology,
@@ -410,41 +413,23 @@ def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
     return np.where(np.greater(size, 1), np.maximum(inside_s, network_s) + efficiency.collective_s, 0.0)
 
 
-def transfer_bandwidth(
-    bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
-) -> ScalarOrArray:
-    """Bytes per second that a message between stages reaches; arguments broadcast."""
-    return bandwidth * np.where(
-        crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
+def transfer_bandwidth(links: BoundaryLinks, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Bytes per second that a message between stages reaches [...], as many as there are links."""
+    return links.bandwidth * np.where(
+        links.crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
     )
 
 
-def transfer_s(
-    num_bytes: ScalarOrArray,
-    bandwidth: ScalarOrArray,
-    latency_s: ScalarOrArray,
-    crosses_nodes: ScalarOrArray | Flags,
-    efficiency: HardwareEfficiency,
-) -> ScalarOrArray:
+def transfer_s(num_bytes: ScalarOrArray, links: BoundaryLinks, efficiency: HardwareEfficiency) -> ScalarOrArray:
     """Seconds of one message between stages; arguments broadcast."""
-    return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s
+    return num_bytes / transfer_bandwidth(links, efficiency) + links.latency_s + efficiency.transfer_s
 
 
-class Messages(NamedTuple):
-    """Messages between neighbouring stages, of B boundaries and S token slices; other arrays that broadcast will do."""
-
-    num_bytes: Floats
-    """[B, S] of the activation of one token slice."""
-    bandwidth: Floats
-    """[B] bytes per second of the link, by the data sheet."""
-    latency_s: Floats
-    crosses_nodes: NDArray[np.bool_]
-
-
-def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
-    """Return seconds [boundaries] until all tensor-parallel ranks of the next stage have their messages."""
-    num_bytes, bandwidth, latency_s, crosses_nodes = sent
+def sending_s(
+    num_bytes: Floats, links: BoundaryLinks, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool
+) -> Floats:
+    """Return seconds until all tensor-parallel ranks of the next stage have their messages; arguments broadcast."""
     if not in_parts:
-        return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, efficiency), dtype=float)
-    part = transfer_s(num_bytes / topology.size, bandwidth, latency_s, crosses_nodes, efficiency)
+        return np.asarray(transfer_s(num_bytes, links, efficiency), dtype=float)
+    part = transfer_s(num_bytes / topology.size, links, efficiency)
     return np.asarray(part + all_gather_s(num_bytes, topology, efficiency), dtype=float)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.price.batch import lower_bound, of_slowest_and_others, pipeline_time, round_trip_bound
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.layer_times import OpSizes
+from megatron_terapipe.search.price.layer_times import OpSizes, ScalarOrArray
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks, RankGroups, transfer_bandwidth
 from megatron_terapipe.search.price.stages import (
     BACKWARD,
@@ -258,10 +258,9 @@ def message_times(
     if ranks == 1 or not model.software.communication.overlaps_transfers:
         nothing = np.zeros(shape)
         return MessageTimes(np.zeros((boundaries + 1, *shape)), nothing, nothing, nothing[:, :1])
-    efficiency, links = model.efficiency, groups.pipe
-    rank = np.arange(boundaries) % ranks
-    reached = np.asarray(transfer_bandwidth(links.bandwidth, links.crosses_nodes, efficiency))[rank]
-    latency_s = _column(links.latency_s[rank] + efficiency.transfer_s)
+    efficiency, links = model.efficiency, groups.pipe.at(np.arange(boundaries) % ranks)
+    reached = transfer_bandwidth(links, efficiency)
+    latency_s = _column(links.latency_s + efficiency.transfer_s)
     layers = [model.workload.layers[index] for index in counts.last_layers]
     outputs = _column(np.array([layer.output_elements for layer in layers], dtype=float))
     extra = _column(np.array([layer.extra_output_elements for layer in layers], dtype=float))
@@ -284,7 +283,7 @@ def message_times(
     return MessageTimes(arrives, one_token_slice(-1).sum(axis=0), 2 * arrives[ranks - 1], busy)
 
 
-def _column(values: Floats) -> Floats:
+def _column(values: ScalarOrArray) -> Floats:
     return np.asarray(values).reshape(-1, 1, 1, 1, 1)
 
 

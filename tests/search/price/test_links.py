@@ -19,6 +19,7 @@ from megatron_terapipe.search.price.efficiency import (
     reduction_factor,
 )
 from megatron_terapipe.search.price.links import (
+    BoundaryLinks,
     ClusterTable,
     GroupTopology,
     RankGroups,
@@ -244,8 +245,8 @@ def test_small_messages_wait_for_latencies() -> None:
 
 
 def test_a_message_inside_a_node_reaches_less_of_its_link() -> None:
-    crosses = np.array([False, True])
-    assert transfer_s(1e9, 10e9, 1e-3, crosses, PERFECT).tolist() == pytest.approx([0.201, 0.101])
+    links = BoundaryLinks(10e9, 1e-3, np.array([False, True]))
+    assert transfer_s(1e9, links, PERFECT).tolist() == pytest.approx([0.201, 0.101])
 
 
 NOTHING = HardwareEfficiency().reductions

@@ -8,7 +8,14 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.machine.cluster import Cluster, Link, Node
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.price.links import ClusterTable, GroupTopology, RankGroups, all_reduce_s, transfer_s
+from megatron_terapipe.search.price.links import (
+    BoundaryLinks,
+    ClusterTable,
+    GroupTopology,
+    RankGroups,
+    all_reduce_s,
+    transfer_s,
+)
 from megatron_terapipe.search.price.profile import Profile, ProfiledLink
 from megatron_terapipe.search.price.profile_times import (
     measured_cluster,
@@ -37,9 +44,8 @@ def test_messages_are_then_priced_as_measured() -> None:
     for num_bytes in (2**10, 2**22):
         measured = 2e-4 + num_bytes / 1e9
         assert all_reduce_s(num_bytes, SPAN, efficiency) == pytest.approx(measured, rel=1e-6)
-        assert transfer_s(num_bytes, LINK.bandwidth, LINK.latency_s, False, efficiency) == pytest.approx(
-            measured, rel=1e-6
-        )
+        links = BoundaryLinks(LINK.bandwidth, LINK.latency_s, False)
+        assert transfer_s(num_bytes, links, efficiency) == pytest.approx(measured, rel=1e-6)
 
 
 def test_the_optimizer_is_then_priced_as_measured() -> None:
@@ -83,9 +89,10 @@ def test_messages_between_hosts_are_priced_as_measured_on_more_of_them(cards: in
     groups = RankGroups(ClusterTable.of(cluster), ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4))
     num_bytes = 2**20
     # Two pairs of neighbours send at once, and share the cards.
-    arguments = num_bytes, groups.pipe.bandwidth[0], groups.pipe.latency_s[0], True, efficiency
     alone_s = 2e-4 - 2e-5 + NETWORK_LATENCY_S
-    assert transfer_s(*arguments) == pytest.approx(alone_s + num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
+    assert transfer_s(num_bytes, groups.pipe.at(0), efficiency) == pytest.approx(
+        alone_s + num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6
+    )
     groups = RankGroups(ClusterTable.of(cluster), ParallelLayout(data_parallel_size=4, tensor_parallel_size=2))
     rounds = 2 * (4 - 1) / 4
     found = all_reduce_s(num_bytes, groups.data.at(0), efficiency) - all_reduce_s(0, groups.data.at(0), efficiency)
