@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.text_files import field_texts
+from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import bytes_text, model_flops, strategy_text, time_text
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
@@ -19,7 +20,6 @@ from megatron_terapipe.search.answer.json_schema import (
     FewerDevicesPart,
     FoundOrderPart,
     OtherWinnerPart,
-    RemedyPart,
     RivalPart,
     SensitivityPart,
     TooFullPart,
@@ -35,7 +35,6 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Profil
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.alternatives import on_fewer_devices, with_found_order
-from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, distance_to_fit
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import Rival, rival_of
@@ -78,12 +77,11 @@ def advise(
         found["too_full"] = too_full_part(result.too_full, winner, pricing)
     if winner is None:
         if result.counts.rejected[FITS] or result.counts.rejected[HEADROOM]:
-            distance = distance_to_fit(
+            found["distance_to_fit"] = distance_to_fit(
                 problem,
                 constraints,
                 lambda workload, cluster: replace(costs, workload=workload).pricing_on(cluster),
             )
-            found["distance_to_fit"] = None if distance is None else distance_part(distance)
         return AdvicePart.of(**found)
     order = with_found_order(winner, problem, constraints, pricing)
     parts = on_fewer_devices(winner, problem, constraints, costs.pricing_on, progress)
@@ -128,23 +126,6 @@ def fewer_devices_part(part: Cluster, entry: Ranked, winner: Ranked, cluster: Cl
         iteration_time_s=entry.iteration_time_s,
         time_ratio=ratio,
         cost_ratio=ratio * part.num_devices / cluster.num_devices,
-    )
-
-
-def distance_part(distance: DistanceToFit) -> DistancePart:
-    """Return the strategy nearest to fitting, and what would make one fit."""
-    nearest = distance.nearest
-    return DistancePart(
-        strategy=nearest.strategy.to_json(),
-        pipeline_rank=nearest.rank,
-        memory={**asdict(nearest.memory), "total": nearest.memory.total},
-        device=nearest.device.name,
-        usable_bytes=nearest.usable_bytes,
-        device_bytes=nearest.device_bytes,
-        remedies=[
-            RemedyPart(kind=kind, value=value, strategy=found.strategy.to_json())
-            for kind, value, found in distance.remedies
-        ],
     )
 
 

@@ -7,13 +7,12 @@ does not.
 from dataclasses import fields
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
-from megatron_terapipe.search.rank.distance_to_fit import RemedyKind
 from megatron_terapipe.search.rank.space import MEMORY_HEADROOM
-from megatron_terapipe.strategy import Strategy, strategy_schema
+from megatron_terapipe.strategy import strategy_schema
 
 
 def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
@@ -27,11 +26,7 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-StrategyObject = Annotated[
-    dict[str, Any],
-    BeforeValidator(lambda value: value.to_json() if isinstance(value, Strategy) else value),
-    WithJsonSchema(strategy_schema(whole=True)),
-]
+StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
@@ -44,13 +39,12 @@ MemoryObject = Annotated[
 
 
 class Part(BaseModel):
-    """An object of a document: all of its keys are always there, and no others. Objects with its fields become one."""
+    """An object of a document: all of its keys are always there, and no others."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        from_attributes=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
@@ -146,6 +140,9 @@ class UtilizationPart(Part):
     """What it is; null = there is none."""
     needed: float | None
     """What it would have to be for the published MFU; null = no value of it alone does that, or there is none."""
+
+
+RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
 
 
 class RemedyPart(Part):

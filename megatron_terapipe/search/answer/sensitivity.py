@@ -41,6 +41,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Profil
 from megatron_terapipe.search.price.memory import MemoryOverheads, total_bytes
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
@@ -120,13 +121,10 @@ def _changes(
         best = int(np.argmin(row))
         if row[best] >= row[0] * (1 - NEARLY / 2):
             continue
-        then, strategy = with_constants(model, constants), contenders[best].strategy
-        winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, strategy))
+        then, other = with_constants(model, constants), contenders[best].strategy
+        winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, other))
         if best_s < winner_s * (1 - NEARLY):
-            regret = winner_s / best_s - 1
-            found.append(
-                OtherWinnerPart(constant=name, change=change, strategy=strategy, regret=regret, is_memory=False)
-            )
+            found.append(_other(name, change, other, winner_s / best_s - 1))
     return found
 
 
@@ -152,8 +150,11 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
                 best, found = needed, (name, float(np.expm1(np.sign(step) * needed)), contenders[index].strategy)
     if found is None:
         return None
-    name, change, strategy = found
-    return OtherWinnerPart(constant=name, change=change, strategy=strategy, regret=0.0, is_memory=False)
+    return _other(*found, regret=0.0)
+
+
+def _other(name: str, change: float, strategy: Strategy, regret: float) -> OtherWinnerPart:
+    return OtherWinnerPart(constant=name, change=change, strategy=strategy.to_json(), regret=regret, is_memory=False)
 
 
 def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinnerPart]:
@@ -178,7 +179,7 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
             OtherWinnerPart(
                 constant=name,
                 change=change,
-                strategy=None if other is None else other.strategy,
+                strategy=None if other is None else other.strategy.to_json(),
                 regret=0.0 if other is None else other.iteration_time_s / contenders[0].iteration_time_s - 1,
                 is_memory=True,
             )

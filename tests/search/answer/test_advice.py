@@ -7,17 +7,18 @@ import pytest
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.search.answer.advice import (
     advice_notes,
-    distance_part,
     distance_text,
     fewer_devices_part,
     rival_note,
     rival_part,
 )
+from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.answer.figures import flops_utilization
 from megatron_terapipe.search.answer.json_schema import (
     AdvicePart,
     FewerDevicesPart,
     OtherWinnerPart,
+    RemedyPart,
     RivalPart,
     SensitivityPart,
     TooFullPart,
@@ -28,7 +29,6 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload_files import read_workload
 from megatron_terapipe.search.rank.alternatives import on_fewer_devices
-from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, nearest_to_fitting
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import best_rival
 from megatron_terapipe.search.rank.search import search
@@ -128,17 +128,21 @@ def test_notes(advice: dict[str, object], said: tuple[str, ...]) -> None:
 
 def test_what_is_missing_and_what_would_make_it_fit() -> None:
     problem = small_problem(small_cluster(device=replace(FAST, memory_bytes=1e9)))
-    nearest = nearest_to_fitting(problem, {}, Pricing)
-    assert nearest is not None
-    part = distance_part(DistanceToFit(nearest, [
-        ("devices", 8, nearest), ("seq_length", 256, nearest), ("key_value_gradients", "bf16", nearest),
-        ("constraint", "recompute", nearest), ("constraint", "", nearest)]))  # fmt: skip
+    found = distance_to_fit(problem, {}, Pricing)
+    assert found is not None and found.memory["total"] > found.usable_bytes
+    remedies = [
+        RemedyPart.model_validate({"kind": kind, "value": value, "strategy": found.strategy})
+        for kind, value in (
+            ("devices", 8), ("seq_length", 256), ("key_value_gradients", "bf16"), ("constraint", "recompute"),
+            ("constraint", ""),
+        )
+    ]  # fmt: skip
+    part = found.model_copy(update={"remedies": remedies})
     text = distance_text(part, problem)
     assert "of 950 MB that a fast has (5 % kept free); it would fit with 8 such devices (4 nodes) or " in text
     assert "or --seq-length 256 or --key-value-gradients bf16 or --recompute free or devices of " in text
     (note,) = advice_notes(AdvicePart.of(distance_to_fit=part), problem)
     assert "framework 3.5 GB" in note and note.endswith("of 950 MB")
-    assert part.memory["total"] == pytest.approx(nearest.memory.total)
 
 
 WORKLOAD = read_workload("gpt3-6.7b", {})

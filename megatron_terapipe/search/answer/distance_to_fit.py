@@ -6,12 +6,13 @@ strategy that leaves the headroom free, counted exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_terapipe.devices import Device
+from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.prediction import RankMemory
@@ -34,9 +35,6 @@ PricingOf = Callable[[Workload, Cluster], Pricing]  # prices strategies of a mod
 GRADIENTS: Literal["key_value_gradients"] = "key_value_gradients"
 ROUNDED = "bf16"
 """The dimension that says how gradients of keys and values are kept, and its value that needs half the memory."""
-
-RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
-"""What is changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +60,22 @@ class Shortage:
         return self.device.memory_bytes * self.fullness
 
 
-class DistanceToFit(NamedTuple):
-    """How much memory is missing, and what would make the model fit."""
-
-    nearest: Shortage
-    """The strategy nearest to fitting."""
-    remedies: list[tuple[RemedyKind, int | str, Shortage]]
-    """Single changes with which a strategy fits, and that strategy: the kind, and the number of devices, tokens or
-    sequences, the type that gradients are kept in, or the dimension whose constraint is lifted, empty for all."""
-
-
 def distance_to_fit(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
-) -> DistanceToFit | None:
+) -> DistancePart | None:
     """Return how far the nearest strategy is from fitting; None if none keeps the other rules."""
     nearest = nearest_to_fitting(problem, constraints, pricing_of)
     if nearest is None:
         return None
-    return DistanceToFit(nearest, list(_remedies(problem, constraints, pricing_of)))
+    return DistancePart(
+        strategy=nearest.strategy.to_json(),
+        pipeline_rank=nearest.rank,
+        memory={**asdict(nearest.memory), "total": nearest.memory.total},
+        device=nearest.device.name,
+        usable_bytes=nearest.usable_bytes,
+        device_bytes=nearest.device_bytes,
+        remedies=list(_remedies(problem, constraints, pricing_of)),
+    )
 
 
 def nearest_to_fitting(
@@ -157,33 +153,33 @@ def _shortage(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> S
 
 def _remedies(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
-) -> Iterator[tuple[RemedyKind, int | str, Shortage]]:
+) -> Iterator[RemedyPart]:
     """Yield the smallest change of each kind with which a strategy fits."""
 
-    def fitting(changed: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]) -> Shortage | None:
+    def fitting(
+        kind: RemedyKind, value: int | str, changed: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]
+    ) -> list[RemedyPart]:
         found = nearest_to_fitting(changed, constraints, pricing_of)
-        return found if found is not None and found.fullness <= 1 else None
+        if found is None or found.fullness > 1:
+            return []
+        return [RemedyPart(kind=kind, value=value, strategy=found.strategy.to_json())]
 
     for name in constraints:
-        found = fitting(problem, {other: values for other, values in constraints.items() if other != name})
-        if found is not None:
-            yield "constraint", name, found
-    if len(constraints) > 1 and (found := fitting(problem, {})) is not None:
-        yield "constraint", "", found
+        others = {other: values for other, values in constraints.items() if other != name}
+        yield from fitting("constraint", name, problem, others)
+    if len(constraints) > 1:
+        yield from fitting("constraint", "", problem, {})
     if problem.software.can_run(GRADIENTS, ROUNDED) and ROUNDED not in constraints.get(GRADIENTS, ()):
         # No search rounds them unasked, since a run's numbers change.
-        if (found := fitting(problem, {**constraints, GRADIENTS: (ROUNDED,)})) is not None:
-            yield GRADIENTS, ROUNDED, found
-    others: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
+        yield from fitting(GRADIENTS, ROUNDED, problem, {**constraints, GRADIENTS: (ROUNDED,)})
+    changes_of: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
         ("devices", _larger_clusters(problem)),
         ("seq_length", _shorter(problem)),
         ("global_batch_size", _smaller_batches(problem)),
     )
-    for kind, changes in others:
-        for value, changed in changes:
-            if (found := fitting(changed, constraints)) is not None:
-                yield kind, value, found
-                break
+    for kind, changes in changes_of:
+        tried = (fitting(kind, value, changed, constraints) for value, changed in changes)
+        yield from next(filter(None, tried), [])
 
 
 def _larger_clusters(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_terapipe.search.answer.distance_to_fit import distance_to_fit, nearest_to_fitting
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.workload import gpt_workload
-from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit, nearest_to_fitting
 from megatron_terapipe.search.rank.rules import SearchCounts, legal_grids
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import LONG_SEQUENCE, SearchProblem, all_choices
+from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, small_cluster, small_problem
 
 FEW = {"num_token_slices": (1, 2), "stage_partition": ("uniform",), "num_model_chunks": (1, 2)}
@@ -41,10 +42,10 @@ def test_every_remedy_makes_it_fit() -> None:
     constraints = {**FEW, "recompute": ("none",), "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,)}
     problem = short(5.6e9, seq_length=2048)
     distance = distance_to_fit(problem, constraints, Pricing)
-    assert distance is not None and distance.nearest.fullness > 1
-    kinds = {(kind, value) for kind, value, _ in distance.remedies}
+    assert distance is not None and distance.memory["total"] > distance.usable_bytes
+    kinds = {(each.kind, each.value) for each in distance.remedies}
     assert ("constraint", "tensor_parallel_size") in kinds and "seq_length" in {kind for kind, _ in kinds}
-    for kind, value, _ in distance.remedies:
+    for kind, value in sorted(kinds, key=str):
         changed, left = problem, constraints
         if kind == "constraint":
             left = {name: values for name, values in constraints.items() if value and name != value}
@@ -80,12 +81,16 @@ def test_rounded_gradients_of_keys_are_proposed_where_they_decide() -> None:
         if (found := nearest_to_fitting(asked, {**constraints, "key_value_gradients": (kept,)}, Pricing)) is not None
     ]
     assert needed[1] < 0.99 * needed[0]
-    distance = distance_to_fit(short(sum(needed) / 2, seq_length=LONG_SEQUENCE), constraints, Pricing)
-    assert distance is not None and distance.nearest.fullness > 1
-    ((value, found),) = ((value, found) for kind, value, found in distance.remedies if kind == "key_value_gradients")
-    assert found.strategy.key_value_gradients == value == "bf16" and found.fullness <= 1
+    problem = short(sum(needed) / 2, seq_length=LONG_SEQUENCE)
+    distance = distance_to_fit(problem, constraints, Pricing)
+    assert distance is not None and distance.memory["total"] > distance.usable_bytes
+    (remedy,) = (each for each in distance.remedies if each.kind == "key_value_gradients")
+    strategy = Strategy.from_json(remedy.strategy)
+    assert strategy.key_value_gradients == remedy.value == "bf16"
+    held = Pricing(problem.workload, problem.cluster).memory(strategy)
+    assert max(rank.total for rank in held) <= distance.usable_bytes
     too_small = distance_to_fit(short(0.99 * needed[1], seq_length=LONG_SEQUENCE), constraints, Pricing)
-    assert too_small is not None and "key_value_gradients" not in {kind for kind, _, _ in too_small.remedies}
+    assert too_small is not None and "key_value_gradients" not in {each.kind for each in too_small.remedies}
 
 
 def test_stages_that_are_computed_again_may_be_nearest() -> None:
