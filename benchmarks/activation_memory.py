@@ -7,11 +7,11 @@ micro-batches they belong to holds keys and values of its whole sequence, and, w
 of the keys and values before its last token slice.
 """
 
-import argparse
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.workload import batches, benchmark_model, join, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -63,7 +63,7 @@ def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int, r
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--local_rank", help="set by the launcher")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches of a step (default: 4)")
     parser.add_argument("--llama", action="store_true", help="Llama's parts instead of GPT-2's")

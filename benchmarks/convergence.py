@@ -21,7 +21,6 @@ The text is the State of the Union addresses, byte by byte. Without --folder a L
 100 M parameters is drawn at random. Ends with the largest difference of a loss.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.plain_llama import PlainLlama, mean_loss, train_step
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
@@ -96,18 +96,11 @@ def samples(config: Config, part: str, iterations: int) -> Iterator[tuple[Tensor
 
 def train_plain(config: Config, metrics: Path) -> None:
     """Train with the loop in plain torch."""
-    optimizer_config, iterations = config.optimizer, config.training.train_iters
+    iterations = config.training.train_iters
     model = PlainLlama(config.model).start_as(WholeModel(config.model, config.training.seed), config.model)
-    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
-    norms = [weight for weight in model.parameters() if weight.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": optimizer_config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
-        lr=optimizer_config.lr,
-        betas=(optimizer_config.adam_beta1, optimizer_config.adam_beta2),
-        eps=optimizer_config.adam_eps,
-    )
+    optimizer = adamw(model, config)
     rates = LearningRateSchedule.from_config(
-        optimizer_config,
+        config.optimizer,
         config.training,
         global_batch_size=config.batch.global_batch_size or 1,
         seq_length=config.model.seq_length,
@@ -161,7 +154,7 @@ def report(output: Path) -> None:
 
 def from_scratch(argv: Sequence[str] | None = None) -> None:
     """Prepare, train, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--only", choices=RUNS, action="append", help="train this one (may be repeated)")
@@ -172,11 +165,7 @@ def from_scratch(argv: Sequence[str] | None = None) -> None:
         if name == "plain":
             train_plain(parse_arguments(words), options.output / "plain.jsonl")
         else:
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-            (options.output / f"{name}.jsonl").unlink(missing_ok=True)
-            subprocess.run(
-                ["deepspeed", "--num_accelerators", "2", "pretrain_gpt.py", *words], check=True, env=environment
-            )
+            train_ours(words, options.output / f"{name}.jsonl")
     report(options.output)
 
 
@@ -260,7 +249,7 @@ def train_ours(words: Sequence[str], metrics: Path) -> dict[int, float]:
 
 def continued(argv: Sequence[str] | None = None) -> None:
     """Draw, train both, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/continued"))
     parser.add_argument("--folder", type=Path, help="model to continue (default: a random one)")
     parser.add_argument("--seq-length", type=int, default=64)
@@ -283,15 +272,9 @@ def continued(argv: Sequence[str] | None = None) -> None:
     print(f"largest difference: {max(abs(ours[iteration] - loss) for iteration, loss in theirs.items()):.1e}")
 
 
-COMMANDS = {"scratch": from_scratch, "continued": continued}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"scratch": from_scratch, "continued": continued}, argv)
 
 
 if __name__ == "__main__":

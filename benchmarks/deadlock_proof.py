@@ -8,7 +8,6 @@ a step takes in the model of a CUDA device than in the simulator, which holds no
 tenth of a forward, and token slices of growing cost.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +15,7 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
+from benchmarks.measuring.command import Parser
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import PipelineShape, Placement
@@ -108,7 +108,7 @@ def random_costs(shape: PipelineShape, random: Random) -> OpCosts:
 
 def main() -> None:
     """Play all cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--most-units", type=int, default=256, help="ranks x micro-batches x token slices, at most")
     parser.add_argument("--random", type=int, default=1000, help="optimised schedules of random shapes and costs")

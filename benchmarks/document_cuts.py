@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.workload import join, our_engine, seconds_in_turns
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
@@ -45,12 +46,7 @@ DISTRIBUTIONS = {"web": (600, 1.2), "long": (2000, 2.0), "books": (30_000, 1.5)}
 
 
 def packed(seq_length: int, count: int, median_length: float, deviation: float, seed: int = 0) -> list[Starts]:
-    """Starts of documents in sequences, by sequence.
-
-    Args:
-        median_length: median length of a document.
-        deviation: standard deviation of the logarithm of its length.
-    """
+    """Starts of documents in sequences, by sequence."""
     random, stream = Random(seed), 0
     starts = [[0] for _ in range(count)]
     while (stream := stream + max(1, round(median_length * random.lognormvariate(0, deviation)))) < count * seq_length:
@@ -102,11 +98,7 @@ class ProcessorClock:
 def simulated(
     shape: PipelineShape, cuts: DocumentCuts, starts: Sequence[Starts], chosen: Sequence[TokenSlices]
 ) -> float:
-    """Makespan of a step under 1f1b, over the time that each rank computes.
-
-    Args:
-        chosen: cut of each micro-batch, at multiples of the quantum.
-    """
+    """Makespan of a step under 1f1b, over the time that each rank computes."""
     forwards = []
     for row, cut in zip(starts, chosen, strict=True):
         before = cuts.cost_before([row])
@@ -133,11 +125,7 @@ def llama_8b(seq_length: int) -> ModelConfig:
 
 
 def print_simulated(stages: int, token_slices: int, steps: int) -> None:
-    """Print how long steps take with each cut, over the time that ranks compute.
-
-    Args:
-        steps: number of steps, whose mean is printed.
-    """
+    """Print how long steps take with each cut, over the time that ranks compute."""
     print(f"Llama-3-8B's layers on {stages} stages, {token_slices} token slices, 1f1b: makespan over computing time")
     quanta = (2, 4, QUANTA, 16, 32)
     by_quanta = " ".join(f"{each:>7}" for each in quanta)
@@ -258,7 +246,7 @@ def _batches(model: ModelConfig, starts: Sequence[Starts]) -> Iterator[Batch]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Simulate or measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--local_rank", help="set by the launcher")
     parser.add_argument("--measure", action="store_true", help="time the engine instead of simulating")
     parser.add_argument("--token-slices", type=int, default=8, metavar="S")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
 from benchmarks.measuring.report import (
     SHARINGS,
@@ -333,7 +334,7 @@ def _time(step: Callable[[], float], rounds: int) -> tuple[float, float, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model-preset", default="llama3-1b")
     parser.add_argument("--seq-length", type=int, nargs="+", default=[8192, 32768], metavar="N")
     parser.add_argument("--token-slices", type=int, nargs="+", default=[1, 4, 16], metavar="S")

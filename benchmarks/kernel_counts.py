@@ -23,7 +23,6 @@ rotations, norms of queries and keys) is what a module costs with it, less what 
 """
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.command import run_named
 from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
@@ -67,12 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple[Counter[str], Counter[str]]:
-    """Kernels of one layer and token slice, forward and backward, by name.
-
-    Args:
-        model: the model, of which the first layer is counted.
-        apart: gradients of norms and biases are not added to earlier ones here.
-    """
+    """Kernels of one layer and token slice, forward and backward, by name."""
     length, device = model.seq_length // 4, torch.device("meta")
     layer = TransformerBlock(model, model.blocks[0], TensorParallelRanks()).to(device, torch.bfloat16)
     state = SequenceState(TokenSlices((length,) * 4), sequences=range(2))
@@ -339,15 +334,9 @@ def count_operators(argv: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-COMMANDS = {"kernels": count_kernels, "operators": count_operators}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"kernels": count_kernels, "operators": count_operators}, argv)
 
 
 if __name__ == "__main__":

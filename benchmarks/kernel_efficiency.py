@@ -16,7 +16,6 @@ once. Each framework is fitted alone; figures of a generation are geometric mean
 Attention is the forward with heads of 128: inference has no backward.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from benchmarks.measuring.command import Parser
 from megatron_terapipe.devices import Device
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.price.efficiency import GENERATIONS
@@ -66,7 +66,7 @@ class Fit(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the package is unpacked")
     systems = parser.parse_args(argv).directory / "aiconfigurator_core" / "systems" / "data"
     products: dict[str, list[Floats]] = defaultdict(list)

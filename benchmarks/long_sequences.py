@@ -48,6 +48,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import Section, progress
 from benchmarks.measuring.workload import batches, join, our_engine
@@ -124,8 +125,7 @@ def long_model(tokens: int, num_layers: int, window: int | None) -> ModelConfig:
 def step_flops(model: ModelConfig, *, recompute: bool) -> float:
     """FLOPs of a step on one sequence, causal attention and windows counted exactly, in flash kernels.
 
-    Args:
-        recompute: whether every layer is computed twice.
+    With `recompute` every layer is computed twice.
     """
     attention = linear = 0
     for block in model.blocks:
@@ -138,11 +138,7 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
 
 
 def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
-    """What may wait on the host, of two stages with half of the layers each.
-
-    Args:
-        cut: lengths of the token slices.
-    """
+    """What may wait on the host, of two stages with half of the layers each."""
     key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
     inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
     windows = (model.sliding_window,) * 2
@@ -305,7 +301,7 @@ def speed(options: argparse.Namespace) -> Section:
 
 def sequences(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("what", choices=("memory", "speed"))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--token-slices", type=int, default=16, metavar="S")
@@ -412,11 +408,7 @@ def found(workload: Workload, cluster: Cluster, global_batch_size: int) -> tuple
 
 
 def row_of(model: str, seq_length: int, num_devices: int, least_sequences: int) -> Row:
-    """Return one line of a table; it takes some seconds.
-
-    Args:
-        least_sequences: sequences of a step, which are doubled until something fits.
-    """
+    """Return one line of a table; `least_sequences` are doubled until something fits. It takes some seconds."""
     workload, cluster = read_workload(model, {"seq_length": seq_length}), cluster_of(num_devices)
     global_batch_size, winner, could_save = least_sequences, None, 0.0
     for sequences in (least_sequences * 2**doublings for doublings in range(MOST_DOUBLINGS + 1)):
@@ -593,7 +585,7 @@ def written_into(text: str, model: str, new: str) -> str:
 
 def write_table(argv: Sequence[str] | None = None) -> None:
     """Print the tables, and write them into the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, help="only this one (default: all)")
     parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="file of rows to go on with")
     parser.add_argument(
@@ -661,7 +653,7 @@ def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
 
 def samples_speed(argv: Sequence[str] | None = None) -> None:
     """Write data, measure, and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--seq-length", type=int, default=4_000_000)
     parser.add_argument("--document-length", type=int, default=40, help="tokens of a short document")
     parser.add_argument("--token-slices", type=int, default=64, metavar="S")
@@ -679,15 +671,9 @@ def samples_speed(argv: Sequence[str] | None = None) -> None:
             prepare(prefix, options.seq_length, options.token_slices)
 
 
-COMMANDS = {"sequences": sequences, "table": write_table, "samples": samples_speed}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"sequences": sequences, "table": write_table, "samples": samples_speed}, argv)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 python -m benchmarks.migration_survey [--megatron-lm DIR] [--megatron-deepspeed DIR] [--gpt-neox DIR] [--lines] [--json]
 
 Each configuration is parsed and checked as `--dry-run` checks it, without its tokenizer, data, checkpoints and devices.
-The shell scripts of the checkouts are run, in a copy and with every program replaced, so give
-checkouts that you trust.
+The shell scripts of the checkouts are run, in a copy and with every program replaced, so give checkouts that you trust.
 
 A script composes its command from variables, arrays, conditions and templates of files, which only a shell expands. So
 bash runs it, in a copy of the checkout that holds its small text files, and with a PATH of its own: launchers write
-down
-their words, a few programs that read text are real, and every other program does nothing.
+down their words, a few programs that read text are real, and every other program does nothing.
 """
 
 import argparse
@@ -26,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,16 +45,10 @@ class Attempt:
 
     origin: str
     """Set that it belongs to: a row of the table."""
-
     name: str
-    """Its name in that set."""
-
     words: tuple[str, ...] = ()
-    """Flags and values."""
-
     directory: Path = Path()
     """Directory that names of files are relative to."""
-
     refusal: str = ""
     """Line with which a converter refused it, so that there are no words; empty if it did not."""
 
@@ -65,11 +58,8 @@ class Outcome:
     """Result of an attempt."""
 
     attempt: Attempt
-    """The attempt."""
-
     line: str = ""
     """Line that refuses it; empty if it passed."""
-
     is_defect: bool = False
     """Whether it ended in anything but a line of ours."""
 
@@ -130,7 +120,7 @@ SECONDS = 60
 """Time after which a script is given up."""
 
 
-def attempts_of_scripts(origin: str, checkout: Path, folders: Sequence[str], copy: Path) -> Iterator[Attempt]:
+def attempts_of_scripts(origin: str, folders: Sequence[str], checkout: Path, copy: Path) -> Iterator[Attempt]:
     """Yield an attempt for each command that pretrains a GPT.
 
     Args:
@@ -277,7 +267,7 @@ def attempts_of_megatron_lm(checkout: Path, folder: Path) -> Iterator[Attempt]:
             kind = "gpt" if model == "gpt" else "other models"
             words = tuple(words_of(document["MODEL_ARGS"]))
             yield Attempt(origin=f"Megatron-LM, tests of {kind}", name=name, words=words, directory=folder)
-    yield from attempts_of_scripts("Megatron-LM, scripts", checkout, ("examples",), folder)
+    yield from attempts_of_scripts("Megatron-LM, scripts", ("examples",), checkout, folder)
 
 
 def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
@@ -285,9 +275,6 @@ def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
 
     `true` is a flag without a value; a list in brackets is several words; any other value is one word. The number of
     the repetition is that of the first.
-
-    Args:
-        model_args: values as text, by flag. Those of a merged mapping (`<<`) are replaced by its own.
     """
     merged = model_args.get("<<", {})
     for flag, value in {**merged, **model_args}.items():
@@ -306,15 +293,6 @@ def _pretrains(document: Mapping[str, Any]) -> bool:
     """Whether a test trains: others generate, and have the flags of an engine for inference."""
     model_args = document.get("MODEL_ARGS")
     return isinstance(model_args, Mapping) and "--micro-batch-size" in model_args and "--lr" in model_args
-
-
-def attempts_of_megatron_deepspeed(checkout: Path, folder: Path) -> Iterator[Attempt]:
-    """Yield the commands of all scripts that pretrain a GPT.
-
-    Args:
-        folder: an empty folder for copies.
-    """
-    yield from attempts_of_scripts("Megatron-DeepSpeed, scripts", checkout, ("examples_deepspeed", "examples"), folder)
 
 
 TRAINING = "llama/train_config.yml"
@@ -355,11 +333,7 @@ def _ranks(settings: Mapping[str, Any]) -> int:
 
 
 def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
-    """Yield the lines of the table.
-
-    Args:
-        shows_lines: whether the line of every refusal is shown, too.
-    """
+    """Yield the lines of the table."""
     yield "| set | passed | refused | defects | of |"
     yield "|---|---|---|---|---|"
     for origin, of_set in _by_origin(outcomes).items():
@@ -394,10 +368,8 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _by_origin(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    sets: dict[str, list[Outcome]] = {}
-    for each in outcomes:
-        sets.setdefault(each.attempt.origin, []).append(each)
-    return sets
+    origins = dict.fromkeys(each.attempt.origin for each in outcomes)
+    return {origin: [each for each in outcomes if each.attempt.origin == origin] for origin in origins}
 
 
 def _features(outcomes: Sequence[Outcome]) -> Counter[str]:
@@ -406,7 +378,9 @@ def _features(outcomes: Sequence[Outcome]) -> Counter[str]:
 
 ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
     "megatron_lm": attempts_of_megatron_lm,
-    "megatron_deepspeed": attempts_of_megatron_deepspeed,
+    "megatron_deepspeed": partial(
+        attempts_of_scripts, "Megatron-DeepSpeed, scripts", ("examples_deepspeed", "examples")
+    ),
     "gpt_neox": attempts_of_gpt_neox,
 }
 """By name, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""

@@ -32,7 +32,6 @@ and, where the device's peak is known or given, the utilization; then forward an
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.plain_llama import PlainLlama, train_step
 from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -61,7 +61,7 @@ from megatron_terapipe.training.instruments import peak_tflops_here, tflops_per_
 
 def overhead(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--token-slices", type=int, nargs="+", default=[2, 4, 8, 16], metavar="S")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4, help="as many as a stage of a model of 8 has")
@@ -99,7 +99,7 @@ def as_deepspeed_does(engine: Any) -> None:
 
 def bf16(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--token-slices", type=int, default=8, metavar="S")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4)
@@ -162,7 +162,7 @@ def ours(model: ModelConfig, num_token_slices: int) -> Callable[[], float]:
 
 def plain_loop(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--token-slices", type=int, nargs="+", default=[1, 4], metavar="S")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=4)
@@ -217,7 +217,6 @@ def in_token_slices(inputs: list[Tensor], cut: TokenSlices) -> None:
 
     Args:
         inputs: queries, keys and values, each [1, N, heads, D].
-        cut: lengths of the token slices.
     """
     state = SequenceState(cut)
     outputs = [
@@ -240,7 +239,7 @@ def model_of(options: argparse.Namespace) -> ModelConfig:
 
 def utilization(argv: Sequence[str] | None = None) -> None:
     """Measure and print two tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model-preset", help="default: the model of the other benchmarks, with Llama's parts")
     parser.add_argument("--layers", type=int, help="layers instead of the preset's")
     parser.add_argument("--seq-length", type=int, default=8192)
@@ -281,15 +280,9 @@ def utilization(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-COMMANDS = {"overhead": overhead, "bf16": bf16, "plain": plain_loop, "utilization": utilization}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"overhead": overhead, "bf16": bf16, "plain": plain_loop, "utilization": utilization}, argv)
 
 
 if __name__ == "__main__":

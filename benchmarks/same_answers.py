@@ -103,11 +103,7 @@ def cases() -> Iterator[Case]:
 
 
 def answer(checkout: Path, case: Case, places: Mapping[str, str]) -> object:
-    """Return the JSON that a command prints, or its exit code and errors.
-
-    Args:
-        places: what stands for `{work}` and the like.
-    """
+    """Return the JSON that a command prints, or its exit code and errors."""
     out = Path(places["out"])
     out.unlink(missing_ok=True)
     words = [word.format_map(places) if "{" in word else word for word in case.words]

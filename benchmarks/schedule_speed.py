@@ -6,7 +6,6 @@ Process groups of one and of two ranks, one core and one thread a rank, take tur
 compared. `simulated` is the makespan of the schedule played with the op times of one measured step.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.workload import SEQ_LENGTH, batches, benchmark_model, join, our_engine
 from benchmarks.measuring.worlds import World
 from deepspeed_ext.plan.measured import Comparison, measured_costs
@@ -51,11 +51,7 @@ class Result:
 
 
 def build(setup: Setup, cut: TokenSlices, num_micro_batches: int, num_layers: int) -> tuple[Any, Iterator[Any]]:
-    """Return the engine of a setup on one of its ranks, and its data.
-
-    Args:
-        cut: lengths of the token slices.
-    """
+    """Return the engine of a setup on one of its ranks, and its data."""
     join()
     model = benchmark_model(num_layers)
     schedule: str | Schedule = setup.schedule if setup.orders is None else fixed(setup.orders)
@@ -85,11 +81,7 @@ def measured_step(built: tuple[Any, Iterator[Any]]) -> Timeline:
 
 
 def found_orders(cut: TokenSlices, num_micro_batches: int, num_layers: int) -> tuple[tuple[Op, ...], ...]:
-    """Return the schedule that the optimiser finds for the op times of three measured steps, with the memory of 1f1b.
-
-    Args:
-        cut: lengths of the token slices.
-    """
+    """Return the schedule that the optimiser finds for the op times of three measured steps, in the memory of 1f1b."""
     world = World(2, build, Setup("measured", 2, "zero-bubble"), cut, num_micro_batches, num_layers)
     world.run(step)
     steps = [world.run(measured_step)[0] for _ in range(3)]
@@ -102,11 +94,7 @@ def found_orders(cut: TokenSlices, num_micro_batches: int, num_layers: int) -> t
 def compare(
     setups: Sequence[Setup], cut: TokenSlices, num_micro_batches: int, num_layers: int, rounds: int
 ) -> list[Result]:
-    """Time the setups in turn, and compare the others with the first one.
-
-    Args:
-        cut: lengths of the token slices.
-    """
+    """Time the setups in turn, and compare the others with the first one."""
     worlds = {setup.name: World(setup.ranks, build, setup, cut, num_micro_batches, num_layers) for setup in setups}
     times: dict[str, list[float]] = {name: [] for name in worlds}
     steps: dict[str, list[Timeline]] = {name: [] for name in worlds}
@@ -129,7 +117,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M")
     parser.add_argument("--token-slices", type=int, default=8, metavar="S")
     parser.add_argument("--rounds", type=int, default=5)

@@ -15,8 +15,6 @@ Errors after eight trials of a cluster: trials that `trials.calibration.design` 
 In each round a third of the trials is held out; the few come from the other two thirds.
 """
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.report import Section, progress, written_between
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
@@ -118,11 +117,7 @@ def _searched(subject: str, space: int, seconds: float, could_save: float) -> Fi
 
 
 def errors(paths: Sequence[Path]) -> Iterator[Figure]:
-    """Yield the errors of our predictions, each when it is known.
-
-    Args:
-        paths: files of trials, beside the runs that are in the repository.
-    """
+    """Yield the errors of our predictions, each when it is known."""
     progress("predicting published runs")
     published = read_trials(str(PUBLISHED))
     predicted = predict_trials(published, Calibrations([], (), progress))
@@ -153,7 +148,7 @@ def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
 
 def peers(argv: Sequence[str] | None = None) -> int:
     """Measure, and write the tables into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--trials", type=Path, nargs="+", default=[], metavar="FILE", help="more trials to predict")
     parser.add_argument("--document", type=Path, default=PAGE, metavar="FILE", help="the page, with its markers")
     options = parser.parse_args(argv)
@@ -173,7 +168,7 @@ RANDOM_PICKS = 3
 
 def few_trials(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("path", metavar="TRIALS.jsonl")
     parser.add_argument("--trials", type=int, default=8, help="that are run (default: 8)")
     parser.add_argument("--rounds", type=int, default=6, help="thirds that are held out (default: 6)")
@@ -200,15 +195,9 @@ def few_trials(argv: Sequence[str] | None = None) -> None:
         print(f"{name:>10}  mean {np.mean(values):.1%}  worst {np.max(values):.1%}  of {len(values)}")
 
 
-COMMANDS = {"peers": peers, "few": few_trials}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"peers": peers, "few": few_trials}, argv)
 
 
 if __name__ == "__main__":

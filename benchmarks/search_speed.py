@@ -9,7 +9,6 @@ a machine also compiles kernels. Large: the whole command `rank` in a process of
 with its peak memory, the least of some runs.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.measuring.command import Parser
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.cluster_files import read_cluster
 from megatron_terapipe.search.price.cost_model import Pricing
@@ -97,7 +97,7 @@ AMP_CONSTRAINTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", choices=("closed-form", "search", "amp", "large"), help="one of the tables")
     parser.add_argument("--runs", type=int, default=3, help="runs of each large case, of which the least counts")
     options = parser.parse_args(argv)
@@ -171,11 +171,7 @@ def amp_like() -> None:
 
 
 def large(runs: int) -> None:
-    """Run whole commands on large clusters.
-
-    Args:
-        runs: how often each; the least CPU time and memory of them is printed.
-    """
+    """Run whole commands on large clusters."""
     print(f"{'model':>11} {'devices':>8} {'batch':>7} {'CPU s':>6} {'MB':>5}  answer")
     with tempfile.TemporaryDirectory() as folder:
         for case in LARGE_CASES:

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.report import Section, publish
 from benchmarks.measuring.workload import batches, join, our_engine
 from deepspeed_ext.plan.costs import Table
@@ -85,7 +86,7 @@ class Search:
 
 def search_choices(argv: Sequence[str] | None = None) -> int:
     """Measure, choose, run and compare; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--delay-ms", type=float, default=5.0, help="of the link, each way")
     parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the link, each way")
     parser.add_argument("--global-batch-size", type=int, default=2)
@@ -156,11 +157,7 @@ def corners(batch: int) -> list[Strategy]:
 
 
 def factors(chosen: dict[str, Strategy], entries: Sequence[dict[str, Any]]) -> Section:
-    """Return the table of times, and of how much faster the choices are than others: predicted and measured.
-
-    Args:
-        entries: their trials, in any order.
-    """
+    """Return the table of times, and of how much faster the choices are than others: predicted and measured."""
     workload = parse_workload(MODEL, "model.json")
     by_run = {same_run(explicit(Strategy.from_json(entry["strategy"]), workload)): entry for entry in entries}
     found = {name: by_run[same_run(explicit(strategy, workload))] for name, strategy in chosen.items()}
@@ -283,11 +280,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def simulated(engine: Any, data: Iterator[Any], options: argparse.Namespace) -> dict[bool, float]:
-    """Seconds until the last op and the last reduction end, by whether they overlap.
-
-    Args:
-        engine: the engine of this rank.
-    """
+    """Seconds until the last op and the last reduction end, by whether they overlap."""
     with engine.timeline() as timelines:
         engine.train_batch(data)
     sizes: list[Any] = [None] * dist.get_world_size()
@@ -352,7 +345,7 @@ def report(times: dict[bool, list[float]], predicted: dict[bool, float], options
 
 def reductions(argv: Sequence[str] | None = None) -> None:
     """Launch the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--megabits", type=int, default=1000, help="of the link, each way")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--schedule", choices=["gpipe", "1f1b", "zero-bubble"], default="1f1b")
@@ -369,15 +362,9 @@ def reductions(argv: Sequence[str] | None = None) -> None:
         launch(options)
 
 
-COMMANDS = {"search": search_choices, "reductions": reductions}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"search": search_choices, "reductions": reductions}, argv)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ The fast simulator against the plain one: seconds and ops per second for the sam
 python -m benchmarks.solver_speed simulator [--ops 131072 1048576]
 """
 
-import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
+from benchmarks.measuring.command import Parser, run_named
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower
@@ -55,7 +54,7 @@ _Result = TypeVar("_Result")
 
 def solvers(argv: Sequence[str] | None = None) -> None:
     """Measure and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--effort", type=float, default=1.0, help="of the solvers")
     parser.add_argument("--optimise", action="store_true", help="token slices and orders of some pipelines, too")
     options = parser.parse_args(argv)
@@ -141,7 +140,7 @@ Result = TypeVar("Result")
 
 def simulator(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ops", type=int, nargs="+", default=[16384, 131072, 1048576], metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plain-up-to", type=int, default=131072, metavar="N", help="most ops for the plain simulator")
@@ -192,15 +191,9 @@ def timed(way: Callable[[], Result]) -> tuple[float, Result]:
     return time.process_time() - start, result
 
 
-COMMANDS = {"solvers": solvers, "simulator": simulator}
-"""The first one is run where none is named."""
-
-
 def main(argv: Sequence[str] | None = None) -> object:
-    """Run the named measurement."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in COMMANDS else next(iter(COMMANDS))
-    return COMMANDS[name](words)
+    """Run the named measurement, by default the first."""
+    return run_named({"solvers": solvers, "simulator": simulator}, argv)
 
 
 if __name__ == "__main__":

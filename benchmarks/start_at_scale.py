@@ -6,7 +6,6 @@ One process plays one rank. Its process group is torch's fake one, which knows h
 nothing; what each part costs is real. Every part runs in a process of its own, so that each has a peak of its own.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.command import Parser
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 
@@ -68,7 +68,7 @@ Figures = dict[str, float | str]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Play each part and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--stages", type=int, default=64)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--tensor-ranks", type=int, default=2)

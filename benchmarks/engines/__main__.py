@@ -22,6 +22,7 @@ from benchmarks.engines.page import table
 from benchmarks.engines.pipelines import Job, catalogue
 from benchmarks.engines.results import Document, Noise, Run
 from benchmarks.engines.turns import Competition, Processors, gathered, machine, product_times, software
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.workload import join
 from megatron_terapipe.config import ModelConfig
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--local_rank", help="set by the launcher")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M")
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="steps of each engine that are timed")

@@ -3,10 +3,10 @@
 python -m benchmarks.engines.page runs/engines.json
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -24,6 +24,7 @@ from benchmarks.engines.results import (
     is_ours,
     is_rival,
 )
+from benchmarks.measuring.command import Parser
 from benchmarks.measuring.report import Section, written_between
 from deepspeed_ext.plan.draw.elements import INK, MARGIN, MIDDLE, SOFT, document, rect, text
 
@@ -32,61 +33,34 @@ MEGABYTE = 2**20
 
 def findings(run: Run) -> list[str]:
     """Return what a table says, a sentence or two each."""
-    ours, rivals = _timed(run, is_ours), _timed(run, is_rival)
+    ours, rivals = ([each for each in run.timed if chosen(each)] for chosen in (is_ours, is_rival))
     if not (ours and rivals):
         return []
-    fastest = min(*ours, *rivals, key=_median)
-    return [
-        _fastest(min(ours, key=_median), min(rivals, key=_median)),
-        *_without_token_slices(_timed(run, lambda each: each.engine == OURS), rivals),
-        _memory(min(ours, key=_fullest), min(rivals, key=_fullest)),
-        *_in_two_threads(_timed(run, lambda each: each.name == IN_TWO_THREADS), fastest),
-    ]
-
-
-def _fastest(ours: Measured, rival: Measured) -> str:
-    first, second = sorted((ours, rival), key=_median)
-    others = "rivals" if first is ours else "engines of ours"
+    by_time, by_memory = attrgetter("median_s"), attrgetter("fullest_bytes")
+    first, second = sorted((min(ours, key=by_time), min(rivals, key=by_time)), key=by_time)
+    others = "rivals" if is_ours(first) else "engines of ours"
     told_apart = "" if max(first.seconds) < min(second.seconds) else "; the ranges of their rounds overlap"
-    return (
+    found = [
         f"Fastest pipeline: *{first.name}*, {first.median_s:.3f} s. The fastest of the {others} is *{second.name}*, "
         f"{second.median_s:.3f} s: {second.median_s / first.median_s - 1:.1%} slower{told_apart}."
-    )
-
-
-def _without_token_slices(whole: list[Measured], rivals: list[Measured]) -> Iterator[str]:
-    if whole:
-        best = min(whole, key=_median)
+    ]
+    if whole := [each for each in ours if each.engine == OURS]:
+        best = min(whole, key=by_time)
         faster = [f"*{each.name}*" for each in rivals if each.median_s < best.median_s]
-        yield (
+        found.append(
             f"Without token slices our fastest is *{best.schedule}*, {best.median_s:.3f} s. Faster than that: "
-            f"{'; '.join(faster) if faster else 'none of the rivals'}."
+            f"{'; '.join(faster) or 'none of the rivals'}."
         )
-
-
-def _memory(ours: Measured, rival: Measured) -> str:
-    mine, theirs = (f"{_fullest(each) / MEGABYTE:.0f} MB (*{each.name}*)" for each in (ours, rival))
-    return f"Least memory on the fuller rank: ours {mine}, rivals {theirs}."
-
-
-def _in_two_threads(alone: list[Measured], fastest: Measured) -> Iterator[str]:
-    for each in alone:
-        yield (
-            f"Plain torch in one process with two threads takes {each.median_s:.3f} s, "
-            f"{each.median_s / fastest.median_s - 1:+.1%} beside the fastest pipeline."
-        )
-
-
-def _timed(run: Run, chosen: Callable[[Measured], bool]) -> list[Measured]:
-    return [each for each in run.timed if chosen(each)]
-
-
-def _median(each: Measured) -> float:
-    return each.median_s
-
-
-def _fullest(each: Measured) -> int:
-    return max(each.peak_bytes, default=0)
+    least = (min(each, key=by_memory) for each in (ours, rivals))
+    mine, theirs = (f"{each.fullest_bytes / MEGABYTE:.0f} MB (*{each.name}*)" for each in least)
+    found.append(f"Least memory on the fuller rank: ours {mine}, rivals {theirs}.")
+    found += [
+        f"Plain torch in one process with two threads takes {each.median_s:.3f} s, "
+        f"{each.median_s / first.median_s - 1:+.1%} beside the fastest pipeline."
+        for each in run.timed
+        if each.name == IN_TWO_THREADS
+    ]
+    return found
 
 
 def circumstances(document: Document) -> list[str]:
@@ -157,11 +131,7 @@ def _cells(each: Measured, run: Run, num_ranks: int, *, bold: bool) -> Iterator[
 
 
 def results_markdown(document: Document, picture: str) -> str:
-    """Return all that the page says of a measurement.
-
-    Args:
-        picture: address of the picture, as the page links it.
-    """
+    """Return all that the page says of a measurement."""
     parts = [f"![Seconds of a step of every engine]({picture})"]
     for run in document.runs:
         refused = [f"*{each.name}* refuses: {each.problem}" for each in run.engines if each.problem is not None]
@@ -196,19 +166,15 @@ def draw(measurement: Document) -> str:
         x += 36 + 6.6 * len(name)
     title = "Seconds of a step on two ranks"
     said = "; ".join(
-        f"{micro_batches(run.num_micro_batches)}: fastest {min(run.timed, key=_median_of_picture).name}"
+        f"{micro_batches(run.num_micro_batches)}: fastest {min(run.timed, key=attrgetter('median_s')).name}"
         for run in measurement.runs
         if run.timed
     )
     return document(body, WIDTH, y + MARGIN, title, f"{title}. {said}.")
 
 
-def _median_of_picture(each: Measured) -> float:
-    return each.median_s
-
-
 def _panel(run: Run, num_ranks: int, top: float) -> Iterator[str]:
-    timed = sorted(run.timed, key=_median_of_picture)
+    timed = sorted(run.timed, key=attrgetter("median_s"))
     longest = max((max(each.seconds) for each in timed), default=1.0)
     scale = (WIDTH - 2 * MARGIN - LABELS - VALUES) / longest
     left = MARGIN + LABELS
@@ -253,7 +219,7 @@ PICTURE = DOCS / "img" / "engines.svg"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write page and picture, and the times beside the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("times", type=Path, help="the JSON of a measurement")
     parser.add_argument("--document", type=Path, default=PAGE, metavar="FILE", help="the page, with its markers")
     parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE")

@@ -286,11 +286,7 @@ def _quiet() -> Iterator[None]:
 
 
 def torch_pipeline(job: Job, *, schedule_class: type[Any], v_shaped: bool = False) -> Engine:
-    """Return a schedule of torch with its stages: one on each rank, or two where the schedule has several.
-
-    Args:
-        v_shaped: stages go there and back, so that the first rank has the first and the last one.
-    """
+    """Return a schedule of torch with its stages: one on each rank, or two where the schedule has several."""
     rank, size = dist.get_rank(), dist.get_world_size()
     is_single = issubclass(schedule_class, PipelineScheduleSingle)
     num_stages = size if is_single else 2 * size
@@ -323,12 +319,7 @@ def torch_pipeline(job: Job, *, schedule_class: type[Any], v_shaped: bool = Fals
 
 
 def ours(job: Job, *, schedule: str, num_token_slices: int, num_model_chunks: int = 1, uniform: bool = False) -> Engine:
-    """Return our engine.
-
-    Args:
-        schedule: its name; `optimised` is found for op times that are measured first.
-        uniform: cut into equal lengths instead of equal work.
-    """
+    """Return our engine; `optimised` is found for op times that are measured first."""
     cut = (
         TokenSlices.uniform(job.model.seq_length, num_token_slices)
         if uniform
@@ -397,11 +388,7 @@ class Entry:
 
 
 def catalogue(num_token_slices: int) -> list[Entry]:
-    """Return the engines; the first one is plain torch, which the others are held against.
-
-    Args:
-        num_token_slices: token slices of a sequence, where it is cut.
-    """
+    """Return the engines; the first one is plain torch, which the others are held against."""
     entries = [
         Entry(IN_ONE_THREAD, partial(plain, threads=1)),
         Entry(IN_TWO_THREADS, partial(plain, threads=2)),

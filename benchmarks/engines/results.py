@@ -49,6 +49,11 @@ class Measured:
         """Median of the rounds."""
         return median(self.seconds)
 
+    @property
+    def fullest_bytes(self) -> int:
+        """Most bytes alive on the fullest rank."""
+        return max(self.peak_bytes, default=0)
+
     def idle_share(self, num_ranks: int) -> float:
         """Share of the time in which the cores of the ranks computed nothing, in [0, 1]."""
         return max(0.0, 1 - median(self.cpu_seconds) / (num_ranks * self.median_s))

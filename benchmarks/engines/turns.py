@@ -112,7 +112,6 @@ def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
     Args:
         found: gradients by name, each [...].
-        expected: those of plain torch, of these names and maybe more, each with as many elements.
     """
     worst = 0.0
     for name, gradient in found.items():
@@ -134,11 +133,7 @@ class Contender:
 
 
 class Competition:
-    """The engines of one job.
-
-    Args:
-        entries: the engines; the first one is plain torch.
-    """
+    """The engines of one job."""
 
     def __init__(self, job: Job, entries: Sequence[Entry]) -> None:
         self.job = job
@@ -183,11 +178,7 @@ class Competition:
         del self._built[place]
 
     def round(self, number: int) -> None:
-        """Time a step of each engine.
-
-        Args:
-            number: of the round; the order depends on it.
-        """
+        """Time a step of each engine."""
         places = list(self._built)
         first = number * max(1, len(places) // 3) % len(places)
         # Who comes after whom must change: a machine is slow for a while, and a step leaves memory behind.

@@ -241,11 +241,7 @@ def _offset(dependency: Any) -> int:
 
 @contextmanager
 def counting(*, compiled: bool) -> Iterator[KernelCounter]:
-    """Count the kernels of what runs inside on the meta device.
-
-    Args:
-        compiled: count pointwise functions as compiled, not by their operators.
-    """
+    """Count the kernels of what runs inside on the meta device."""
     counter = KernelCounter()
     known: dict[Any, Kernels] = {}
 

@@ -75,11 +75,7 @@ class Block(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Token ids [B, N] in, logits [B, N, vocabulary] out.
-
-    Args:
-        recompute: compute each block again in the backward.
-    """
+    """Token ids [B, N] in, logits [B, N, vocabulary] out."""
 
     def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
         super().__init__()

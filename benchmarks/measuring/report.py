@@ -56,11 +56,7 @@ class Sharing:
     """Whether every rank has a device of its own."""
 
     def of_rank(self, rank: int, more: Mapping[str, str]) -> dict[str, str]:
-        """Variables that a rank needs, beside those that it inherits.
-
-        Args:
-            more: others, which count more than those that the trainer would set.
-        """
+        """Variables that a rank needs, beside those that it inherits."""
         found = {"LOCAL_RANK": str(rank if self.device_each else 0), **self.variables, **more}
         if self.own is not None:
             found[self.own] = f"rank{rank}"
@@ -152,14 +148,7 @@ class Section:
         self.rows.append(tuple(map(str, cells)))
 
     def guarded(self, name: str, measure: Callable[[], Sequence[object]]) -> bool:
-        """Append the row that a function returns after its name; if it fails, the row says why.
-
-        Args:
-            name: first cell of the row.
-
-        Returns:
-            Whether it was measured.
-        """
+        """Append the row that a function returns after its name; if it fails, the row says why."""
         try:
             self.add(name, *measure())
         except Exception as error:  # A row that fails must not take the others with it.
@@ -168,11 +157,7 @@ class Section:
         return True
 
     def fail(self, name: str, error: Exception) -> None:
-        """Append a row that says why nothing was measured.
-
-        Args:
-            name: first cell of the row.
-        """
+        """Append a row that says why nothing was measured."""
         text = str(error) if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
         self.add(name, f"failed: {one_line(text)}")
 

@@ -68,11 +68,7 @@ def join_alone() -> None:
 
 
 def seconds_in_turns(steps: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
-    """Return the seconds of each step in each round, after a round that warms up; the steps take turns.
-
-    Args:
-        steps: what is measured, by name.
-    """
+    """Return the seconds of each step in each round, after a round that warms up; the steps take turns."""
     times: dict[Name, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
@@ -116,12 +112,8 @@ def our_engine(
     """Return the token-slice engine.
 
     Args:
-        token_slices: lengths of the token slices.
         optimizer: makes the optimizer; None for SGD.
         clip: norm that gradients are clipped at; 0 = never.
-        bf16: whether to train in bf16.
-        placement: which stages a rank owns.
-        overlap_grad_reduce: whether reductions overlap with the last backwards.
         documents: reads off a micro-batch where its documents begin; None if it has one in each row.
         cut_by_documents: gives each micro-batch its token slices; None for those of all.
     """

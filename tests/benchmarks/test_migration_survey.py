@@ -65,7 +65,7 @@ def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
     script = tmp_path / "checkout" / "examples" / "gpt" / "train.sh"
     script.parent.mkdir(parents=True)
     script.write_text(SCRIPT % f"{MODEL} {DATA}")
-    first, second = attempts_of_scripts("set", tmp_path / "checkout", ("examples",), _empty(tmp_path / "copy"))
+    first, second = attempts_of_scripts("set", ("examples",), tmp_path / "checkout", _empty(tmp_path / "copy"))
     assert (first.name, second.name) == ("examples/gpt/train.sh #1", "examples/gpt/train.sh #2")
     assert first.words[-8:] == words(
         "--global-batch-size 16 --deepspeed_config configs/ds.json --save argument1 --seed 3"
