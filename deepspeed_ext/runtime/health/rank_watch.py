@@ -428,7 +428,10 @@ def _name(rank: int, pid: int) -> str:
 
 
 def watch_rank(
-    place: LaunchEnvironment, *, remedy: Callable[[], str], ending: Callable[[str, bool], object]
+    place: LaunchEnvironment,
+    *,
+    remedy: Callable[[], str],
+    ending: Callable[[str, bool], object] = lambda why, failed: None,
 ) -> RankWatch:
     """Return the watch of this rank, as its launcher started it; `remedy` and `ending` as in `RankWatch`."""
     launch, attempt = own_launch(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
