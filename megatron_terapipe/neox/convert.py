@@ -7,7 +7,7 @@ Settings that need no rule of their own are rows of `settings.toml`. Read `conve
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from math import prod, sqrt
@@ -55,19 +55,11 @@ def table() -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Defaults:
-    """Values of settings that a file leaves out, where NeoX's default has changed."""
+SINCE_2023_12 = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "weight_decay": 0.1}
+"""Defaults of NeoX that changed in December 2023."""
 
-    dropout: float
-    weight_decay: float
-
-
-SINCE_2023_12 = Defaults(dropout=0.0, weight_decay=0.1)
-"""Defaults of NeoX since December 2023."""
-
-BEFORE_2023_12 = Defaults(dropout=0.1, weight_decay=0.01)
-"""Defaults of NeoX until then, version 2.0 included."""
+BEFORE_2023_12 = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "weight_decay": 0.01}
+"""Those until then, version 2.0 included."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +70,10 @@ class Conversion:
     """
 
     settings: Mapping[str, Any]
-    """NeoX's settings by key; null stands for NeoX's default."""
+    """NeoX's settings by key; null stands for NeoX's default. `a.b` is the key of b in the section a."""
+
+    defaults: Mapping[str, float] = field(default_factory=lambda: SINCE_2023_12)
+    """Defaults that have changed, by key."""
 
     flags: list[tuple[str, ...]] = field(default_factory=list)
     """Flags of the trainer, each with its values."""
@@ -97,8 +92,9 @@ class Conversion:
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return a setting, and mark it as converted."""
+        section, _, name = key.rpartition(".")
         self.taken.add(key)
-        value = self.settings.get(key)
+        value = (self.section(section) if section else self.settings).get(name)
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -133,9 +129,24 @@ class Conversion:
             raise ConfigError(f"{first} {values[0]} and {second} {values[1]} both {both}: remove one")
         return values
 
+    def choice(self, key: str, default: str, end: str = MODEL_CANNOT_BE_TRAINED) -> str:
+        """Return a setting that is one of a few words, refused if it is another."""
+        value = str(self.take(key, default))
+        known, reason = table()["choices"][key]
+        if value not in known:
+            self.refuse(f"{key} {value}", reason, end)
+        return value
+
     def flag(self, name: str, *values: object) -> None:
         """Add a flag to the command."""
         self.flags.append((name, *map(str, values)))
+
+    def flags_of(self, part: str, read: Callable[..., Any], *, when: object = True) -> None:
+        """Add the flags of a part of the table, where it counts; its settings are taken in any case."""
+        for key, (flag, *default) in table()[part].items():
+            value = read(key, *default)
+            if when and value is not None:
+                self.flag(flag, value)
 
     def refuse(self, setting: str, reason: str, end: str = MODEL_CANNOT_BE_TRAINED) -> None:
         """Record a setting without which another model would be trained, or in another way."""
@@ -202,19 +213,16 @@ EPSILONS = {"layernorm_epsilon": 1e-5, "rms_norm_epsilon": 1e-8}
 
 def convert_positions_and_norms(conversion: Conversion) -> None:
     """Convert positions and norms."""
-    name = str(conversion.take("pos_emb", "learned"))
+    name = conversion.choice("pos_emb", "learned")
     percent, base = conversion.number("rotary_pct", 1.0), conversion.number("rotary_emb_base", 10000)
     if name in POSITIONS:
         conversion.flag("--position-embedding-type", POSITIONS[name])
-    else:
-        conversion.refuse(f"pos_emb {name}", "positions can be learned, rotary or none")
     if name == "rotary":
         conversion.flag("--rotary-base", base)
         conversion.flag("--rotary-percent", percent)
-    name = conversion.take("norm", "layernorm")
+    name = conversion.choice("norm", "layernorm")
     epsilons = {key: conversion.number(key, default) for key, default in EPSILONS.items()}
     if name not in NORMS:
-        conversion.refuse(f"norm {name}", "norms can be layernorm or rmsnorm")
         return
     ours, key = NORMS[name]
     if not conversion.take("use_bias_in_norms", True) and ours == "layernorm":
@@ -307,13 +315,11 @@ def convert_mlp(conversion: Conversion) -> None:
     name = conversion.take("activation", "gelu")
     fused = conversion.take("bias_gelu_fusion", False) or conversion.take("openai_gelu", False)
     engine = bool(conversion.take("te_layernorm_mlp", False))
-    older = conversion.take("mlp_type", "regular")
+    older = conversion.choice("mlp_type", "regular")
     activation = (TRANSFORMER_ENGINE if engine else ACTIVATIONS).get(name)
     if older == "llama":
         activation = "swiglu" if name in ("silu", "swish", "swiglu") else None
-    elif older != "regular":
-        conversion.refuse(f"mlp_type {older}", "it can be regular or llama")
-    elif name == "gelu" and fused:
+    elif older == "regular" and name == "gelu" and fused:
         activation = "gelu"
     hidden_size = conversion.count("hidden_size")
     given, factor = conversion.count("intermediate_size"), conversion.number("expansion_factor")
@@ -338,23 +344,12 @@ def convert_mlp(conversion: Conversion) -> None:
     conversion.flag("--ffn-hidden-size", -(-width // multiple) * multiple)
 
 
-def has_biases(conversion: Conversion) -> tuple[bool, bool]:
-    """Return whether the matrices of attention have biases, and those of the MLP."""
-    attention = bool(conversion.take("use_bias_in_attn_linear", True))
-    mlp = bool(conversion.take("use_bias_in_mlp", True))
-    # NeoX's older gated MLP has none, and Transformer Engine's layers are always built with them.
-    if conversion.take("mlp_type") == "llama":
-        mlp = False
-    if conversion.settings.get("te_mha"):
-        attention = True
-    if conversion.settings.get("te_layernorm_mlp"):
-        mlp = True
-    return attention, mlp
-
-
-def convert_biases_and_dropout(conversion: Conversion, defaults: Defaults) -> None:
+def convert_biases_and_dropout(conversion: Conversion) -> None:
     """Convert biases, how attention and MLP are added, and dropout."""
-    attention, mlp = has_biases(conversion)
+    # NeoX's older gated MLP has no biases, and Transformer Engine's layers are always built with them.
+    attention = bool(conversion.take("use_bias_in_attn_linear", True) or conversion.settings.get("te_mha"))
+    mlp = bool(conversion.take("use_bias_in_mlp", True)) and conversion.take("mlp_type") != "llama"
+    mlp = mlp or bool(conversion.settings.get("te_layernorm_mlp"))
     if not (attention and mlp):
         conversion.flag("--disable-bias-linear")
     if attention and not mlp:
@@ -369,9 +364,10 @@ def convert_biases_and_dropout(conversion: Conversion, defaults: Defaults) -> No
     if parallel and not mlp:
         reason = "attention and MLP add up in every layer; NeoX loses the attention of layers whose MLP has no biases"
         conversion.remark("gpt_j_residual", reason)
-    hidden = conversion.number("hidden_dropout", defaults.dropout)
+    hidden = conversion.number("hidden_dropout", conversion.defaults["hidden_dropout"])
     conversion.flag("--hidden-dropout", hidden)
-    conversion.flag("--attention-dropout", conversion.number("attention_dropout", defaults.dropout))
+    attention_dropout = conversion.number("attention_dropout", conversion.defaults["attention_dropout"])
+    conversion.flag("--attention-dropout", attention_dropout)
     if hidden and not (mlp and (attention or not parallel)):
         reason = (
             "NeoX drops nothing where a matrix has no bias, and here dropout does not depend on biases: set it to 0"
@@ -486,21 +482,14 @@ PARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "a
 """Parameters of an optimizer that are read here, or have no effect."""
 
 
-def convert_optimizer(conversion: Conversion, defaults: Defaults) -> float:
+def convert_optimizer(conversion: Conversion) -> float:
     """Convert the optimizer, but for its learning rate over time; return the highest rate."""
-    section = conversion.section("optimizer")
-    params = section.get("params") or {}
-    if not isinstance(params, dict):
-        raise ConfigError(f"optimizer.params {params!r} is not a mapping: write it as {{...}}")
-
-    def number(name: str, default: float) -> Any:
-        return as_number(f"optimizer.params.{name}", params.get(name, default))
-
-    kind = str(section.get("type", "Adam")).lower()
-    decay = conversion.number("weight_decay", params.get("weight_decay", defaults.weight_decay))
+    params, number = conversion.section("optimizer.params"), conversion.number
+    kind = str(conversion.take("optimizer.type", "Adam")).lower()
+    decay = number("weight_decay", params.get("weight_decay", conversion.defaults["weight_decay"]))
     if kind == "sgd":
         conversion.flag("--optimizer", "sgd")
-        conversion.flag("--sgd-momentum", number("momentum", 0.0))
+        conversion.flag("--sgd-momentum", number("optimizer.params.momentum", 0.0))
     elif kind in ADAMS:
         conversion.flag("--optimizer", "adam")
         betas = params.get("betas", (0.9, 0.999))
@@ -508,7 +497,7 @@ def convert_optimizer(conversion: Conversion, defaults: Defaults) -> float:
             raise ConfigError(f"optimizer.params.betas {betas!r} are not two numbers: write them as [0.9, 0.95]")
         for name, beta in zip(("--adam-beta1", "--adam-beta2"), betas, strict=True):
             conversion.flag(name, as_number("optimizer.params.betas", beta))
-        conversion.flag("--adam-eps", number("eps", 1e-8))
+        conversion.flag("--adam-eps", number("optimizer.params.eps", 1e-8))
     else:
         conversion.refuse(f"optimizer {kind}", "it can be adam or sgd", TRAINING_CANNOT_BE_RUN)
     if kind.startswith("cpu"):
@@ -518,20 +507,18 @@ def convert_optimizer(conversion: Conversion, defaults: Defaults) -> float:
         conversion.refuse(f"weight_decay {decay} in the gradient", reason, TRAINING_CANNOT_BE_RUN)
     for name in sorted(set(params) - PARAMETERS):
         conversion.refuse(f"optimizer.params.{name}", "the optimizer has no such parameter", TRAINING_CANNOT_BE_RUN)
-    highest = number("lr", 0.001)
+    highest = number("optimizer.params.lr", 0.001)
     conversion.flag("--lr", highest)
     conversion.flag("--weight-decay", decay)
-    conversion.flag("--clip-grad", conversion.number("gradient_clipping", 1.0))
+    conversion.flag("--clip-grad", number("gradient_clipping", 1.0))
     return float(highest)
 
 
 def convert_learning_rate(conversion: Conversion, highest: float) -> None:
     """Convert rise and decay. Files of Llemma give the rise in iterations, and the lowest rate as a share."""
-    style = conversion.take("lr_decay_style", "linear")
+    style = conversion.choice("lr_decay_style", "linear", TRAINING_CANNOT_BE_RUN)
     rate, share = conversion.one_of_two("min_lr", "decay_lr_to", "give the lowest rate")
     lowest = float(rate or 0.0 if share is None else share * highest)
-    if style not in ("constant", "linear", "cosine"):
-        conversion.refuse(f"lr_decay_style {style}", "it can be constant, linear or cosine", TRAINING_CANNOT_BE_RUN)
     conversion.flag("--lr-decay-style", style)
     conversion.flag("--min-lr", lowest)
     iterations, end = conversion.count("train_iters"), conversion.count("lr_decay_iters")
@@ -580,16 +567,6 @@ def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay
     return Decay(end=end, warmup_fraction=rise / end, exact=abs(end - reached) <= 1e-9 * last)
 
 
-LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-NUMBER_TYPES = {
-    "fp16": ("enabled", "type", "fp16", *LOSS_SCALING),
-    # What a file says of loss scaling in bf16, DeepSpeed does not read.
-    "bf16": ("enabled", "bf16", *LOSS_SCALING),
-    "data_types": ("grad_accum_dtype",),
-}
-"""Entries of each section that are read here, or have no effect."""
-
-
 def convert_precision(conversion: Conversion) -> str:
     """Convert number types and loss scaling. Returns `fp32`, `fp16` or `bf16`."""
     half, brain = conversion.section("fp16"), conversion.section("bf16")
@@ -598,32 +575,28 @@ def convert_precision(conversion: Conversion) -> str:
         precision = "bf16"
     elif half.get("enabled"):
         precision = "fp16"
-    types = conversion.section("data_types")
-    for owner, names in NUMBER_TYPES.items():
+    for owner, names in table()["number-types"].items():
         for name, value in conversion.section(owner).items():
-            if name not in names and value:
+            if name not in names.split() and value:
                 remedy = "give it in a file for --deepspeed-config, and leave it out here"
                 conversion.refuse(f"{owner}.{name}", "no flag decides it", remedy)
     if precision != "fp32":
         conversion.flag(f"--{precision}")
     if precision != "fp16":
         return precision
-    if types.get("grad_accum_dtype") == "fp32":
+    if conversion.take("data_types.grad_accum_dtype") == "fp32":
         conversion.flag("--accumulate-allreduce-grads-in-fp32")
-    scale = as_number("fp16.loss_scale", half.get("loss_scale", 0))
+    scale = conversion.number("fp16.loss_scale", 0)
     if scale:
         conversion.flag("--loss-scale", scale)
-    power = as_number("fp16.initial_scale_power", half.get("initial_scale_power", 16))
-    conversion.flag("--initial-loss-scale", 2 ** int(power))
-    for name, default in (("loss_scale_window", 1000), ("hysteresis", 2), ("min_loss_scale", 1)):
-        conversion.flag(f"--{name.replace('_', '-')}", int(as_number(f"fp16.{name}", half.get(name, default))))
+    conversion.flag("--initial-loss-scale", 2 ** int(conversion.number("fp16.initial_scale_power", 16)))
+    conversion.flags_of("fp16", conversion.count)
     return precision
 
 
 def convert_zero(conversion: Conversion, precision: str) -> None:
     """Convert the ZeRO stage. All stages compute the same update."""
-    zero = conversion.section("zero_optimization")
-    stage = int(as_number("zero_optimization.stage", zero.pop("stage", 0)))
+    stage = int(conversion.number("zero_optimization.stage", 0))
     ours = min(stage, 1)
     if stage > 1:
         reason = "ZeRO 2 and 3 do not go with pipelines; 1 computes the same, with more memory"
@@ -632,16 +605,14 @@ def convert_zero(conversion: Conversion, precision: str) -> None:
         ours = 1
         conversion.remark("zero_optimization.stage 0", f"{precision} takes ZeRO 1 here; it computes the same")
     conversion.flag("--zero-stage", ours)
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        if name in zero:
-            size = int(as_number(f"zero_optimization.{name}", zero.pop(name)))
-            conversion.flag(f"--zero-{name.replace('_', '-')}", size)
+    conversion.flags_of("zero-sizes", conversion.count)
+    rest = conversion.section("zero_optimization")
     for name in ("reduce_scatter", "contiguous_gradients"):
-        if zero.get(name) is True:
+        if rest.get(name) is True:
             conversion.flag(f"--zero-{name.replace('_', '-')}")
-            zero.pop(name)
-    for name, value in zero.items():
-        if value is not False:  # What is off needs no word.
+            rest.pop(name)
+    for name, value in rest.items():
+        if value is not False and f"zero_optimization.{name}" not in conversion.taken:  # What is off needs no word.
             offload = "offload" in name
             reason = "nothing is offloaded" if offload else "it can stand in a file for --deepspeed-config"
             conversion.remark(f"zero_optimization.{name}", reason)
@@ -665,15 +636,10 @@ def convert_data(conversion: Conversion) -> None:
         pairs = [word for pair in zip(weights, paths, strict=True) for word in pair]
         if paths:
             conversion.flag(f"--{part}-data-path", *(pairs if len(paths) > 1 else paths))
-    kind = conversion.take("tokenizer_type", "GPT2BPETokenizer")
+    kind = conversion.choice("tokenizer_type", "GPT2BPETokenizer", "tokenize the data with another")
     vocabulary, merges = conversion.take("vocab_file"), conversion.take("merge_file")
-    if kind == "GPT2BPETokenizer":
-        files = {"--vocab-file": vocabulary, "--merge-file": merges}
-    elif kind in ("HFTokenizer", "SPMTokenizer"):
-        files = {"--tokenizer-model": vocabulary}
-    else:
-        conversion.refuse(f"tokenizer_type {kind}", "it is not here", "tokenize the data with another")
-        return
+    own = kind == "GPT2BPETokenizer"
+    files = {"--vocab-file": vocabulary, "--merge-file": merges} if own else {"--tokenizer-model": vocabulary}
     conversion.flag("--tokenizer-type", kind)
     for flag, name in files.items():
         if name is not None:
@@ -721,20 +687,6 @@ def _iteration(value: object) -> int:
     return int(number)
 
 
-def convert_reports(conversion: Conversion) -> None:
-    """Convert Weights & Biases, and profiles."""
-    project, name = conversion.take("wandb_project", "neox"), conversion.take("wandb_run_name")
-    if conversion.take("use_wandb", False):
-        conversion.flag("--wandb-project", project)
-        if name is not None:
-            conversion.flag("--wandb-exp-name", name)
-    begin, end = conversion.count("profile_step_start", 10), conversion.count("profile_step_stop", 12)
-    if conversion.take("profile", False):
-        conversion.flag("--profile")
-        conversion.flag("--profile-step-start", begin)
-        conversion.flag("--profile-step-end", end)
-
-
 def convert_launch(conversion: Conversion) -> None:
     """Convert how processes are started."""
     first_host = conversion.take("master_addr")
@@ -757,31 +709,27 @@ def convert_launch(conversion: Conversion) -> None:
 
 
 def convert(
-    settings: Mapping[str, Any], world_size: int | None = None, *, defaults: Defaults = SINCE_2023_12
+    settings: Mapping[str, Any], world_size: int | None = None, *, defaults: Mapping[str, float] = SINCE_2023_12
 ) -> Conversion:
     """Convert settings.
 
     Args:
         world_size: processes of the run; None = not known.
     """
-    conversion = Conversion(settings=_with_extra_settings(settings))
+    conversion = Conversion(settings=_with_extra_settings(settings), defaults=defaults)
     _check_sizes(conversion)
-    for key, (flag, *default) in table()["values"].items():
-        value = conversion.take(key, *default)
-        if value is not None:
-            conversion.flag(flag, value)
+    conversion.flags_of("values", conversion.take)
     for key, flag in table()["switches"].items():
         if conversion.take(key, False):
             conversion.flag(flag)
     convert_positions_and_norms(conversion)
     convert_attention(conversion)
     convert_mlp(conversion)
-    convert_biases_and_dropout(conversion, defaults)
+    convert_biases_and_dropout(conversion)
     convert_initial_weights(conversion)
     convert_parallel(conversion)
     convert_batch(conversion, world_size)
-    highest = convert_optimizer(conversion, defaults)
-    convert_learning_rate(conversion, highest)
+    convert_learning_rate(conversion, convert_optimizer(conversion))
     convert_zero(conversion, convert_precision(conversion))
     layers = conversion.count("checkpoint_num_layers", 1) or 1
     if conversion.take("checkpoint_activations", False):
@@ -789,7 +737,11 @@ def convert(
         conversion.flag("--recompute-num-layers", layers)
     convert_data(conversion)
     convert_checkpoints(conversion)
-    convert_reports(conversion)
+    conversion.flags_of("wandb", conversion.take, when=conversion.take("use_wandb"))
+    profiled = conversion.take("profile")
+    if profiled:
+        conversion.flag("--profile")
+    conversion.flags_of("profile", conversion.count, when=profiled)
     convert_launch(conversion)
     _check_the_rest(conversion)
     return conversion
