@@ -92,7 +92,7 @@ def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[
 
 def _copies(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
     """Copies to the host and back, on two threads of their rank behind that of its reductions."""
-    for rank in range(timeline.shape.num_ranks if timeline.host_copies else 0):
+    for rank in range(timeline.shape.num_ranks):
         for lane, copies in enumerate(copies_of(timeline, rank)):
             place = {"pid": rank, "tid": timeline.shape.num_model_chunks + 1 + lane}
             yield {"ph": "M", "name": "thread_name", **place, "args": {"name": f"copies {LANES[lane]}"}}

@@ -127,8 +127,10 @@ class DrawnCopy(NamedTuple):
         return f"{what} {LANES[lane]}"
 
 
-def copies_of(timeline: Timeline, rank: int) -> tuple[list[DrawnCopy], list[DrawnCopy]]:
-    """Return the copies of a rank to the host, and those back, each in the order in which they run."""
+def copies_of(timeline: Timeline, rank: int) -> Sequence[list[DrawnCopy]]:
+    """Return the copies of a rank to the host, and those back, each by start; nothing where no rank has copies."""
+    if not timeline.host_copies:
+        return ()
     own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
     there = [DrawnCopy(copy, copy.offload_start, copy.offload_end) for copy in own]
     back = [DrawnCopy(copy, copy.fetch_start, copy.fetch_end) for copy in own]

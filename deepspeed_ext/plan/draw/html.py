@@ -103,7 +103,7 @@ def _columns(panel: Panel) -> dict[str, Any]:
                         "start": [_rounded(drawn.start - timeline.start) for drawn in copies],
                         "end": [_rounded(drawn.end - timeline.start) for drawn in copies],
                     }
-                    for lane, copies in enumerate(copies_of(timeline, rank) if timeline.host_copies else ())
+                    for lane, copies in enumerate(copies_of(timeline, rank))
                 ],
                 "slack": [_rounded(path.slack[span.op]) for span in row],
                 "needs": [

@@ -64,11 +64,10 @@ def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[s
         mark = bar(x + min(0.75, (right - x) * 0.08), y, max(right - x - 1.5, (right - x) * 0.84), fill)
         return f"<g><title>{escape(tooltip)}</title>{mark}</g>"
 
-    if timeline.host_copies:
-        for lane, copies in enumerate(copies_of(timeline, rank)):
-            for copy in copies:
-                yield drawn(copy.start, copy.end, top, COPY_FILLS[lane], copy.words(lane))
-            top += _LANE
+    for lane, copies in enumerate(copies_of(timeline, rank)):
+        for copy in copies:
+            yield drawn(copy.start, copy.end, top, COPY_FILLS[lane], copy.words(lane))
+        top += _LANE
     for stage, piece, start, end in timeline.reductions:
         if timeline.shape.rank_of(stage) == rank:
             yield drawn(start, end, top, REDUCTION, f"reduction {piece} of stage {stage}")

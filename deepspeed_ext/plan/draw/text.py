@@ -61,8 +61,10 @@ def _rows(timeline: Timeline, rank: int, scale: float, length: int, column: int)
     # Of the two parts of a backward, W is the one for weights.
     letters = {kind: "W" if kind is OpKind.WEIGHT_GRADIENT else kind.value[0] for kind in OpKind}
     ops = [(_label(op, timeline.shape), letters[op.kind], start, end) for op, start, end in timeline.spans[rank]]
-    lanes = copies_of(timeline, rank) if timeline.host_copies else ()
-    copies = [[(each.label(timeline.shape), each.letter, each.start, each.end) for each in lane] for lane in lanes]
+    copies = [
+        [(each.label(timeline.shape), each.letter, each.start, each.end) for each in lane]
+        for lane in copies_of(timeline, rank)
+    ]
     for blocks in (ops, *copies):
         row = [" " if position % column != 1 else "." for position in range(length)]
         for label, letter, start, end in blocks:

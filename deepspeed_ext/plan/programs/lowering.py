@@ -39,7 +39,7 @@ that receive has ended. Ops by their start and messages by the end of that op ha
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -208,7 +208,6 @@ def lower(
     schedule: Schedule,
     shape: PipelineShape,
     *,
-    loading_ranks: Container[int] | None = None,
     costs: OpCosts | None = None,
     under_ops: bool = True,
     device: Device | None = None,
@@ -217,8 +216,6 @@ def lower(
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
 
     Args:
-        loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
-            stage, which read tokens and labels.
         costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
         device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
@@ -229,28 +226,28 @@ def lower(
     """
     costs = (costs or lowering_costs(shape)).in_order()
     spans = simulate(rank_orders(schedule, shape), shape, costs).spans
-    programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops, host_copies=host_copies)
     device = device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
-    device = replace(device, copies=host_copies is not None)
-    _check(programs, shape, device, host_copies)
-    return programs
+    return _proven(spans.__getitem__, shape, replace(device, copies=host_copies is not None), host_copies, under_ops)
 
 
-def _lower_all(
+def _proven(
     spans: SpansOfRank,
     shape: PipelineShape,
-    loading_ranks: Container[int] | None = None,
-    *,
+    device: Device,
+    host_copies: HostCopySettings | None,
     under_ops: bool = True,
-    host_copies: HostCopySettings | None = None,
 ) -> list[Program]:
-    if loading_ranks is None:
-        loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
+    """Lower all ranks, and check that they run to their end. The first and the last stage read tokens and labels."""
+    loading = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
-    return [
-        lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops, host_copies=host_copies)
+    programs = [
+        lower_rank(rank, messages, shape, loads=rank in loading, under_ops=under_ops, host_copies=host_copies)
         for rank in messages
     ]
+    if host_copies is not None:
+        check_host_copies(programs, shape, host_copies)
+    check_programs(programs, shape, device)
+    return programs
 
 
 def check_lowering(
@@ -272,20 +269,12 @@ def check_lowering(
         return
     spans = schedule.spans(shape)
     if num_ops(shape) <= FEW_OPS:
-        _check(_lower_all(spans, shape, host_copies=host_copies), shape, device, host_copies)
+        _proven(spans, shape, device, host_copies)
     elif not device.has_queues_for(shape):
         raise ScheduleDeadlock(
             f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
         )
     schedule.proven.add((shape, device, host_copies))
-
-
-def _check(
-    programs: Sequence[Program], shape: PipelineShape, device: Device, host_copies: HostCopySettings | None
-) -> None:
-    if host_copies is not None:
-        check_host_copies(programs, shape, host_copies)
-    check_programs(programs, shape, device)
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:

@@ -167,48 +167,40 @@ def _loads(problem: SchedulingProblem) -> tuple[Numbers, Numbers]:
     shape, times = problem.shape, problem.tables.times
     before, after = (np.zeros((3, shape.num_stages, problem.num_units)) for _ in range(2))
     micro_batch = np.arange(problem.num_units) // shape.num_token_slices
-    left = shape.num_micro_batches - micro_batch
     for rank in range(shape.num_ranks):
         stages = list(shape.stages_of(rank))
-        per_kind = times[:, stages].sum(axis=(1, 2))
+        forward, back, weight = times[:, stages].sum(axis=(1, 2))
         for number, stage in enumerate(stages):
-            earlier, later = stages[:number], stages[number + 1 :]
-            forward = np.tile(times[0, stage], shape.num_micro_batches)
-            forward_done = np.cumsum(forward)
-            forward_earlier = np.cumsum(np.tile(times[0, earlier].sum(axis=0), shape.num_micro_batches))
-            forward_later = np.tile(times[0, later].sum(axis=0), shape.num_micro_batches)
-            before[0, stage] = forward_done - forward + forward_earlier
-            after[0, stage] = forward_done[-1] - forward_done + np.cumsum(forward_later[::-1])[::-1]
-            after[0, stage] += left * (per_kind[1] + per_kind[2])
-            back, back_after = _turned(times[1, stage], shape.num_micro_batches)
-            back_later, _ = _turned(times[1, later].sum(axis=0), shape.num_micro_batches)
-            own_earlier = times[1, earlier].sum(axis=0)
-            _, back_earlier_after = _turned(own_earlier, shape.num_micro_batches)
-            weight, weight_after = _turned(times[2, stage], shape.num_micro_batches)
-            own = np.tile(times[1, stage], shape.num_micro_batches)
-            own_weight = np.tile(times[2, stage], shape.num_micro_batches)
-            forwards = (micro_batch + 1) * per_kind[0]
-            before[1, stage] = back - own + back_later + forwards
-            before[2, stage] = before[1, stage] + own + weight - own_weight
-            weight_earlier = times[2, earlier].sum(axis=0)
-            _, weight_earlier_after = _turned(weight_earlier, shape.num_micro_batches)
-            repeat = np.tile(own_earlier + weight_earlier, shape.num_micro_batches)
-            after[2, stage] = weight_after
-            after[1, stage] = back_after + weight_after + own_weight
-            after[1, stage] += back_earlier_after + weight_earlier_after + repeat
+            own, earlier, later = (
+                [_Queue.of(problem, kind, group) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
+                for group in ([stage], stages[:number], stages[number + 1 :])
+            )
+            before[0, stage] = own[0].upto - own[0].each + earlier[0].upto
+            before[1, stage] = own[1].upto - own[1].each + later[1].upto + (micro_batch + 1) * forward
+            before[2, stage] = before[1, stage] + own[1].each + own[2].upto - own[2].each
+            after[0, stage] = own[0].left + np.cumsum(later[0].each[::-1])[::-1]
+            after[0, stage] += (shape.num_micro_batches - micro_batch) * (back + weight)
+            after[1, stage] = own[1].left + own[2].left + own[2].each
+            after[1, stage] += earlier[1].left + earlier[2].left + (earlier[1].each + earlier[2].each)
+            after[2, stage] = own[2].left
     return before, after
 
 
-def _turned(times: Numbers, num_micro_batches: int) -> tuple[Numbers, Numbers]:
-    """Times up to each op with it, and after it, of a queue that goes through token slices last to first."""
-    in_queue = np.tile(times[::-1], num_micro_batches)
-    upto = np.cumsum(in_queue)
-    shape = (num_micro_batches, len(times))
+class _Queue(NamedTuple):
+    """Times of the ops of one kind on some stages of a rank; [units] each."""
 
-    def by_unit(values: Numbers) -> Numbers:
-        return values.reshape(shape)[:, ::-1].reshape(-1)
+    each: Numbers
+    upto: Numbers
+    """Of all ops up to each one, with it."""
+    left: Numbers
+    """Of all ops after it."""
 
-    return by_unit(upto), by_unit(upto[-1] - upto)
+    @classmethod
+    def of(cls, problem: SchedulingProblem, kind: int, stages: list[int]) -> "_Queue":
+        each = np.tile(problem.tables.times[kind, stages].sum(axis=0), (problem.shape.num_micro_batches, 1))
+        turn = slice(None, None, -1 if problem.flow.is_reversed[kind] else 1)
+        upto = np.cumsum(each[:, turn]).reshape(each.shape)[:, turn]
+        return cls(each.reshape(-1), upto.reshape(-1), (upto.max() - upto).reshape(-1))
 
 
 def _one_rank(problem: SchedulingProblem, stages: list[int], heads: Numbers, tails: Numbers) -> float:
