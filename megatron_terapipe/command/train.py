@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 from deepspeed_ext.plan.errors import UserError
@@ -168,18 +169,8 @@ examples:
 Launchers, one command each: docs/how-to/launching.md."""
 
 
-def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the flags that most runs need, for help; `prog` is what people type before them."""
-    return help_parser(prog, "")
-
-
-def whole_parser(prog: str) -> CommandParser:
-    """Return the parser of all flags, for help and for shells."""
-    return help_parser(prog, ALL)
-
-
-def help_parser(prog: str, group: str) -> CommandParser:
-    """Return the parser of a group of the trainer's flags (`""` = those that most runs need), and the launcher's."""
+def build_parser(prog: str, group: str = "") -> CommandParser:
+    """Return the parser, for help, of the launcher's flags and a group of the trainer's: by default those most used."""
     parser = CommandParser(
         prog=prog, usage=f"{prog} [flags of the launcher] flags of the trainer", description=DESCRIPTION, epilog=EPILOG
     )
@@ -189,6 +180,10 @@ def help_parser(prog: str, group: str) -> CommandParser:
         parser.epilog = f"{EPILOG}\n\n{other_flags(prog)}"
     add_flags_of(parser, group, without=OF_THE_LAUNCHER)
     return parser
+
+
+whole_parser = partial(build_parser, group=ALL)
+"""Parser of all flags, for shells."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe train") -> int:
@@ -202,7 +197,7 @@ def _run(words: list[str], prog: str) -> int:
         raise ConfigError(f"no flag says what to train: see {prog} --help")
     group = asked_for(words)
     if group is not None:
-        help_parser(prog, group).print_help()
+        build_parser(prog, group).print_help()
         return 0
     launching, training = split(words)
     # Here, so that a misspelled flag is said before any rank is started.

@@ -21,7 +21,7 @@ from megatron_terapipe.config.parallel import BY_DOCUMENTS
 from megatron_terapipe.training.instruments import Instruments, peak_tflops_here, tflops_per_device
 from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatches, SpikeGuard
 from megatron_terapipe.training.optimizer import set_step_sizes
-from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, WeightDecaySchedule
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, weight_decay_at
 from megatron_terapipe.training.records import IterationMetrics, Progress
 from megatron_terapipe.training.reporters import Reporter
 from megatron_terapipe.training.run import Run
@@ -47,7 +47,6 @@ class TrainingStep:
         self._bad_numbers = BadNumbers(run.config.numbers, engine, reporter.note)
         self._spikes = SpikeGuard(run.config.numbers)
         self._instruments = Instruments(self._logging, engine, reporter.note)
-        self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
@@ -104,7 +103,7 @@ class TrainingStep:
         """Set learning rates and weight decay, and return the former: of most weights, and of the model's ends."""
         step = progress.schedule_step(self._training.unit)
         learning_rate, of_ends = self._learning_rates.at(step), self._rates_of_ends.at(step)
-        decay = self._weight_decays.at(step)
+        decay = weight_decay_at(step, self._run.config.optimizer, self._training)
         set_step_sizes(self._engine.optimizer, learning_rate=learning_rate, of_ends=of_ends, weight_decay=decay)
         return learning_rate, of_ends
 

@@ -8,11 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from operator import mul
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
 import torch
@@ -53,47 +54,41 @@ class ExitReason(Enum):
     INTERVAL = "--exit-interval is reached"
 
 
-class ExitConditions:
-    """Asks after every iteration whether the run ends with it, and gives every rank the same answer.
-
-    Args:
-        signalled: whether this rank was told to end.
-        clock: seconds from some moment on; the run begins now.
-        agree: takes whether this rank would end and returns whether any would; every rank calls it at the same time.
-    """
-
-    def __init__(
-        self,
-        training: TrainingConfig,
-        *,
-        signalled: Callable[[], bool] = NEVER,
-        clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[bool], bool] | None = None,
-    ) -> None:
-        self._training = training
-        self._signalled, self._clock, self._agree = signalled, clock, agree or any_rank
-        self._start = clock()
-
-    def reason(self, iteration: int) -> ExitReason | None:
-        """Return why the run ends after this iteration, None if it goes on."""
-        training = self._training
-        # Signals and clocks reach ranks at different times, and a rank that leaves alone leaves the others hanging.
-        if training.exit_signal_handler and self._agree(self._signalled()):
-            return ExitReason.SIGNAL
-        if training.exit_duration_in_mins is not None:
-            minutes = (self._clock() - self._start) / 60
-            if self._agree(minutes > training.exit_duration_in_mins):
-                return ExitReason.DURATION
-        if training.exit_interval is not None and iteration % training.exit_interval == 0:
-            return ExitReason.INTERVAL
-        return None
-
-
 def any_rank(mine: bool) -> bool:
     """Whether it holds on any rank."""
     flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+@dataclass
+class ExitConditions:
+    """Asks after every iteration whether the run ends with it, and gives every rank the same answer."""
+
+    training: TrainingConfig
+    signalled: Callable[[], bool] = NEVER
+    """Whether this rank was told to end."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds from some moment on; the run begins now."""
+    agree: Callable[[bool], bool] = any_rank
+    """Takes whether this rank would end and returns whether any would; every rank calls it at the same time."""
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    def reason(self, iteration: int) -> ExitReason | None:
+        """Return why the run ends after this iteration, None if it goes on."""
+        training = self.training
+        # Signals and clocks reach ranks at different times, and a rank that leaves alone leaves the others hanging.
+        if training.exit_signal_handler and self.agree(self.signalled()):
+            return ExitReason.SIGNAL
+        if training.exit_duration_in_mins is not None:
+            minutes = (self.clock() - self._start) / 60
+            if self.agree(minutes > training.exit_duration_in_mins):
+                return ExitReason.DURATION
+        if training.exit_interval is not None and iteration % training.exit_interval == 0:
+            return ExitReason.INTERVAL
+        return None
 
 
 @contextmanager
@@ -107,11 +102,7 @@ def heard_signal(wanted: bool) -> Iterator[Callable[[], bool]]:
         yield NEVER
         return
     heard: list[int] = []
-
-    def hear(number: int, _: FrameType | None) -> None:
-        heard.append(number)
-
-    before = signal.signal(signal.SIGTERM, hear)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         yield lambda: bool(heard)
     finally:
