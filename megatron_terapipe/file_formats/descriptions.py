@@ -82,7 +82,25 @@ Curve = list[tuple[float, float]]
 """Times, and what is held from each of them on."""
 
 
-class TimelineFile(Part):
+class Chunks(Part):
+    """How stages are dealt to pipeline ranks."""
+
+    num_model_chunks: Count = ABSENT
+    """Stages of each pipeline rank. If left out: 1."""
+    placement: Placement = ABSENT
+    """Which stages a rank owns. If left out: one each."""
+
+
+class Makespan(Part):
+    """The two figures of a timeline."""
+
+    makespan: float
+    """Time from the first op's start to the last op's end."""
+    bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan), in [0, 1)."""
+
+
+class TimelineFile(Chunks):
     """A step: when each op ran. The trainer's `--timeline` writes one for each measured step."""
 
     schedule: str | None
@@ -97,10 +115,6 @@ class TimelineFile(Part):
     """Micro-batches of the step."""
     num_token_slices: Count
     """Token slices of a micro-batch."""
-    num_model_chunks: Count = ABSENT
-    """Stages of each pipeline rank. If left out: 1."""
-    placement: Placement = ABSENT
-    """Which stages a rank owns. If left out: one each."""
     unit: str
     """Unit of all times: `s` where they were measured; empty = that of the costs."""
     spans: list[list[tuple[OpText, float, float]]]
@@ -115,13 +129,9 @@ class TimelineFile(Part):
     host, when the device dropped it, start and end of the copy back."""
 
 
-class _Figures(TimelineFile):
-    """What all answers say of a timeline."""
+class _Figures(TimelineFile, Makespan):
+    """Figures of a timeline in all answers."""
 
-    makespan: float
-    """Time from the first op's start to the last op's end."""
-    bubble_ratio: float
-    """Idle time / (pipeline ranks x makespan), in [0, 1)."""
     peak_live_token_slices: list[int]
     """For each rank, the most token slices whose forward is done and whose backward is not complete."""
     peak_activation: list[float]
@@ -153,13 +163,9 @@ class SimulatedPlan(_Figures):
     """First layer of each stage, and the number of layers; with `--solve-stages`."""
 
 
-class SimulatedBeside(Part):
+class SimulatedBeside(Makespan):
     """Simulation of a measured step, with mean op times."""
 
-    makespan: float
-    """Simulated makespan."""
-    bubble_ratio: float
-    """Simulated bubble ratio."""
     makespan_with_transfer_and_overhead: float
     """The same with the estimated transfer and overhead of the host."""
     makespan_with_own_op_times: float
@@ -168,28 +174,11 @@ class SimulatedBeside(Part):
     """The simulated ops, as in the timeline."""
 
 
-class MeasuredCosts(Part):
-    """Mean op times: a file of `--costs`."""
-
-    forward: list[list[float]]
-    """By stage and token slice."""
-    backward: list[list[float]]
-    """By stage and token slice."""
-    weight_gradient: list[list[float]] = ABSENT
-    """By stage and token slice."""
-    transfer: float
-    """Estimated time from the end of an op until one that waits for it starts."""
-
-
-class MeasuredStep(Part):
+class MeasuredStep(Makespan):
     """One of the steps."""
 
     iteration: int | None
     """Its number."""
-    makespan: float
-    """Measured makespan."""
-    bubble_ratio: float
-    """Measured bubble ratio."""
 
 
 class MeanTimes(Part):
@@ -232,8 +221,8 @@ class MeasuredPlan(_Figures):
     """Simulated over measured makespan."""
     simulated: SimulatedBeside
     """The simulation."""
-    costs: MeasuredCosts
-    """What it was made of."""
+    costs: CostsFile
+    """Mean op times of which it was made, and the estimated time from the end of an op until a waiting one starts."""
     host_overhead: float
     """Estimated overhead of the host between ops."""
     steps: list[MeasuredStep]
@@ -246,8 +235,8 @@ class MeasuredPlan(_Figures):
     """The ops that differ most from the simulation."""
 
 
-class Deadlock(Part):
-    """A schedule that deadlocks."""
+class Deadlock(Chunks):
+    """A schedule that deadlocks; keys of its shape are left out where the order itself is not sound."""
 
     schedule: str
     """Name of the schedule, or its file."""
@@ -256,15 +245,11 @@ class Deadlock(Part):
     reason: str
     """Which ranks wait for what."""
     num_stages: Count = ABSENT
-    """Number of stages; keys from here on are left out where the order itself is not sound."""
+    """Number of stages."""
     num_micro_batches: Count = ABSENT
     """Micro-batches."""
     num_token_slices: Count = ABSENT
     """Token slices of a micro-batch."""
-    num_model_chunks: Count = ABSENT
-    """Stages of each pipeline rank. If left out: 1."""
-    placement: Placement = ABSENT
-    """Which stages a rank owns. If left out: one each."""
     orders: list[list[OpText]] = ABSENT
     """For each rank its ops, in their order."""
 
