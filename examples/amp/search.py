@@ -19,7 +19,6 @@ from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.rank.stage_partition import (
     Numbers,
-    SolvedPartition,
     StageTimes,
     solve,
     stage_times,
@@ -45,7 +44,7 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
     cuts[:, 1:] = messages.there + messages.back
     layers = np.add(*costs.layer_times_s(strategy))
     hidden, exposed = (times_with_cuts(layers, num_stages, cuts, blocking=each) for each in (False, True))
-    found = [solve(times, strategy.num_micro_batches).partition for times in (hidden, exposed)]
+    found = [solve(times, strategy.num_micro_batches)[0] for times in (hidden, exposed)]
     if strategy.data_parallel_size > 1:
         sizes = np.array([float(layer.parameters) for layer in costs.workload.layers])
         before = np.concatenate([[0.0], np.cumsum(sizes)])
@@ -54,7 +53,7 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
         for cap in np.linspace(tightest, _most(of_run, found[0]), CAPS, endpoint=False):
             within = of_run[None] <= cap * (1 + 1e-9)
             limited = StageTimes(np.where(within, hidden.period_s, np.inf), np.where(within, hidden.fill_s, np.inf))
-            found.append(solve(limited, strategy.num_micro_batches).partition)
+            found.append(solve(limited, strategy.num_micro_batches)[0])
     return list(dict.fromkeys(found))
 
 
@@ -87,7 +86,7 @@ def _most(of_run: Numbers, partition: StagePartition) -> float:
 
 def amp_partition(
     layer_times_s: Numbers, cut_times_s: Numbers, num_stages: int, num_micro_batches: int
-) -> SolvedPartition:
+) -> tuple[StagePartition, float]:
     """The best partition under AMP's objective: (M - 1) x slowest stage + all stages + each cut once.
 
     Args:
@@ -116,8 +115,8 @@ def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartitio
         names = [node.device.name for node in costs.cluster.nodes for _ in range(node.num_devices)]
         size = strategy.tensor_parallel_size
         times = np.array([[costs.published[name][index][size] for index in work] for name in names])
-        solved = amp_partition(times.mean(axis=0), np.zeros(len(work) + 1), num_stages, strategy.num_micro_batches)
-        inner = [work[bound - 1] + 1 for bound in solved.partition.bounds[1:-1]]
+        solved, _ = amp_partition(times.mean(axis=0), np.zeros(len(work) + 1), num_stages, strategy.num_micro_batches)
+        inner = [work[bound - 1] + 1 for bound in solved.bounds[1:-1]]
     return StagePartition((0, *inner, len(workload.layers)))
 
 

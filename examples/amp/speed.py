@@ -96,7 +96,7 @@ def _partitions(repository: Path, rows: list[dict[str, str]]) -> None:
         bounds = json.loads(row["layer_partition"])
         times = [layers[first:end].sum() for first, end in pairwise(bounds)]
         theirs = (micro_batches - 1) * max(times) + sum(times) + sum(cuts[bound] for bound in bounds[1:-1])
-        gains.append(theirs / amp_partition(layers, cuts, stages, micro_batches).objective_s - 1)
+        gains.append(theirs / amp_partition(layers, cuts, stages, micro_batches)[1] - 1)
     better = [gain for gain in gains if gain > 1e-6]
     print(
         f"\nby AMP's own objective our partition is better than AMP's in {len(better)} of {len(gains)} strategies, "

@@ -112,7 +112,7 @@ def test_ours_is_never_worse_than_amps_partition_by_amps_own_objective(trials):
         bounds = json.loads(row["layer_partition"])
         times = [layers[first:end].sum() for first, end in pairwise(bounds)]
         theirs = (num_micro_batches - 1) * max(times) + sum(times) + sum(cut[bound] for bound in bounds[1:-1])
-        ours = amp_partition(layers, cut, stages, num_micro_batches).objective_s
+        ours = amp_partition(layers, cut, stages, num_micro_batches)[1]
         assert ours <= theirs * (1 + 1e-9)
         improved += ours < theirs * (1 - 1e-6)
         compared += 1

@@ -72,20 +72,15 @@ class MeasuredSizes:
         for size, count in dict.fromkeys([*extremes, *others]):
             yield MeasuredRun(tensor_parallel_size, size, count, recompute)
 
-    def layouts(self) -> Iterator["MeasuredLayout"]:
-        """Tensor-parallel sizes and modes of recomputation, each with its share of the time that is left for it."""
+    def layouts(self) -> Iterator[tuple[int, str, float]]:
+        """Tensor-parallel sizes and modes of recomputation, each with its share of the time that is left for it.
+
+        Layers are built for them before sizes of micro-batches and token slices are run through.
+        """
         modes = [(mode, size) for mode in ("none", "selective") for size in self.tensor_parallel_sizes]
         weights = [WEIGHT_OF_MODE[mode] for mode, _ in modes]
         for index, (mode, size) in enumerate(modes):
-            yield MeasuredLayout(size, mode, weights[index] / sum(weights[index:]))
-
-
-class MeasuredLayout(NamedTuple):
-    """What layers are built for, before sizes of micro-batches and token slices are run through them."""
-
-    tensor_parallel_size: int
-    recompute: str
-    share_of_rest: float
+            yield size, mode, weights[index] / sum(weights[index:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from megatron_terapipe.search.price.stages import (
     INPUT_GRADIENT,
     SPLIT_SCHEDULES,
     WEIGHT_GRADIENT,
-    LayerPrices,
     PlacedStrategy,
     StageOps,
     on_slowest_device,
@@ -323,9 +322,7 @@ class StrategyBatch:
         op_times = model.op_times
         if isinstance(op_times, Roofline):
             op_times = replace(op_times, efficiency=efficiency)
-        prices = LayerPrices(
-            model.counter.kinds, op_times, efficiency, model.element_bytes, model.software.communication
-        )
+        prices = replace(model.prices, op_times=op_times, efficiency=efficiency)
         lengths = strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
         sizes = OpSizes(

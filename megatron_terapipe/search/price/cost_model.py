@@ -84,7 +84,7 @@ class CostModel:
         self.element_bytes = ELEMENT_BYTES[precision]
         self.counter = LayerCounter(workload)
         self.prices = LayerPrices(
-            self.counter.kinds, self.op_times, self.efficiency, self.element_bytes, software.communication
+            self.op_times, self.efficiency, self.element_bytes, software.communication, self.counter.kinds
         )
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(cluster)

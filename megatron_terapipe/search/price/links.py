@@ -292,20 +292,18 @@ class RankGroups:
         All of them use the links; only those `counted` are asked about, as many of each pipeline rank.
         """
         num_stages = num_stages or self.layout.pipeline_parallel_size
-        parts = _parts_on_nodes(groups)
-        nodes, cluster = parts.nodes, self.cluster
-        leaves = np.repeat(parts.num_nodes > 1, parts.num_nodes)
+        nodes, ranks_on_node, num_nodes = _parts_on_nodes(groups)
+        cluster = self.cluster
+        leaves = np.repeat(num_nodes > 1, num_nodes)
         # Groups that leave a node at once share its cards in equal parts, and no rank drives more than one card.
         cards = cluster.num_network_cards
         sharing = np.bincount(nodes[leaves], minlength=len(cards))
-        share = cluster.network_bandwidth[nodes] * np.minimum((cards / np.maximum(sharing, 1))[nodes], parts.num_ranks)
-        num_nodes, starts = parts.num_nodes, parts.starts
+        share = cluster.network_bandwidth[nodes] * np.minimum((cards / np.maximum(sharing, 1))[nodes], ranks_on_node)
         if counted is not None:
             of_counted = np.repeat(counted.reshape(-1), num_nodes)
             nodes, share = nodes[of_counted], share[of_counted]
             num_nodes = num_nodes[counted.reshape(-1)]
-            starts = np.cumsum(num_nodes) - num_nodes
-        first_of_stage = starts[:: len(num_nodes) // num_stages]
+        first_of_stage = (np.cumsum(num_nodes) - num_nodes)[:: len(num_nodes) // num_stages]
 
         def of_stages(combine: np.ufunc, values: Floats) -> Floats:
             """Combine values of [parts] stage by stage: [stages]."""
@@ -321,31 +319,18 @@ class RankGroups:
         )
 
 
-class _PartsOnNodes(NamedTuple):
-    """The parts of groups that stand on one node each, group by group. There are no more of them than ranks."""
+def _parts_on_nodes(groups: Whole) -> tuple[Whole, Whole, Whole]:
+    """The parts of groups [groups, members] that stand on one node each, group by group, no more of them than ranks.
 
-    nodes: Whole
-    num_ranks: Whole
-    """[parts] ranks of the group on this node."""
-    starts: Whole
-    """[groups] index of the first part of each group."""
-    num_nodes: Whole
-    """[groups] nodes of each group."""
-
-
-def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:
+    They are [parts] nodes, [parts] ranks of the group on each, and [groups] nodes of each group.
+    """
     num_groups, size = groups.shape
     ordered = np.sort(groups, axis=1)
     begins = np.ones(ordered.shape, dtype=bool)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     first = np.flatnonzero(begins)
     num_nodes = begins.sum(axis=1)
-    return _PartsOnNodes(
-        nodes=ordered.ravel()[first],
-        num_ranks=np.diff(first, append=num_groups * size),
-        starts=np.cumsum(num_nodes) - num_nodes,
-        num_nodes=num_nodes,
-    )
+    return ordered.ravel()[first], np.diff(first, append=num_groups * size), num_nodes
 
 
 def _round_s(

@@ -152,33 +152,76 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHAN
 """Rows of the first axis of arrays of ops, in the order of `StageOps`."""
 
 
+@dataclass(frozen=True, slots=True)
 class LayerPrices:
     """Prices the layers of a model, each kind of them once."""
 
-    def __init__(
-        self,
-        kinds: Sequence[Layer],
-        op_times: OpTimes,
-        efficiency: HardwareEfficiency,
-        element_bytes: int,
-        communication: Communication,
-    ) -> None:
-        self._kinds, self._op_times = kinds, op_times
-        self._efficiency, self._element_bytes = efficiency, element_bytes
-        self._communication = communication
+    op_times: OpTimes
+    efficiency: HardwareEfficiency
+    element_bytes: int
+    communication: Communication
+    kinds: Sequence[Layer] = ()
 
     def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
         """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes]."""
-        prices = self._op_times, self._efficiency, links, self._communication, self._element_bytes
         rows = []
-        for layer in self._kinds:
+        for layer in self.kinds:
             bounds = {"start": sizes.start * layer.tokens, "end": sizes.end * layer.tokens}
-            rows.append(layer_ops(LayerQuery(layer, device, **vars(sizes) | bounds), *prices))
+            rows.append(self.of_layer(LayerQuery(layer, device, **vars(sizes) | bounds), links))
         out = np.empty((len(StageOps._fields), len(rows), *np.broadcast_shapes(*map(np.shape, vars(sizes).values()))))
         for kind, parts in enumerate(rows):
             for part, seconds in enumerate(parts):
                 out[part, kind] = seconds
         return out
+
+    def of_layer(self, query: LayerQuery, links: LayerLinks) -> StageOps:
+        """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
+        efficiency, communication = self.efficiency, self.communication
+        kernels = self.op_times(query)
+        forward_reduction: ScalarOrArray = 0.0
+        backward_reduction: ScalarOrArray = 0.0
+        again = _whole_forward_again(query)
+        if not self.op_times.includes_collectives:
+            reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
+            one = (
+                reduce_scatter_s(*reduced) + all_gather_s(*reduced)
+                if query.sequence_parallel
+                else all_reduce_s(*reduced)
+            )
+            one = (1 - communication.tensor_parallel_overlap) * one
+            entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
+            forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
+        exchange = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
+        exchange = (1 - communication.head_exchange_overlap) * exchange
+        if query.recompute == "stage":
+            kernels = _ops_of_recomputed_stage(query.layer, kernels)
+        # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
+        jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)
+        launch_forward = kernels.launch_forward * jitter
+        launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
+        launch_backward = launch_input + launch_weight
+        backward = kernels.input_gradient + kernels.weight_gradient
+        exposed = efficiency.launch_exposed
+
+        def both(forward_s: ScalarOrArray, backward_s: ScalarOrArray) -> tuple[ScalarOrArray, ScalarOrArray]:
+            """Forward and backward with some seconds of messages."""
+            return (
+                launched(kernels.forward + forward_s, launch_forward, exposed),
+                launched(backward + backward_s, launch_backward, exposed),
+            )
+
+        forward_messages = forward_reduction + exchange
+        backward_messages = backward_reduction + (1 + again) * exchange
+        whole_forward, whole_backward = both(forward_messages, backward_messages)
+        reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
+        return StageOps(
+            whole_forward,
+            whole_backward,
+            launched(kernels.input_gradient + backward_messages, launch_input, exposed),
+            launched(kernels.weight_gradient, launch_weight, exposed),
+            np.maximum(reducing - alone, 0.0),
+            np.maximum(whole_forward + whole_backward - reducing, 0.0),
+        )
 
 
 def stage_ops(counts: Floats, ops: Floats) -> Floats:
@@ -213,58 +256,6 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | 
         slowest = np.where(seconds > most, ops, slowest)
         most = np.maximum(seconds, most)
     return slowest
-
-
-def layer_ops(
-    query: LayerQuery,
-    op_times: OpTimes,
-    efficiency: HardwareEfficiency,
-    links: LayerLinks,
-    communication: Communication,
-    element_bytes: int,
-) -> StageOps:
-    """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
-    kernels = op_times(query)
-    forward_reduction: ScalarOrArray = 0.0
-    backward_reduction: ScalarOrArray = 0.0
-    again = _whole_forward_again(query)
-    if not op_times.includes_collectives:
-        reduced = element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
-        one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
-        one = (1 - communication.tensor_parallel_overlap) * one
-        entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
-        forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
-    exchange = head_exchange_s(query, links.sequence, efficiency, element_bytes)
-    exchange = (1 - communication.head_exchange_overlap) * exchange
-    if query.recompute == "stage":
-        kernels = _ops_of_recomputed_stage(query.layer, kernels)
-    # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
-    jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)
-    launch_forward = kernels.launch_forward * jitter
-    launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
-    launch_backward = launch_input + launch_weight
-    backward = kernels.input_gradient + kernels.weight_gradient
-    exposed = efficiency.launch_exposed
-
-    def both(forward_s: ScalarOrArray, backward_s: ScalarOrArray) -> tuple[ScalarOrArray, ScalarOrArray]:
-        """Forward and backward with some seconds of messages."""
-        return (
-            launched(kernels.forward + forward_s, launch_forward, exposed),
-            launched(backward + backward_s, launch_backward, exposed),
-        )
-
-    forward_messages = forward_reduction + exchange
-    backward_messages = backward_reduction + (1 + again) * exchange
-    whole_forward, whole_backward = both(forward_messages, backward_messages)
-    reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
-    return StageOps(
-        whole_forward,
-        whole_backward,
-        launched(kernels.input_gradient + backward_messages, launch_input, exposed),
-        launched(kernels.weight_gradient, launch_weight, exposed),
-        np.maximum(reducing - alone, 0.0),
-        np.maximum(whole_forward + whole_backward - reducing, 0.0),
-    )
 
 
 def _whole_forward_again(query: LayerQuery) -> bool:

@@ -45,7 +45,7 @@ from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLinks
 from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
 from megatron_terapipe.search.price.roofline import Roofline
-from megatron_terapipe.search.price.stages import layer_ops
+from megatron_terapipe.search.price.stages import LayerPrices
 from megatron_terapipe.search.price.step import CoveringOps, shown_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
 from megatron_terapipe.search.rank.space import SearchProblem, divisors
@@ -344,9 +344,8 @@ class RivalTimes:
                 end=float(layer.tokens),
                 recompute="full",
             )
-            found = layer_ops(
-                query, self._op_times, self._efficiency, LayerLinks(ALONE, topology), ALST.communication, NUMBER
-            )
+            prices = LayerPrices(self._op_times, self._efficiency, NUMBER, ALST.communication)
+            found = prices.of_layer(query, LayerLinks(ALONE, topology))
             return np.array([found.forward, found.backward, found.head_exchange], dtype=float)
 
         total = np.zeros(3)

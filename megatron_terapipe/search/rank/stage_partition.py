@@ -84,18 +84,11 @@ ROUNDING = 1e-12
 """Relative difference below which two sums of the same numbers in another order count as equal."""
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedPartition:
-    """The best stage partition."""
+def solve(times: StageTimes, num_micro_batches: int) -> tuple[StagePartition, float]:
+    """Deal layers to stages so that the pipeline is as fast as can be, for any times of stages.
 
-    partition: StagePartition
-    objective_s: float
-    """(M - 1) x period of the slowest stage + sum of fills."""
-    slowest_s: float
-
-
-def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
-    """Deal layers to stages so that the pipeline is as fast as can be, for any times of stages."""
+    The second value is (M - 1) x period of the slowest stage + sum of fills, in seconds.
+    """
     weight = num_micro_batches - 1
     thresholds = np.unique(times.period_s[np.isfinite(times.period_s)]).tolist()
     loosest = len(thresholds) - 1
@@ -127,7 +120,7 @@ def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
     bounds = _path(times, thresholds[best])
     period = max(float(times.period_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
     fills = sum(float(times.fill_s[stage, bounds[stage], bounds[stage + 1]]) for stage in range(times.num_stages))
-    return SolvedPartition(StagePartition(bounds), weight * period + fills, period)
+    return StagePartition(bounds), weight * period + fills
 
 
 def _tightest(times: StageTimes, thresholds: list[float]) -> int:
@@ -200,7 +193,7 @@ def balanced_partition(
     stage_rows = np.tile(dealt, (model_chunks, 1))
     stage_rows[0, 0] += ends[0]
     stage_rows[-1, -1] += ends[-1]
-    return solve(stage_times(stage_rows, num_stages), num_micro_batches).partition
+    return solve(stage_times(stage_rows, num_stages), num_micro_batches)[0]
 
 
 def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -> list[int]:

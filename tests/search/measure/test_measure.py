@@ -148,7 +148,7 @@ def test_what_tells_most_is_measured_first() -> None:
     assert len(list(sizes().runs(1, "selective"))) == 4
     layouts = list(sizes().layouts())
     assert [each[:2] for each in layouts] == [(1, "none"), (2, "none"), (1, "selective"), (2, "selective")]
-    assert [each.share_of_rest for each in layouts] == pytest.approx([4 / 10, 4 / 6, 1 / 2, 1])
+    assert [each[2] for each in layouts] == pytest.approx([4 / 10, 4 / 6, 1 / 2, 1])
     assert default_numbers_of_token_slices(512) == (1, 2, 4, 8, 16)
     assert default_numbers_of_token_slices(48) == (1, 2)
 
