@@ -21,7 +21,7 @@ from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning import stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
-from megatron_terapipe.training.recovery import LostRank, going_on, watch_over
+from megatron_terapipe.training.recovery import LostRank, after_restart, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -42,7 +42,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         arguments = read_arguments(argv, _find_strategy)
         config = arguments.config
         save = config.checkpoint.save
-        config = replace(config, checkpoint=going_on(config.checkpoint))
+        config = replace(config, checkpoint=after_restart(config.checkpoint))
         if config.training.dry_run:
             _look_for_no_device()
             launch = LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
@@ -82,7 +82,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
             with process_group(run, rank_watch) as stall_watch:
                 with stall_watch.ledger.phase("verifying the checkpoint"):
                     run = with_whole_checkpoint(run, config, print if launch.rank == 0 else lambda line: None)
-                Trainer(run, build_engine(run, stall_watch), report.refresh).run()
+                Trainer(run, build_engine(run, stall_watch), report.refresh_if_due).run()
     except LostRank as lost:
         at_end.pop_all()
         if rank_watch.tells_end:
@@ -95,13 +95,13 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         return 2
     except KeyboardInterrupt:
         if first_of_host:
-            print(f"interrupted: {_what_is_left(save)}", file=sys.stderr, flush=True)
+            print(f"interrupted: {_how_to_resume(save)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
 
-def _what_is_left(save: str | None) -> str:
-    """Say how to go on after Ctrl-C."""
+def _how_to_resume(save: str | None) -> str:
+    """Return how to resume after Ctrl-C."""
     try:
         saved = None if save is None else latest_checkpoint(save)
     except UserError:

@@ -3,7 +3,8 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from megatron_terapipe.training.records import RunEnd
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that surely hold its last line."""
 
+_MOST_OF_TIME = 0.01
+"""Part of a run's time that its report may take while it trains."""
+
+_FIRST_TAKES_S = 1.0
+"""Seconds that the first one takes, as far as anybody knows: it imports what draws it."""
+
 
 class OwnReport:
     """The report of this run, and the line of its metrics file that says how it ended.
@@ -22,8 +29,9 @@ class OwnReport:
     watches for ranks that hang. The first of them tells the end.
     """
 
-    def __init__(self, logging: LoggingConfig) -> None:
+    def __init__(self, logging: LoggingConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._logging, self._told, self._lock = logging, False, threading.RLock()
+        self._clock, self._takes_s, self._last_s = clock, _FIRST_TAKES_S, clock()
 
     def write(self) -> None:
         """Write the report, if it was asked for; where that fails, say so in one line."""
@@ -45,6 +53,16 @@ class OwnReport:
         with self._lock, _undisturbed():
             _write_report(metrics_file, path)
         return True
+
+    def refresh_if_due(self) -> None:
+        """Write the report anew if that takes less than a hundredth of the time since the last one."""
+        began = self._clock()
+        if self._takes_s > _MOST_OF_TIME * (began - self._last_s):
+            return
+        with suppress(Exception):  # Told when the run ends.
+            self.refresh()
+        self._last_s = self._clock()
+        self._takes_s = self._last_s - began
 
     def tell_end(self, reason: str, failed: bool) -> None:
         """Note how the run ends before its time, and write the report.

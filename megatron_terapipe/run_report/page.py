@@ -87,7 +87,7 @@ def promised(report: RunReport) -> str:
         f'<tr><td class="left">{escape(each.name)}</td><td>{escape(each.text(each.promised))}</td>'
         f"<td>{escape(each.text(each.came))}</td><td>{escape(each.difference_text)}</td>"
         f'<td class="left why">{escape(each.why)}</td></tr>'
-        for each in report.kept
+        for each in report.compared
     )
     sentence = f"Rank {prediction.rank} of {prediction.path}, priced for {prediction.cluster}."
     others = "".join(f"<li>{escape(line)}</li>" for line in prediction.differences)

@@ -33,7 +33,7 @@ class RunReport:
     """Its measured timeline; None if there is none."""
     prediction: Prediction | None
     """None if there is no answer of the search."""
-    kept: Sequence[ComparedFigure]
+    compared: Sequence[ComparedFigure]
     """Predicted and measured figures; empty without a prediction."""
     missing: Sequence[str]
     """What is not known, and how to record it next time, a line each."""
@@ -72,7 +72,7 @@ def _report_of(run: TrainingRun, search: str | None, timeline: str | None) -> Ru
         incidents=incidents(run),
         steps=steps,
         prediction=prediction,
-        kept=[] if prediction is None else list(compared_figures(prediction, figures, steps, start)),
+        compared=[] if prediction is None else list(compared_figures(prediction, figures, steps, start)),
         missing=[*problems, *_missing(run, figures, steps, prediction)],
     )
 
@@ -167,7 +167,7 @@ def _run_document(report: RunReport) -> RunDocument:
         bubble_ratio=None if report.steps is None else report.steps.bubble_ratio,
         end=None if run.end is None else run.end.reason,
         failed=run.end is not None and run.end.failed,
-        kept=tuple(report.kept),
+        kept=tuple(report.compared),
         incidents=tuple(report.incidents),
         missing=tuple(report.missing),
     )

@@ -136,9 +136,9 @@ def _of_run(report: RunReport, named: bool) -> Iterator[str]:
         yield f"\n{run.name}"
     yield from (f"  {line}" for line in (heading(run.start), strategy_line(run.start)) if line)
     yield from (f"  {value:>12}  {name}" for value, name in glance(report))
-    if report.kept:
+    if report.compared:
         yield f"  {'':<18}{'promised':>12}{'came':>12}{'difference':>14}"
-        for each in report.kept:
+        for each in report.compared:
             figures = f"{each.text(each.promised):>12}{each.text(each.came):>12}{each.difference_text:>14}"
             yield f"  {each.name:<18}{figures}"
     if run.end is None or run.end.reason:

@@ -22,7 +22,6 @@ from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.instruments import peak_tflops_here
 from megatron_terapipe.training.records import EvaluationMetrics, Event, IterationMetrics, Machine, Note, RunStart
 from megatron_terapipe.training.reporters import (
-    FreshReport,
     LogLines,
     ProgressBar,
     Reporter,
@@ -87,10 +86,10 @@ def _device_name() -> str:
 
 
 class MetricsFile(Reporter):
-    """Appends metrics and events to a file, one JSON object a line."""
+    """Appends metrics and events to a file, one JSON object a line; after each iteration its readers may be told."""
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str, after_iteration: Callable[[], object] = lambda: None) -> None:
+        self._path, self._after_iteration = Path(path), after_iteration
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._iteration = 0
 
@@ -98,6 +97,7 @@ class MetricsFile(Reporter):
         """Append an iteration."""
         self._iteration = metrics.iteration
         self._append(metrics)
+        self._after_iteration()
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Append an evaluation."""
@@ -131,11 +131,9 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
         LogLines(logging.log_interval, run.train_iters, logging.timing_log_option),
     ]
     if logging.metrics_file is not None:
-        metrics_file = MetricsFile(logging.metrics_file)
+        metrics_file = MetricsFile(logging.metrics_file, refresh_report)
         metrics_file.event(run_start(run))
         reporters.append(metrics_file)
-    if logging.report is not None:
-        reporters.append(FreshReport(refresh_report))  # After the file that it reads.
     if logging.tensorboard_dir is not None:
         reporters.append(TensorBoard(logging.tensorboard_dir, logging, run.launch.world_size))
     if logging.wandb_project is not None:

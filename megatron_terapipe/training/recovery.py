@@ -21,7 +21,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Variable with which torchrun makes a new store for every start. One store for all keeps addresses of the last."""
 
 
-def going_on(config: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> CheckpointConfig:
+def after_restart(config: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> CheckpointConfig:
     """Return the section of a run that its launcher may start again, or has."""
     restarts, restart, hosts = (
         int(environment.get(name, least))

@@ -1,13 +1,11 @@
-"""Reporters of a run: log, progress bar, TensorBoard, Weights & Biases, and a report that is kept up to date.
+"""Reporters of a run: log, progress bar, TensorBoard, and Weights & Biases.
 
 The log has Megatron's words and order, so that what reads its logs reads ours; the curves have Megatron's names.
 """
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -296,28 +294,3 @@ def check_packages(logging: LoggingConfig) -> None:
     for package, (flag, value) in needed.items():
         if value is not None and find_spec(package) is None:
             raise ConfigError(f"{flag} {value} needs {not_installed(package)}")
-
-
-_MOST_OF_TIME = 0.01
-"""Part of a run's time that its report may take while it trains."""
-
-_FIRST_TAKES_S = 1.0
-"""Seconds that the first one takes, as far as anybody knows: it imports what draws it."""
-
-
-class FreshReport(Reporter):
-    """Writes the report anew whenever that takes less than a hundredth of the time since the last one."""
-
-    def __init__(self, refresh: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._refresh, self._clock = refresh, clock
-        self._takes_s, self._last_s = _FIRST_TAKES_S, clock()
-
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Write it if it is time to."""
-        began = self._clock()
-        if self._takes_s > _MOST_OF_TIME * (began - self._last_s):
-            return
-        with suppress(Exception):  # Told when the run ends.
-            self._refresh()
-        self._last_s = self._clock()
-        self._takes_s = self._last_s - began

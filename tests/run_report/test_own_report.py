@@ -116,6 +116,23 @@ def test_a_second_thread_waits_for_the_page_of_the_first(tmp_path: Path, monkeyp
     assert "the run stands still" in (tmp_path / "report.html").read_text()
 
 
+def test_it_takes_a_hundredth_of_the_time_of_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    takes_s, now_s, written_at = 0.5, [0.0], list[float]()
+
+    def write(metrics_file: str, path: str) -> None:
+        written_at.append(now_s[0])
+        now_s[0] += takes_s
+        raise OSError("disk full: told at the end")
+
+    monkeypatch.setattr(own_report, "_write_report", write)
+    report = OwnReport(logging_of(tmp_path), lambda: now_s[0])
+    for _ in range(400):
+        now_s[0] += 1.0
+        report.refresh_if_due()
+    assert written_at[:2] == [100.0, 150.5]
+    assert len(written_at) * takes_s <= now_s[0] / 100
+
+
 def test_it_needs_metrics() -> None:
     with pytest.raises(ConfigError, match="has no metrics to read: add --metrics-file"):
         LoggingConfig(report="report.html")

@@ -88,7 +88,7 @@ def test_of_many_incidents_of_a_kind_the_gravest_are_told(tmp_path: Path) -> Non
 
 
 def test_what_came_stands_beside_what_was_promised(whole: RunReport) -> None:
-    by_name = {each.name: each for each in whole.kept}
+    by_name = {each.name: each for each in whole.compared}
     assert list(by_name) == [
         *("iteration", "tokens a second", "MFU", "bubble ratio", "memory, stage 0", "memory, stage 1")
     ]
@@ -106,7 +106,7 @@ def test_another_strategy_than_the_priced_one_is_said(tmp_path: Path) -> None:
     (report,) = read_report([str(metrics)], search=str(answer.parent))
     assert report.prediction is not None
     assert "schedule: 1f1b ran, gpipe was priced" in report.prediction.differences
-    assert "what ran may not be what was priced" in report.kept[0].why
+    assert "what ran may not be what was priced" in report.compared[0].why
 
 
 def test_a_strategy_that_is_not_known_is_said(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
     flags = ("--metrics-file", "--search", "--timeline", "--eval-interval", "--peak-tflops-per-device", "iterations")
     assert len(report.missing) == len(flags)
     assert all(flag in line for flag, line in zip(flags, report.missing, strict=True))
-    assert report.kept == []
+    assert report.compared == []
 
 
 def test_a_named_file_that_is_damaged_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reporters: log lines, progress bar, curves, the report that is kept fresh, and the metrics file."""
+"""Reporters: log lines, progress bar, curves, and the metrics file."""
 
 import io
 import json
@@ -16,7 +16,6 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.build_reporters import MetricsFile
 from megatron_terapipe.training.records import Saved
 from megatron_terapipe.training.reporters import (
-    FreshReport,
     LogLines,
     ProgressBar,
     Reporter,
@@ -29,7 +28,6 @@ from megatron_terapipe.training.reporters import (
     iteration_points,
     timer_lines,
 )
-from tests.run_report import made_up
 from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 
@@ -268,40 +266,16 @@ def test_every_reporter_hears_everything() -> None:
     assert [each.heard for each in listeners] == [[ITERATION, TEST, "said", "closed"]] * 2
 
 
-class Watched:
-    """A clock that is set by hand, and a report that takes some of its time."""
-
-    def __init__(self, takes_s: float) -> None:
-        self.now_s, self.takes_s, self.written_at = 0.0, takes_s, []
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def refresh(self) -> bool:
-        self.written_at.append(self.now_s)
-        self.now_s += self.takes_s
-        raise OSError("disk full: told at the end")
-
-
-def test_a_report_is_written_as_often_as_a_hundredth_of_the_time_allows() -> None:
-    watched = Watched(takes_s=0.5)
-    fresh = FreshReport(watched.refresh, watched.clock)
-    for number in range(1, 401):
-        watched.now_s += 1.0
-        fresh.iteration(made_up.iteration(number))
-    assert watched.written_at[:2] == [100.0, 150.5]
-    assert len(watched.written_at) * watched.takes_s <= watched.now_s / 100
-
-
 def objects(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "metrics.jsonl"
-    file = MetricsFile(str(path))
+    read: list[dict] = []
+    file = MetricsFile(str(path), lambda: read.extend(objects(path)))
     file.iteration(ITERATION)
-    assert objects(path) == [ITERATION.as_json()]
+    assert objects(path) == read == [ITERATION.as_json()]
     assert {"iteration": 7, "lm_loss": 5.123456789012345, "mfu": 0.25, "loss_scale": None}.items() <= objects(path)[
         0
     ].items()
