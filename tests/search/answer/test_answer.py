@@ -3,10 +3,12 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.console
@@ -149,42 +151,30 @@ def test_utilization_is_counted_as_the_trainer_logs_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [(999_885_952, "1 B"), (999_400_000, "999 M"), (8_030_261_248, "8.03 B"), (494e6, "494 M"), (12, "12")],
-)
-def test_counts(number: float, text: str) -> None:
-    assert count_text(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.345, "12.3 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (3e-6, "3 us"), (0.0, "0 us")],
-)
-def test_times(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
+    ("text_of", "texts"),
     [
-        ((80, 48), "80, 48"),
-        ((16,) * 128, "128 x 16"),
-        ((64, 64, 48, 48, 32), "2 x 64, 2 x 48, 32"),
-        ((*range(8, 16), *range(8)), "8 to 15, 0 to 7"),
-        ((0, 1, 2, 9), "0, 1, 2, 9"),
-        ((), ""),
+        (count_text, {999_885_952: "1 B", 999_400_000: "999 M", 8_030_261_248: "8.03 B", 494e6: "494 M", 12: "12"}),
+        (
+            time_text,
+            {12.345: "12.3 s", 1234.5: "1,234 s", 0.0123: "12.3 ms", 0.9996: "1 s", 3e-6: "3 us", 0.0: "0 us"},
+        ),
+        (bytes_text, {8.04e10: "80.4 GB", 1.2e12: "1.2 TB"}),
+        (
+            numbers_text,
+            {
+                (80, 48): "80, 48",
+                (16,) * 128: "128 x 16",
+                (64, 64, 48, 48, 32): "2 x 64, 2 x 48, 32",
+                (*range(8, 16), *range(8)): "8 to 15, 0 to 7",
+                (0, 1, 2, 9): "0, 1, 2, 9",
+                (): "",
+            },
+        ),
+        (interval_text, {answer().entries[0].price: "-10 +20 %"}),
     ],
 )
-def test_lists_of_numbers(numbers: tuple[int, ...], text: str) -> None:
-    assert numbers_text(numbers) == text
-
-
-def test_other_texts() -> None:
-    assert bytes_text(8.04e10) == "80.4 GB"
-    assert bytes_text(1.2e12) == "1.2 TB"
-    prediction = answer().entries[0].prediction
-    assert prediction is not None
-    assert interval_text(prediction) == "-10 +20 %"
+def test_texts_of_figures(text_of: Callable[[Any], str], texts: dict[Any, str]) -> None:
+    assert {value: text_of(value) for value in texts} == texts
 
 
 def test_a_narrow_terminal_drops_columns_instead_of_cutting_them() -> None:

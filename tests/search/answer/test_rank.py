@@ -1,4 +1,4 @@
-"""`rank` answers in the words of the contract, and its winner is what the trainer runs."""
+"""`rank` answers in the words of the contract, its winner is trained as it is, and `predict` prices files of strategies."""
 
 import json
 from pathlib import Path
@@ -54,6 +54,9 @@ def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> N
         check_trainable(Strategy.from_json(entry["strategy"]), small_model())
     times = [entry["predicted"]["iteration_time_s"] for entry in entries]
     assert times == sorted(times)
+    # The same question has the same answer.
+    assert main(["rank", *files, *FEW, "--top", "4", "--json", str(tmp_path / "again.json")]) == 0
+    assert (tmp_path / "again.json").read_text() == out.read_text()
 
 
 def test_constraints_and_explanations(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,14 +99,6 @@ def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
     assert names >= {"strategy.json", "hostfile", "ds_config.json", "launch.sh", "report.html"}
     winner = Strategy.from_json(json.loads((directory / "strategy.json").read_text()))
     check_trainable(winner, small_model())
-
-
-def test_the_same_question_has_the_same_answer(files: list[str], tmp_path: Path) -> None:
-    answers = []
-    for name in ("first.json", "second.json"):
-        assert main(["rank", *files, *FEW, "--top", "3", "--json", str(tmp_path / name)]) == 0
-        answers.append((tmp_path / name).read_text())
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -222,3 +217,80 @@ def test_a_ranking_of_long_sequences_ends_with_a_rival(tmp_path: Path, capsys: p
     assert read(with_rival)["advice"]["rivals"][0]["why_not"] is None
     assert read(without)["advice"]["rivals"] == []
     assert read(with_rival)["entries"] == read(without)["entries"]
+
+
+LINES = [
+    {"pipeline_parallel_size": 4, "micro_batch_size": 2, "global_batch_size": 8, "schedule": "gpipe"},
+    {"tensor_parallel_size": 16},
+    {"data_parallel_size": 4, "global_batch_size": 8},
+    {"data_parallel_size": 2, "pipeline_parallel_size": 2, "stage_partition": [0, 2, 7]},
+    {"pipeline_parallel_size": 2, "micro_batch_size": 4096, "global_batch_size": 8192},
+    {"strategy": {"pipeline_parallel_size": 4, "placement": [2, 3, 0, 1]}, "rank": 7},
+    {"pipeline_parallel_size": 4, "global_batch_size": 8, "vocabulary_stages": True},
+    {"pipeline_parallel_size": 4, "num_token_slices": 2, "global_batch_size": 8, "schedule": "optimised"},
+]
+
+
+def predict(files: list[str], tmp_path: Path, text: str, *flags: str) -> int:
+    (tmp_path / "s.jsonl").write_text(text)
+    return main(["predict", *files[:2], "--strategies", str(tmp_path / "s.jsonl"), *flags])
+
+
+def test_all_are_there_in_the_order_of_the_file(files: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    text = "\n\n".join(map(json.dumps, LINES)) + "\n"
+    assert predict(files, tmp_path, text, "--json", str(out)) == 0
+    entries = read(out)["entries"]
+    assert [entry["index"] for entry in entries] == list(range(len(LINES)))
+    assert sorted(entry["rank"] for entry in entries) == list(range(1, len(LINES) + 1))
+    feasible = [entry["feasible"] for entry in entries]
+    assert feasible == [True, False, True, False, False, True, False, True]
+    assert "16 ranks" in entries[1]["reason"] and entries[1]["predicted"] is None
+    assert "stage_partition" in entries[3]["reason"] or "stage partition" in entries[3]["reason"]
+    assert "out of memory" in entries[4]["reason"] and entries[4]["predicted"]["peak_memory_bytes"] > 40e9
+    assert entries[5]["strategy"]["placement"] == [2, 3, 0, 1]
+    by_rank = sorted((entry for entry in entries if entry["feasible"]), key=lambda entry: entry["rank"])
+    times = [entry["predicted"]["iteration_time_s"] for entry in by_rank]
+    assert times == sorted(times)
+    assert max(entry["rank"] for entry in by_rank) == 4
+    assert "write schedule 'optimised'" in entries[6]["reason"]
+
+
+def test_a_batch_for_those_that_say_none(files: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert predict(files, tmp_path, '{"data_parallel_size": 4}', "--json", str(out), "--global-batch-size", "16") == 0
+    assert read(out)["entries"][0]["strategy"]["global_batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"data_parallel_size": 1}\n{"stages": 3}', "s.jsonl line 2: strategy: field 'stages' is not known"),
+        ('{"data_parallel_size": 0}', "s.jsonl line 1: strategy: data_parallel_size 0 is not a whole number"),
+        ("{", "s.jsonl line 1: this line is not JSON"),
+        ("\n", "s.jsonl holds no strategy"),
+        ("[1]", "s.jsonl line 1: strategy: [1] is not a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_strategy(
+    files: list[str], tmp_path: Path, text: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(files, tmp_path, text) == 2
+    message = capsys.readouterr().err
+    assert error in message and message.count("\n") == 1
+
+
+def test_what_rank_writes_is_read(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`strategy.json` and `ranking.json` are one document over many lines."""
+    out = tmp_path / "out.json"
+    for document, number in (
+        (LINES[0], 1),
+        ([{"strategy": LINES[0], "rank": 1}, LINES[2]], 2),
+        ({"entries": [{"strategy": LINES[0]}]}, 1),
+    ):
+        assert predict(files, tmp_path, json.dumps(document, indent=1), "--json", str(out)) == 0
+        assert len(read(out)["entries"]) == number
+    assert predict(files, tmp_path, json.dumps([LINES[0], {"dp": 2}], indent=1)) == 2
+    assert "s.jsonl entry 2: strategy: field 'dp' is not known" in capsys.readouterr().err
+    assert predict(files, tmp_path, "[\n]") == 2
+    assert "holds no strategy" in capsys.readouterr().err
