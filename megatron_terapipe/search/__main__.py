@@ -1,10 +1,9 @@
 """Command `terapipe search`: how to train a model on a cluster, and what it will cost."""
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from types import ModuleType
 
 from deepspeed_ext.plan.terminal import CommandParser, run_command
 from megatron_terapipe.command.commands import SEARCH
@@ -26,15 +25,6 @@ COMMANDS = {part.name: part for part in SEARCH.parts}
 """The commands by name."""
 
 
-class Module(Protocol):
-    """The contents of a command's module."""
-
-    HELP: str
-    EXAMPLES: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
     """Run a command and return its exit code: 2 for bad input, said in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
@@ -52,7 +42,7 @@ def _run(words: list[str], prog: str) -> int:
     module = _module(name)
     parser = CommandParser(prog=f"{prog} {name}", description=module.HELP, epilog=module.EXAMPLES)
     module.add_flags(parser)
-    return module.run(parser.parse_args(rest))
+    return int(module.run(parser.parse_args(rest)))
 
 
 def build_parser(prog: str) -> CommandParser:
@@ -72,8 +62,9 @@ def _overview(prog: str) -> tuple[CommandParser, dict[str, CommandParser]]:
     return parser, {name: commands.add_parser(name, help=part.summary) for name, part in COMMANDS.items()}
 
 
-def _module(name: str) -> Module:
-    return cast(Module, import_module(COMMANDS[name].module))
+def _module(name: str) -> ModuleType:
+    """Return the module of a command, which has HELP, EXAMPLES, `add_flags(parser)` and `run(options)`."""
+    return import_module(COMMANDS[name].module)
 
 
 if __name__ == "__main__":

@@ -92,25 +92,21 @@ class Calibrations:
         return [*self._ready, *(self.of(*cluster) for cluster in clusters)]
 
     def _fit(self, source: str, device: str, several_nodes: bool) -> Calibration:
-        trials = [one for one in self._trials if one.device == device and _same(one.source, source)]
+        def is_of(one: Trial | Calibration) -> bool:
+            return one.device == device and (not one.source or not source or one.source == source)
+
+        trials = list(filter(is_of, self._trials))
         if not trials:
-            return self._choose(source, device, several_nodes)
+            # The one that was read from a file for such a cluster, if there is one and no other.
+            ready = list(filter(is_of, self._ready))
+            alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
+            return alike_ready[0] if len(alike_ready) == 1 else self._none
         alike = [one for one in trials if on_several_nodes(one.cluster) == several_nodes]
         chosen = alike if len(alike) >= ENOUGH else trials
         self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
         if self._profile is None:
             return calibrate(chosen, trials)
         return calibrate_on_profile(chosen, self._profile, trials)
-
-    def _choose(self, source: str, device: str, several_nodes: bool) -> Calibration:
-        """The one that was read from a file for such a cluster, if there is one and no other."""
-        ready = [one for one in self._ready if one.device == device and _same(one.source, source)]
-        alike = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
-        return alike[0] if len(alike) == 1 else self._none
-
-
-def _same(source: str, wanted: str) -> bool:
-    return not source or not wanted or source == wanted
 
 
 FORMAT, VERSION = "terapipe calibration", 2

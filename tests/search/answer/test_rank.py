@@ -1,4 +1,4 @@
-"""`rank` answers in the words of the contract, its winner is trained as it is, and `predict` prices files of strategies."""
+"""`rank` answers as its contract says, its winner is trained as it is, and `predict` prices files of strategies."""
 
 import json
 from pathlib import Path
