@@ -153,12 +153,6 @@ def test_mean_times_are_by_kind():
     assert forward == (OpKind.FORWARD, (2.0, 2.0)) and backward == (OpKind.BACKWARD, (3.125, 3.125))
 
 
-def test_the_median_step_is_shown():
-    longer = timeline_of("0F0.0 0-2, 0B0.0 10-13", "1F0.0 2.5-4.5, 1B0.0 4.75-8", shape=TWO_RANKS)
-    longest = timeline_of("0F0.0 0-2, 0B0.0 20-23", "1F0.0 2.5-4.5, 1B0.0 4.75-8", shape=TWO_RANKS)
-    assert Comparison((longest, LATE, longer)).measured is longer
-
-
 # Files
 
 

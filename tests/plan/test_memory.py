@@ -92,13 +92,6 @@ def test_logits_are_kept_up_to_a_limit():
     assert curve == [(0.0, 3.0), (1.0, 4.0), (2.0, 5.0), (5.0, 4.0), (7.0, 3.0), (9.0, 0.0)]
 
 
-def test_stages_may_differ():
-    shape = PipelineShape(2, 1)
-    timeline = timeline_of("0F0.0 0B0.0", "1F0.0 1B0.0", shape=shape)
-    curves = memory_over_time(timeline, [4], TokenBytes((1.0, 2.0), (0.0, 0.0), (0.0, 0.0)))
-    assert [peak(curve) for curve in curves] == [4.0, 8.0]
-
-
 def test_evaluation_keeps_what_no_backward_frees_until_the_end():
     # The curve knows of no backward; the engine, which frees at once, does not ask.
     timeline = timeline_of("0F0.0 0F0.1")

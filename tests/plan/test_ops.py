@@ -18,13 +18,8 @@ def test_text_form():
     assert str(Op(OpKind.FORWARD, stage=2, micro_batch=0, token_slice=3)) == "2F0.3"
     assert Op.parse(" 10B11.12 ") == Op(OpKind.BACKWARD, stage=10, micro_batch=11, token_slice=12)
     assert str(Op(OpKind.WEIGHT_GRADIENT, stage=2, micro_batch=0, token_slice=3)) == "2BW0.3"
-
-
-def test_one_token_slice_need_not_be_named():
     assert Op.parse("2F7") == Op(OpKind.FORWARD, stage=2, micro_batch=7, token_slice=0)
-
-
-def test_letters_of_torch_distributed_pipelining():
+    # The letters of torch.distributed.pipelining.
     assert Op.parse("2I0") == Op.parse("2BI0.0")
     assert Op.parse("2W0") == Op.parse("2BW0.0")
 

@@ -199,18 +199,13 @@ class OpColumns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Wiring:
-    """Arrays by the names that `loop.simulate_ops` has for them, and where to find the times that it wants."""
+    """Arrays by the names that `simulate_ops` has for them, and where to find the times that it wants."""
 
     needs: "Numbers"
-    """[K * N] what each op waits for."""
     gives: "Numbers"
-    """[N] its result."""
     arrives: "Numbers"
-    """[N] its result where it is sent to."""
     targets: "Numbers"
-    """[N] the rank it is sent to."""
     channels: "Numbers"
-    """[N] the channel it takes."""
     op_costs: "Numbers"
     """[N] where the op's time is in a table by kind, stage and token slice."""
     message_costs: "Numbers"
@@ -339,16 +334,12 @@ def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shap
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyEvents:
-    """Arrays by the names that `loop.simulate_ops` has for them. Copies are numbered rank by rank."""
+    """Arrays by the names that `simulate_ops` has for them. Copies are numbered rank by rank."""
 
     posts: "Numbers"
-    """[N + 1] where those events begin that have a place behind op n."""
     posted: "Numbers"
-    """[events] number of a copy, times 3, plus what happens to it."""
     copying: "Numbers"
-    """[2 * C] times of copies to the host, then from it."""
     back: "Numbers"
-    """[N] the copy that op n waits for."""
 
     @classmethod
     def of(cls, plan: HostCopyPlan | None, bounds: "Numbers") -> "CopyEvents":

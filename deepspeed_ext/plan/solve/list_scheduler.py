@@ -33,7 +33,7 @@ Research 40, 1992, for job shops, which pipelines without memory are). Moves ove
 deadlock, are undone.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,8 +56,7 @@ AT_ONCE = -1e300
 """Priority of a weight gradient that must stay with its input gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class PriorityRule:
+class PriorityRule(NamedTuple):
     """Seven numbers that order all ops; what they mean is said above."""
 
     forward_spread: float
@@ -86,15 +85,7 @@ class PriorityRule:
         step = 10 ** random.uniform(-3, -0.5)
         changes = random.normal(size=6) * step * (random.random(6) < 0.5)
         patience = self.patience + (random.random() < 0.3) * random.normal() * 0.01
-        return PriorityRule(
-            self.forward_spread + changes[0],
-            self.forward_depth + changes[1],
-            self.turn + changes[2],
-            self.backward_spread + changes[3],
-            self.backward_depth + changes[4],
-            self.weight_delay + changes[5],
-            abs(patience),
-        )
+        return PriorityRule(*(value + change for value, change in zip(self[:6], changes, strict=True)), abs(patience))
 
 
 class Priorities:

@@ -79,6 +79,10 @@ def test_a_rank_has_one_channel_on_a_communicator(orders_and_shape) -> None:
     assert list(numbers) == channels(shape)
     ends = [(number, rank) for channel, number in numbers.items() for rank in channel[:2]]
     assert len(ends) == len(set(ends))
+    # Connections are made in one order on all ranks.
+    order = warm_up_order(shape)
+    assert sorted(order) == channels(shape)
+    assert [numbers[channel] for channel in order] == sorted(numbers.values())
 
 
 @given(orders_of_pipelines())
@@ -93,15 +97,6 @@ def test_one_communicator_for_all_channels_would_lock() -> None:
     programs = lower(one_f_one_b, shape)
     assert not plays(programs, shape, lambda channel: 0)
     assert plays(programs, shape, communicators(shape).__getitem__)
-
-
-@given(orders_of_pipelines())
-def test_connections_are_made_in_one_order_on_all_ranks(orders_and_shape) -> None:
-    _, shape = orders_and_shape
-    order = warm_up_order(shape)
-    numbers = [communicators(shape)[channel] for channel in order]
-    assert sorted(order) == channels(shape)
-    assert numbers == sorted(numbers)
 
 
 @pytest.mark.parametrize(

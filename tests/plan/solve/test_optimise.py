@@ -12,7 +12,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.schedules import SCHEDULES, gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
@@ -154,11 +154,6 @@ def test_numbers_name_their_ops(problem):
 
 
 def test_orders_that_deadlock_have_no_makespan():
-    from deepspeed_ext.plan.costs import OpCosts
-    from deepspeed_ext.plan.ops import PipelineShape
-    from deepspeed_ext.plan.schedules import gpipe, rank_orders
-    from deepspeed_ext.plan.solve.problem import SchedulingProblem
-
     shape = PipelineShape(2, 2, 1)
     problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
     first, second = problem.numbered(rank_orders(gpipe, shape))

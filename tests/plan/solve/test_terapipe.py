@@ -113,15 +113,6 @@ def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
     assert solved.lower_bound == pytest.approx(best)
 
 
-def test_sizes_need_not_divide_the_batch():
-    # Micro-batches of two cost hardly more than those of one, so five sequences go as 2 + 2 + 1.
-    def costs(size):
-        return PolynomialCosts.of_layers([1], SEQ_LENGTH, 0.1, layer_time=1 + 0.01 * size, fixed=5.0)
-
-    solved = problem_of(costs, CutGrid(SEQ_LENGTH), 5, 1, (1, 2)).solve(tolerance=0.0)
-    assert [size for size, _ in solved.micro_batches] == [2, 2, 1]
-
-
 def test_the_formula_is_what_gpipe_takes_with_one_size():
     def costs(size):
         return PolynomialCosts.of_layers([1] * 4, 64, 0.3, layer_time=size, fixed=0.02)
