@@ -88,27 +88,32 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
 
 def machine_in_words(config: Config) -> str:
     """Return what the ops of a run are priced for, in words for messages."""
-    sources = sources_in_words(config)
-    if config.parallel.cluster is None:
-        return f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given{sources}"
-    return f"the cluster {config.parallel.cluster}{sources}"
+    default = f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given"
+    return _with_sources(
+        default if config.parallel.cluster is None else f"the cluster {config.parallel.cluster}", config
+    )
 
 
-def sources_in_words(config: Config) -> str:
-    """Return what was measured of the machine, in words that follow its name."""
+def _with_sources(machine: str, config: Config) -> str:
+    """Return the words for a machine and what was measured of it."""
     parallel = config.parallel
     profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
-    return profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
+    return machine + profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
+
+
+def _nodes_of(device: str, devices: int, count: int, described: str) -> "Cluster":
+    from megatron_terapipe.search.machine.cluster_files import parse_cluster
+
+    return parse_cluster({"nodes": [{"device": device, "devices": devices, "count": count}]}, described)[0]
 
 
 def named_cluster(path: str | None, world_size: int) -> "Cluster":
     """Return the cluster that `--cluster` names, or the default one with room for all ranks."""
-    from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
+    from megatron_terapipe.search.machine.cluster_files import read_cluster
     from megatron_terapipe.search.machine.hostfile import is_hostfile
 
     if path is None:
-        nodes = {"device": DEVICE, "devices": DEVICES_OF_A_NODE, "count": -(-world_size // DEVICES_OF_A_NODE)}
-        return parse_cluster({"nodes": [nodes]}, "default")[0]
+        return _nodes_of(DEVICE, DEVICES_OF_A_NODE, -(-world_size // DEVICES_OF_A_NODE), "default")
     names_devices = not is_hostfile(read_text(path, "--cluster"), path)
     try:
         cluster = read_cluster(path, device=None if names_devices else DEVICE)
@@ -200,7 +205,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
 
     The devices of these are those of the profile, or `DEVICE`.
     """
-    parallel, profile = config.parallel, sources_in_words(config)
+    parallel = config.parallel
     if parallel.cluster is not None:
         cluster = named_cluster(parallel.cluster, ranks.all)
         if cluster.num_devices != ranks.all:
@@ -208,29 +213,23 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
                 f"--cluster {parallel.cluster} has {cluster.num_devices} devices, more than the {ranks.all} ranks of "
                 "this run, and --strategy auto uses all of them: name a cluster with as many"
             )
-        return cluster, f"the cluster {parallel.cluster}{profile}"
+        return cluster, machine_in_words(config)
     if ranks.all % ranks.on_a_host:
         raise ConfigError(
             f"--strategy auto: {ranks.all} ranks are not {ranks.on_a_host} on each host: describe the hosts in a file "
             "for --cluster"
         )
-    from megatron_terapipe.search.machine.cluster_files import parse_cluster
-
-    device, count = _device(parallel.op_profile), ranks.all // ranks.on_a_host
-    nodes = {"device": device, "devices": ranks.on_a_host, "count": count}
-    words = f"{count} {'host' if count == 1 else 'hosts'} of {ranks.on_a_host} {device}"
-    assumed = " (assumed: give --cluster or --op-profile)" if parallel.op_profile is None else ""
-    return parse_cluster({"nodes": [nodes]}, "--op-profile" if profile else "default")[0], f"{words}{assumed}{profile}"
-
-
-def _device(op_profile: str | None) -> str:
-    """Return the name of the device that was measured, as the library has it; else of the default one."""
     from megatron_terapipe.search.price.profile import read_profile
 
-    if op_profile is None:
-        return DEVICE
-    profile = read_profile(op_profile)
-    return "cpu-core" if profile.accelerator == "cpu" else profile.device
+    device, assumed, described = DEVICE, " (assumed: give --cluster or --op-profile)", "default"
+    if parallel.op_profile is not None:
+        profile = read_profile(parallel.op_profile)
+        device, assumed, described = profile.device, "", "--op-profile"
+        if profile.accelerator == "cpu":
+            device = "cpu-core"
+    count = ranks.all // ranks.on_a_host
+    words = f"{count} {'host' if count == 1 else 'hosts'} of {ranks.on_a_host} {device}{assumed}"
+    return _nodes_of(device, ranks.on_a_host, count, described), _with_sources(words, config)
 
 
 def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
@@ -401,19 +400,12 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     layout = config.parallel.layout(world_size)
     # An error in it is said before anything is searched.
     micro_batches = config.num_micro_batches(layout.data_parallel_size)
-    _check_num_ops(config, micro_batches)
+    check_num_ops(config.parallel.pipeline(micro_batches))
     if config.parallel.token_slices != AUTO:
         return PlannedRun(config, layout)
     finds_stages = config.parallel.stage_partition == AUTO
     config = with_found_token_slices(config, layout.data_parallel_size)
     return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
-
-
-def _check_num_ops(config: Config, micro_batches: int) -> None:
-    try:
-        check_num_ops(config.parallel.pipeline(micro_batches))
-    except PlanError as error:
-        raise ConfigError(str(error)) from None
 
 
 def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:

@@ -152,8 +152,8 @@ def _other_defaults() -> Iterable[str]:
     yield "them, and no flag sets them, a line at the start of a run says so."
     yield from ["", "| flag | there | here |", "|---|---|---|"]
     ours = {each.name: each.default for each in flags()}
-    for each in OTHER_DEFAULTS:
-        yield _row(f"`{flag(each.field)}`", each.theirs, f"{ours[each.field]:g}")
+    for name, (theirs, _) in OTHER_DEFAULTS.items():
+        yield _row(f"`{flag(name)}`", theirs, f"{ours[name]:g}")
 
 
 def _foreign() -> Iterable[str]:

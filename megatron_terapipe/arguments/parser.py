@@ -119,42 +119,25 @@ def _value_type(hint: Any) -> tuple[type[Any], bool]:
     return (type(first), False) if not get_args(first) else _value_type(first)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherDefault:
-    """A default of Megatron's that differs from ours."""
-
-    field: str
-    """The field."""
-
-    theirs: str
-    """Their default."""
-
-    trains: Callable[[Config], bool] = lambda config: False
-    """Whether a training under a configuration is another one by it; never, for what is only reported."""
-
-
-OTHER_DEFAULTS = (
-    OtherDefault(field="hidden_dropout", theirs="0.1", trains=lambda config: True),
-    OtherDefault(field="attention_dropout", theirs="0.1", trains=lambda config: True),
-    OtherDefault(
-        field="initial_loss_scale",
-        theirs="2**32",
-        trains=lambda config: config.precision.fp16 and config.precision.loss_scale is None,
-    ),
-    OtherDefault(field="eval_iters", theirs="100"),
-    OtherDefault(field="log_interval", theirs="100"),
-    OtherDefault(field="distributed_timeout_minutes", theirs="10"),
-    OtherDefault(field="num_workers", theirs="2"),
-)
-"""All of them, those that change a training first."""
+OTHER_DEFAULTS: Mapping[str, tuple[str, Callable[[Config], bool] | None]] = {
+    "hidden_dropout": ("0.1", lambda config: True),
+    "attention_dropout": ("0.1", lambda config: True),
+    "initial_loss_scale": ("2**32", lambda config: config.precision.fp16 and config.precision.loss_scale is None),
+    "eval_iters": ("100", None),
+    "log_interval": ("100", None),
+    "distributed_timeout_minutes": ("10", None),
+    "num_workers": ("2", None),
+}
+"""Defaults of Megatron's that differ from ours, by field; with each whether a training under a configuration is another
+one by it, None where it is only reported."""
 
 
 def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
     ours = {each.name: each.default for each in flags()}
-    for each in OTHER_DEFAULTS:
-        if each.field not in given and each.trains(config):
-            yield f"{flag(each.field)} {ours[each.field]:g} (there {each.theirs})"
+    for name, (theirs, trains) in OTHER_DEFAULTS.items():
+        if trains is not None and name not in given and trains(config):
+            yield f"{flag(name)} {ours[name]:g} (there {theirs})"
 
 
 PROGRAM = "pretrain_gpt.py"
