@@ -47,17 +47,13 @@ def _module_name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's one target.
-
-    Attributes:
-        target: dotted name of the module imported.
-        line: where.
-        runs_on_import: whether it runs when the importing module does: not in a function, not for types alone.
-    """
+    """One import statement's one target."""
 
     target: str
+    """Dotted name of the module imported."""
     line: int
     runs_on_import: bool
+    """Whether it runs when the importing module does: not in a function, not for types alone."""
 
 
 @cache

@@ -26,17 +26,14 @@ def search(*folders: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Modules that may import the same.
-
-    Attributes:
-        modules: patterns of their names. A module belongs to the longest pattern that fits it.
-        ours: modules of ours they may import with all in them, besides those of their own row.
-        packages: packages of others, or modules of such. The standard library is everybody's.
-    """
+    """Modules that may import the same."""
 
     modules: tuple[str, ...]
+    """Patterns of their names. A module belongs to the longest pattern that fits it."""
     ours: tuple[str, ...] = ()
+    """Modules of ours they may import with all in them, besides those of their own row."""
     packages: tuple[str, ...] = ()
+    """Packages of others, or modules of such. The standard library is everybody's."""
 
 
 LAYERS = (

@@ -1,9 +1,6 @@
 """The table of the search and its peers, and where it goes."""
 
-import pytest
-
-from benchmarks.measuring.report import BEGIN, END, written_between
-from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, PAGE, SPEED_OF_PEERS, Figure, table
+from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, SPEED_OF_PEERS, Figure, table
 
 
 def test_ours_stand_above_the_peers_and_every_figure_has_a_source() -> None:
@@ -13,12 +10,3 @@ def test_ours_stand_above_the_peers_and_every_figure_has_a_source() -> None:
     assert [row[0] for row in rows[1:]] == [each.tool for each in ERRORS_OF_PEERS]
     assert all("](https://" in each.source for each in (*SPEED_OF_PEERS, *ERRORS_OF_PEERS))
     assert not any(cell.endswith("...") for row in rows for cell in row)
-
-
-def test_a_page_takes_results_between_its_markers() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    changed = written_between(page, "| new |")
-    assert f"{BEGIN}\n\n| new |\n\n{END}" in changed
-    assert written_between(changed, "| new |") == changed
-    with pytest.raises(SystemExit, match="has no lines"):
-        written_between("# A page", "new")

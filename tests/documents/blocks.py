@@ -30,21 +30,17 @@ _INLINE = re.compile(r"`((?:terapipe|python|deepspeed|make|bash) [^`]+)`")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a document.
-
-    Attributes:
-        path: the document.
-        line: line at which the block starts.
-        language: `shell`, the word behind the fence, or `text` for an indented block that is no shell.
-        text: the block, without fence and indentation.
-        file_name: last file name in the paragraph before the block, None if it names none.
-    """
+    """One block of a document."""
 
     path: Path
     line: int
+    """Line at which the block starts."""
     language: str
+    """`shell`, the word behind the fence, or `text` for an indented block that is no shell."""
     text: str
+    """The block, without fence and indentation."""
     file_name: str | None
+    """Last file name in the paragraph before the block, None if it names none."""
 
     @property
     def where(self) -> str:

@@ -76,6 +76,8 @@ def test_trials_of_the_homogeneous_cluster(trials, predicted):
 
 @needs_amp
 def test_what_ran_out_of_memory_is_said_to(trials, predicted):
+    assert [each["index"] for each in predicted] == list(range(len(trials)))
+    assert sorted(each["rank"] for each in predicted) == list(range(1, len(trials) + 1))
     # One trial died at once, and the same with half the micro-batch ran.
     failed = [row for row, each in zip(trials, predicted, strict=True) if row["outcome"].startswith("fast_fail")]
     assert len(failed) == 1
@@ -84,16 +86,6 @@ def test_what_ran_out_of_memory_is_said_to(trials, predicted):
             assert not each["feasible"] and "memory" in each["reason"]
     ran = [each["feasible"] for row, each in zip(trials, predicted, strict=True) if row["outcome"] == "ran"]
     assert np.mean(ran) > 0.9
-
-
-@needs_amp
-def test_predictions_keep_the_order_of_the_file(trials, predicted):
-    assert [each["index"] for each in predicted] == list(range(len(trials)))
-    assert sorted(each["rank"] for each in predicted) == list(range(1, len(trials) + 1))
-    assert all(
-        each["strategy"]["pipeline_parallel_size"] == int(row["pp"])
-        for each, row in zip(predicted, trials, strict=True)
-    )
 
 
 @needs_amp
@@ -140,20 +132,6 @@ def test_search_on_a_mixed_cluster_spares_the_slow_node():
         pricing, Strategy.from_json({**best.to_json(), "stage_partition": "uniform"})
     ).prediction.iteration_time_s
     assert uneven < even
-
-
-@needs_amp
-def test_the_network_weighs_on_the_mixed_cluster():
-    # 10 Gbit/s that four devices share: reducing gradients over nodes costs more than all that is computed.
-    pricing = EXPERIMENTS["het_cluster"].pricing(AMP)
-    over_nodes = price(pricing, Strategy(data_parallel_size=16, global_batch_size=32, zero_stage=0)).prediction
-    inside = price(
-        pricing,
-        Strategy(data_parallel_size=4, pipeline_parallel_size=4, global_batch_size=32, zero_stage=0),
-        given_partition=False,
-    ).prediction
-    assert over_nodes.breakdown.gradient_reduction_s > 5 * inside.breakdown.gradient_reduction_s
-    assert over_nodes.breakdown.gradient_reduction_s > over_nodes.breakdown.compute_s
 
 
 @needs_amp

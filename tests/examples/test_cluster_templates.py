@@ -64,62 +64,40 @@ def job() -> dict[str, Any]:
     return found
 
 
-def test_there_is_one_for_each() -> None:
-    assert [str(path.relative_to(FOLDER)) for path in SCRIPTS] == [
-        *("aws/ec2.sh", "slurm/deepspeed.sh", "slurm/srun.sh", "slurm/torchrun.sh")
-    ]
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_trainer_takes_the_command_of_a_script(path: Path, tmp_path: Path) -> None:
-    config = parse_arguments(trainer_words(started(path, tmp_path)))
+def test_trainer_and_launcher_take_the_command_of_a_script(path: Path, tmp_path: Path) -> None:
+    command = started(path, tmp_path)
+    config = parse_arguments(trainer_words(command))
     assert config.parallel.layout(WORLD_SIZE).data_parallel_size == 2
     assert config.checkpoint.save == config.checkpoint.load == PLACES["CHECKPOINTS"]
     assert config.data.data_path == [PLACES["DATA"]] or PLACES["DATA"] in str(config.data.data_path)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_a_script_says_what_it_needs(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        started(path, tmp_path, TOKENIZER="")
-    assert "TOKENIZER: directory with tokenizer.json" in caught.value.stderr
-
-
-def test_slurm_starts_as_many_ranks_as_the_allocation_has_gpus() -> None:
-    for path in (FOLDER / "slurm").iterdir():
+    if "torchrun" in command:
+        found = torchrun_parser().parse_args(command[command.index("torchrun") + 1 :])
+        assert (found.nnodes, found.nproc_per_node, found.rdzv_backend) == ("4", "8", "c10d")
+        assert (found.rdzv_endpoint, found.training_script) == (f"{HOSTS[0]}:20007", "pretrain_gpt.py")
+    elif command[0] == "deepspeed":
+        given = deepspeed_arguments(command[1:])
+        assert given.user_script == "pretrain_gpt.py"
+        assert given.master_addr == HOSTS[0] or "aws" in path.parts
+        hosts = parse_hostfile((tmp_path / given.hostfile).read_text(), "hostfile")
+        assert sum(host.slots for host in hosts) == WORLD_SIZE
+    if "slurm" in path.parts:
         asked = dict(
             line.removeprefix("#SBATCH --").partition("=")[::2]
             for line in path.read_text().splitlines()
             if line.startswith("#SBATCH --")
         )
-        on_node = 8 * int(asked["ntasks-per-node"]) if path.name == "torchrun.sh" else int(asked["ntasks-per-node"])
-        assert int(asked["nodes"]) * on_node == WORLD_SIZE
-        assert int(asked["nodes"]) * int(asked["gpus-per-node"]) == WORLD_SIZE
+        on_node = int(asked["ntasks-per-node"]) * (8 if path.stem == "torchrun" else 1)
+        assert int(asked["nodes"]) * on_node == int(asked["nodes"]) * int(asked["gpus-per-node"]) == WORLD_SIZE
 
 
-def test_launchers_are_told_where_the_ranks_meet(tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("torchrun", "deepspeed")}
-    for folder in folders.values():
-        folder.mkdir()
-    command = started(FOLDER / "slurm" / "torchrun.sh", folders["torchrun"])
-    assert command[command.index("--rdzv_endpoint") + 1] == f"{HOSTS[0]}:20007"
-    command = started(FOLDER / "slurm" / "deepspeed.sh", folders["deepspeed"])
-    assert command[command.index("--master_addr") + 1] == HOSTS[0]
-    text = (folders["deepspeed"] / command[command.index("--hostfile") + 1]).read_text()
-    assert sum(host.slots for host in parse_hostfile(text, "hostfile")) == WORLD_SIZE
-
-
-def test_launchers_take_their_flags(tmp_path: Path) -> None:
+def test_a_script_says_what_it_needs(tmp_path: Path) -> None:
     for number, path in enumerate(SCRIPTS):
         work = tmp_path / str(number)
         work.mkdir()
-        command = started(path, work)
-        if "torchrun" in command:
-            found = torchrun_parser().parse_args(command[command.index("torchrun") + 1 :])
-            assert (found.nnodes, found.nproc_per_node, found.rdzv_backend) == ("4", "8", "c10d")
-            assert found.training_script == "pretrain_gpt.py"
-        elif command[0] == "deepspeed":
-            assert deepspeed_arguments(command[1:]).user_script == "pretrain_gpt.py"
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            started(path, work, TOKENIZER="")
+        assert "TOKENIZER: directory with tokenizer.json" in caught.value.stderr
 
 
 def test_ec2_sends_the_variables_of_efa_and_no_keys(tmp_path: Path) -> None:

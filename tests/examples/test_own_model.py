@@ -36,8 +36,3 @@ def test_it_trains_under_the_launcher(example: Path, line: str) -> None:
     assert len(losses) == 6
     assert losses[0] > 2.0
     assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.parametrize(("example", "lines"), [(OWN, 60), (HUGGINGFACE, 30)], ids=["own", "huggingface"])
-def test_it_stays_short(example: Path, lines: int) -> None:
-    assert len(example.read_text().splitlines()) <= lines

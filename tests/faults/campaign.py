@@ -1,6 +1,7 @@
 """Campaigns: faults of one class, made many times, and what came of each."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,38 +11,31 @@ from benchmarks.measuring.report import Section
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a campaign.
-
-    Attributes:
-        folder: an empty folder for its files.
-        quick: whether to make each fault once or a few times only.
-        seed: seed of what is chosen by chance.
-    """
+    """Settings of a campaign."""
 
     folder: Path
+    """An empty folder for its files."""
     quick: bool
+    """Whether to make each fault once or a few times only."""
     seed: int
+    """Seed of what is chosen by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of one fault, made once or more often.
-
-    Attributes:
-        fault: what was done: `kill -9 of rank 1 while it saves`.
-        tried: number of times.
-        longest_s: seconds from the fault to the end of the last process; None where nothing has to end.
-        promised_s: seconds that were promised for it.
-        said: the line that a user reads.
-        broken: promises that were not kept, a line each: `2 processes left`, `3 iterations lost`.
-    """
+    """Outcome of one fault, made once or more often."""
 
     fault: str
+    """What was done: `kill -9 of rank 1 while it saves`."""
     tried: int
     longest_s: float | None = None
+    """Seconds from the fault to the end of the last process; None where nothing has to end."""
     promised_s: float | None = None
+    """Seconds that were promised for it."""
     said: str = ""
+    """The line that a user reads."""
     broken: tuple[str, ...] = ()
+    """Promises that were not kept, a line each: `2 processes left`, `3 iterations lost`."""
 
     @property
     def all_broken(self) -> tuple[str, ...]:
@@ -79,3 +73,13 @@ def slope(values: list[float]) -> float:
     """
     last = len(values)
     return statistics.median((values[j] - values[i]) / (j - i) for i in range(last) for j in range(i + 1, last))
+
+
+def until(condition: Callable[[], bool], longest_s: float) -> bool:
+    """Wait for a condition, and return whether it came in time."""
+    deadline = time.monotonic() + longest_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -22,31 +22,23 @@ multiplies the loss."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A wrong number.
-
-    Attributes:
-        kind: where it is.
-        value: the number.
-        rank: the rank.
-        iteration: the first iteration in which it is there.
-        iterations: iterations in which it comes.
-        micro_batch: the micro-batch.
-        token_slice: the token slice.
-        name: the layer's or the parameter's name; of a parameter that which contains it, the first on the rank.
-        once: whether it comes only the first time that a batch is computed, as from a defect of a device.
-        saved: whether bad weights and states are saved, as by a trainer that does not look at them.
-    """
+    """A wrong number."""
 
     kind: Kind
     value: float = float("nan")
     rank: int = 0
     iteration: int = 3
+    """The first iteration in which it is there."""
     iterations: int = 1
+    """Iterations in which it comes."""
     micro_batch: int = 0
     token_slice: int = 0
     name: str = ""
+    """The layer's or the parameter's name; of a parameter that which contains it, the first on the rank."""
     once: bool = False
+    """Whether it comes only the first time that a batch is computed, as from a defect of a device."""
     saved: bool = False
+    """Whether bad weights and states are saved, as by a trainer that does not look at them."""
 
 
 class Injection:

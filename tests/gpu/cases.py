@@ -59,27 +59,19 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and a shape, as a small model runs them.
-
-    Attributes:
-        schedule: name.
-        num_ranks: P, pipeline ranks.
-        num_model_chunks: V, model chunks of a rank.
-        num_micro_batches: M.
-        num_token_slices: S.
-        hardware_queues: `CUDA_DEVICE_MAX_CONNECTIONS`.
-        drains: kinds of drains, each before every op of every rank in turn, on warm communicators.
-        cold_drains: the same on cold ones.
-    """
+    """A schedule and a shape, as a small model runs them."""
 
     schedule: str
     num_ranks: int
     num_model_chunks: int
+    """V, model chunks of a rank."""
     num_micro_batches: int
     num_token_slices: int
     hardware_queues: int = 32
     drains: tuple[DrainKind, ...] = ()
+    """Kinds of drains, each before every op of every rank in turn, on warm communicators."""
     cold_drains: tuple[DrainKind, ...] = ()
+    """The same on cold ones."""
 
     def __str__(self) -> str:
         shape = (self.num_ranks, self.num_model_chunks, self.num_micro_batches, self.num_token_slices)

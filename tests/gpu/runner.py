@@ -26,18 +26,14 @@ _START_S = 180.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are played.
-
-    Attributes:
-        sharing: how ranks get their device.
-        transfer_timeout_s: how long a transfer may take; a little less, and the run says who is behind.
-        most_hangs: of one phase, before its other trials are left out.
-        start_method: of `multiprocessing`.
-    """
+    """How cases are played."""
 
     sharing: Sharing
+    """How ranks get their device."""
     transfer_timeout_s: float = 30.0
+    """How long a transfer may take; a little less, and the run says who is behind."""
     most_hangs: int = 2
+    """Of one phase, before its other trials are left out."""
     start_method: str = "spawn"
 
     @property
@@ -48,19 +44,15 @@ class Settings:
 
 @dataclass
 class Played:
-    """What came of the trials of one phase.
-
-    Attributes:
-        trials: how many there were.
-        good: how many ended with the right loss and gradient.
-        hung: how many did not end.
-        problems: a line for each that was not good, as far as they were played.
-    """
+    """What came of the trials of one phase."""
 
     trials: int
     good: int = 0
+    """How many ended with the right loss and gradient."""
     hung: int = 0
+    """How many did not end."""
     problems: list[str] = field(default_factory=list)
+    """A line for each that was not good, as far as they were played."""
 
     def __str__(self) -> str:
         if not self.problems:
@@ -70,18 +62,13 @@ class Played:
 
 @dataclass
 class Result:
-    """What came of a case.
-
-    Attributes:
-        case: the case.
-        phases: by their names; empty if it was refused.
-        refused: why it was not run, in the words of a user's error.
-        seconds: that it took.
-    """
+    """What came of a case."""
 
     case: Case
     phases: dict[str, Played] = field(default_factory=dict)
+    """By their names; empty if it was refused."""
     refused: str = ""
+    """Why it was not run, in the words of a user's error."""
     seconds: float = 0.0
 
     @property

@@ -33,19 +33,16 @@ LINK = re.compile(r"\]\((?!https?://)|<img\b|<picture\b")
 
 @dataclass(frozen=True)
 class Built:
-    """A release.
-
-    Attributes:
-        archive: names of the files of the source archive, without its own folder.
-        wheel: names of the files of the wheel.
-        metadata: what the wheel says of itself.
-        installed: folder into which the wheel is installed, without what it requires.
-    """
+    """A release."""
 
     archive: frozenset[str]
+    """Names of the files of the source archive, without its own folder."""
     wheel: frozenset[str]
+    """Names of the files of the wheel."""
     metadata: Message
+    """What the wheel says of itself."""
     installed: Path
+    """Folder into which the wheel is installed, without what it requires."""
 
 
 @pytest.fixture(scope="module")

@@ -46,24 +46,18 @@ RESUMES, ENDS, GOES_ON, REFUSED = "resumes", "ends", "goes on", "refused"
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and what must come of it.
-
-    Attributes:
-        title: the fault in words.
-        fault: the fault.
-        said: parts of the line that a user reads.
-        becomes: whether the run ends with the iteration before saved, ends with nothing saved, or goes on; or goes on
-            and saves what is then refused.
-        more: flags.
-        only: layouts and precisions in which it can be; all if empty.
-    """
+    """A fault, and what must come of it."""
 
     title: str
     fault: Fault
     said: tuple[str, ...]
+    """Parts of the line that a user reads."""
     becomes: str = RESUMES
+    """Whether the run ends with the iteration before saved, ends with nothing saved, or goes on; or goes on and saves
+    what is then refused."""
     more: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    """Layouts and precisions in which it can be; all if empty."""
 
     def fits(self, layout: str, precision: str) -> bool:
         """Whether the fault can be in a run of a layout and a precision."""

@@ -42,18 +42,13 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something done to a dataset.
-
-    Attributes:
-        name: what was done.
-        make: does it to the dataset of a prefix.
-        said: part of the line that a user reads; `PREFIX` stands for the prefix.
-        flags: flags of the run.
-    """
+    """Something done to a dataset."""
 
     name: str
     make: Callable[[Path], object]
+    """Does it to the dataset of a prefix."""
     said: str
+    """Part of the line that a user reads; `PREFIX` stands for the prefix."""
     flags: tuple[str, ...] = ()
 
 

@@ -4,7 +4,7 @@ import os
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import psutil
 
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import PRETRAIN, Launch, error_lines, flags
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Outcome, Settings, until
 from tests.faults.campaigns.damage import SAVES
 
 ONE_CHECKPOINT = 1_100_000
@@ -156,16 +156,8 @@ def _mount(disk: Path, options: str) -> None:
 
 def _until_read_only(disk: Path) -> None:
     """A disk with a file that is being written cannot be made read-only: try until none is."""
-    _until(
-        lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=False, capture_output=True).returncode == 0
-    )
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + ENDS_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    words = ["mount", "-o", "remount,ro", disk]
+    assert until(lambda: subprocess.run(words, check=False, capture_output=True).returncode == 0, ENDS_S)
 
 
 def _is_read_only(disk: Path) -> bool:

@@ -29,7 +29,7 @@ from tests.end_to_end.launching import (
     num_metrics,
     read_metrics,
 )
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Outcome, Settings, until
 from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
 
 TIMEOUT_MINUTES = 0.25
@@ -73,15 +73,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
 
 @dataclass(frozen=True)
 class _Stop:
-    """A rank that is stopped.
-
-    Attributes:
-        layout: of the run.
-        place: where the rank stops.
-        rank: the rank.
-        folder: of the run.
-        data: that it trains on.
-    """
+    """A rank that is stopped."""
 
     layout: str
     place: str
@@ -106,7 +98,7 @@ class _Stop:
             return Outcome(fault=fault, tried=0, broken=("it was not stopped",), said=run.output().splitlines()[-1])
         stopped = time.monotonic()
         code = run.wait()
-        _until(lambda: not run.survivors(), PROMISED_S)
+        until(lambda: not run.survivors(), PROMISED_S)
         longest_s, left = time.monotonic() - stopped, run.survivors()
         if left:
             run.kill()
@@ -183,7 +175,7 @@ class _HostsRun:
             return self._did_not_begin(name)
         make()
         began = time.monotonic()
-        _until(lambda: not self._left() and self._process.poll() is not None, PROMISED_S + SSH_S + 30)
+        until(lambda: not self._left() and self._process.poll() is not None, PROMISED_S + SSH_S + 30)
         longest_s, left = time.monotonic() - began, self._left()
         code = self._end()
         lines = [line for line in self._log() if "the run stands still" in line]
@@ -218,7 +210,7 @@ class _HostsRun:
     def _trains_on(self, iterations: int) -> bool:
         """Whether it trains for more iterations soon."""
         wanted = self._iterations() + iterations
-        _until(lambda: self._iterations() >= wanted or self._process.poll() is not None, 180.0)
+        until(lambda: self._iterations() >= wanted or self._process.poll() is not None, 180.0)
         return self._iterations() >= wanted
 
     def _iterations(self) -> int:
@@ -245,13 +237,3 @@ class _HostsRun:
 
 def _losses(folder: Path) -> list[float]:
     return [each["lm_loss"] for each in read_metrics(folder / "metrics.jsonl")[0]]
-
-
-def _until(condition: Callable[[], bool], longest_s: float) -> bool:
-    """Whether something happened in time."""
-    deadline = time.monotonic() + longest_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True

@@ -19,7 +19,7 @@ from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import SEARCH_PATH, Host, Network, missing, network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
 from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, environment, flags, num_metrics
-from tests.faults.campaign import Outcome, Settings
+from tests.faults.campaign import Outcome, Settings, until
 
 BEGUN_S = 300.0
 PROMISED_S = 60.0
@@ -164,13 +164,13 @@ def _made(
         wait_s: seconds in which nothing need happen.
     """
 
-    broken = [] if _until(begun, BEGUN_S) else ["it did not begin"]
+    broken = [] if until(begun, BEGUN_S) else ["it did not begin"]
     for pid, line in host.processes().items():
         if chosen(line):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
     began = time.monotonic()
-    if not _until(lambda: run.poll() is not None and not _left(hosts), wait_s + 3 * PROMISED_S):
+    if not until(lambda: run.poll() is not None and not _left(hosts), wait_s + 3 * PROMISED_S):
         left = _left(hosts)
         broken.append(f"{len(left)} processes left: {'; '.join(line[:60] for line in left)}")
         for each in hosts.hosts:
@@ -204,13 +204,3 @@ def _left(hosts: Network) -> list[str]:
     daemons = ("slurmctld", "slurmd", "slurmstepd")
     lines = [line for host in hosts.hosts for line in host.processes().values()]
     return [line for line in lines if line.split()[0].rpartition("/")[2].rstrip(":") not in daemons]
-
-
-def _until(condition: Callable[[], bool], longest_s: float) -> bool:
-    """Wait for a condition, and return whether it came."""
-    deadline = time.monotonic() + longest_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

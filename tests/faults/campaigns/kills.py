@@ -27,18 +27,13 @@ LEFT_S = 60.0
 
 @dataclass
 class Killed:
-    """What came of the kills of one victim.
-
-    Attributes:
-        tried: number of kills.
-        longest_s: from a kill to the end of the last process.
-        said: the last line that a user read.
-        broken: promises not kept.
-    """
+    """What came of the kills of one victim."""
 
     tried: int = 0
     longest_s: float = 0.0
+    """From a kill to the end of the last process."""
     said: str = ""
+    """The last line that a user read."""
     broken: list[str] = field(default_factory=list)
 
 

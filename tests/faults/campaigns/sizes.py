@@ -34,23 +34,19 @@ LLAMA = {
 
 @dataclass(frozen=True)
 class Size:
-    """A size that nobody means.
-
-    Attributes:
-        command: what is run; capital letters stand for files.
-        words: flags behind it.
-        line: part of the line that it ends in.
-        model: contents of the model's file.
-        cluster: contents of the cluster's file.
-        strategy: contents of the strategy's file.
-    """
+    """A size that nobody means."""
 
     command: str
+    """What is run; capital letters stand for files."""
     words: str
     line: str
+    """Part of the line that it ends in."""
     model: object = None
+    """Contents of the model's file."""
     cluster: object = None
+    """Contents of the cluster's file."""
     strategy: object = None
+    """Contents of the strategy's file."""
 
     @property
     def fault(self) -> str:

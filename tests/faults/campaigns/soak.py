@@ -30,21 +30,17 @@ MOST_SLOWER = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """Resources of one rank at one moment.
-
-    Attributes:
-        iteration: last iteration that was reported.
-        memory_mb: memory that no other process shares, MB.
-        handles: open files, sockets and pipes.
-        threads: threads.
-        shared_files: files in /dev/shm, of all programs that run.
-    """
+    """Resources of one rank at one moment."""
 
     iteration: int
+    """Last iteration that was reported."""
     memory_mb: float
+    """Memory that no other process shares, MB."""
     handles: int
+    """Open files, sockets and pipes."""
     threads: int
     shared_files: int
+    """Files in /dev/shm, of all programs that run."""
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.measuring.report import progress
 from tests.faults.campaign import Outcome, Settings
 from tests.faults.fuzzing.fuzz import fuzz
-from tests.faults.fuzzing.targets.every import targets
+from tests.faults.fuzzing.targets import targets
 
 INPUTS, QUICK_INPUTS = 100_000, 2_000
 """Inputs for each parser."""

@@ -82,7 +82,7 @@ def main() -> None:
         from tests.faults.fuzzing.edits import random_input, words_of
         from tests.faults.fuzzing.limits import limit_memory
         from tests.faults.fuzzing.target import fault_of
-        from tests.faults.fuzzing.targets.every import target
+        from tests.faults.fuzzing.targets import target
 
         subject = target(options.target)
         scratch = options.folder / "scratch"

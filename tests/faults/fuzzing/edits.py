@@ -67,18 +67,13 @@ _TOKEN = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[A-Za-z_][\w.-]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change.
-
-    Attributes:
-        kind: one of `KINDS`.
-        place: where, as a share of the input.
-        extent: how much of it, as a share of what may be changed.
-        word: what comes there.
-    """
+    """One change."""
 
     kind: str
     place: float
+    """Where, as a share of the input."""
     extent: float
+    """How much of it, as a share of what may be changed."""
     word: bytes
 
     @classmethod

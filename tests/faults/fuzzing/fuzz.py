@@ -22,17 +22,13 @@ _DEATHS = 5
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """What many inputs did to a parser.
-
-    Attributes:
-        tried: inputs.
-        seconds: time that they took, the start of processes included.
-        faults: kind of each fault, and the file with the input that made it.
-    """
+    """What many inputs did to a parser."""
 
     tried: int
     seconds: float
+    """Time that they took, the start of processes included."""
     faults: tuple[tuple[str, Path], ...]
+    """Kind of each fault, and the file with the input that made it."""
 
 
 def fuzz(target: Target, folder: Path, inputs: int, seed: int) -> Fuzzed:

@@ -11,37 +11,29 @@ from tests.faults.fuzzing.limits import LimitBroken, limited
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A parser.
-
-    Attributes:
-        name: its name in the table.
-        read: reads bytes; files that it needs go into the folder, which is empty. Of errors it may raise `UserError`
-            alone.
-        seeds: real inputs. All of them are read without an error.
-        found: inputs that once broke it.
-        words: words of its language, beside those of the seeds.
-        seconds: time for an input.
-    """
+    """A parser."""
 
     name: str
+    """Its name in the table."""
     read: Callable[[bytes, Path], object]
+    """Reads bytes; files that it needs go into the folder, which is empty. Of errors it may raise `UserError` alone."""
     seeds: tuple[bytes, ...]
+    """Real inputs. All of them are read without an error."""
     found: tuple[bytes, ...] = ()
+    """Inputs that once broke it."""
     words: tuple[bytes, ...] = ()
+    """Words of its language, beside those of the seeds."""
     seconds: float = 5.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A promise that a parser broke.
-
-    Attributes:
-        kind: what it did, without what depends on the input: faults of one kind count as one.
-        detail: more of it, for people.
-    """
+    """A promise that a parser broke."""
 
     kind: str
+    """What it did, without what depends on the input: faults of one kind count as one."""
     detail: str
+    """More of it, for people."""
 
 
 def fault_of(target: Target, data: bytes, folder: Path) -> Fault | None:

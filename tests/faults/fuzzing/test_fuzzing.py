@@ -9,7 +9,7 @@ from deepspeed_ext.plan.errors import UserError
 from tests.faults.fuzzing.edits import random_input, words_of
 from tests.faults.fuzzing.properties import try_examples
 from tests.faults.fuzzing.target import Fault, Target, fault_of
-from tests.faults.fuzzing.targets.every import targets
+from tests.faults.fuzzing.targets import targets
 
 INPUTS = 25
 """Inputs by chance for each parser."""
