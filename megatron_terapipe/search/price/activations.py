@@ -6,6 +6,7 @@ rank nothing is allocated or freed), and with the working memory of a running op
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.price.layer_times import key_heads
 from megatron_terapipe.search.price.workload import Attention, Layer
 
-ScalarOrArray = NDArray[np.float64] | float
+Numbers = NDArray[np.float64]
+ScalarOrArray = Numbers | float
 
 LOSS_BYTES = 4
 """Bytes that the loss keeps of each logit: it computes in fp32 (Korthikanti section 4.3: 4sbv)."""
@@ -72,65 +74,6 @@ SCORE_LIMIT = SCORE_BYTES * SCORES_AT_ONCE
 """Bytes that these take at most, tile by tile."""
 
 
-def token_memory(
-    layer: Layer,
-    software: Software,
-    *,
-    element_bytes: int,
-    tensor_parallel_size: ScalarOrArray,
-    recompute: str,
-    sequence_parallel: bool,
-    sequence_parallel_size: ScalarOrArray = 1.0,
-    key_value_gradients: str = "fp32",
-    activation_is_read_off_output: bool = False,
-) -> TokenMemory:
-    """Bytes that a layer keeps of a token, an array as `tensor_parallel_size` [...] is.
-
-    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
-
-    Args:
-        sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
-        activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
-    """
-    size = np.asarray(tensor_parallel_size, dtype=float)
-    if layer.kind in ("block", "other") and not layer.is_divided:
-        size = np.ones_like(size)
-    whole = 1 / size if sequence_parallel else np.ones_like(size)
-    if layer.kind == "embedding":
-        memory = TokenMemory(layer.hidden_size * whole * software.residual_dropout)
-        return memory.at_once() if recompute == "stage" else memory
-    kept = _Kept(
-        layer,
-        software,
-        element_bytes,
-        ELEMENT_BYTES[key_value_gradients],
-        size,
-        whole,
-        sequence_parallel_size,
-        activation_is_read_off_output,
-    )
-    if layer.kind == "norm":
-        memory = TokenMemory(kept.norm(1), freed_by_input_gradient=kept.norm(1))
-        return memory.at_once() if recompute == "stage" else memory
-    if layer.kind == "head":
-        logits = sum(product.outputs for product in layer.products) / size
-        inputs = element_bytes * layer.hidden_size * whole
-        limited = software.logits_at_once is not None
-        kept_bytes, working_bytes = LOSS_BYTES, LOSS_BYTES + element_bytes
-        if limited:
-            kept_bytes, working_bytes = element_bytes, _loss_working_bytes(element_bytes)
-        elif software.loss_in_place:
-            kept_bytes, working_bytes = element_bytes, 0
-        freed = inputs if limited else -element_bytes * logits
-        memory = TokenMemory(
-            inputs, logits=kept_bytes * logits, working=working_bytes * logits, freed_by_input_gradient=freed
-        )
-        return memory.at_once() if recompute == "stage" else memory
-    if recompute == "stage":
-        return kept.block("none").at_once(kept.keys_of_window())
-    return kept.block(recompute)
-
-
 class LogitLimits(NamedTuple):
     """Bytes that logits take at most on a rank: kept, and in the working of the head."""
 
@@ -153,25 +96,65 @@ def _loss_working_bytes(element_bytes: int) -> int:
     return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The parts of a block, in bytes of one token."""
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """Bytes that a layer keeps of a token, arrays as `tensor_parallel_size` [...] is.
+
+    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
+    """
 
     layer: Layer
     software: Software
     element_bytes: int
-    gradient_bytes: int
-    size: ScalarOrArray
-    """Ranks that share the matrices."""
-    whole: ScalarOrArray
-    """Share of the tokens between the matrices that a rank holds."""
-    sharing: ScalarOrArray
-    """Sequence-parallel ranks."""
-    reads_output: bool
+    tensor_parallel_size: ScalarOrArray
+    sequence_parallel: bool
+    """Whether tensor-parallel ranks share tokens where each would hold them all."""
+    sequence_parallel_size: ScalarOrArray = 1.0
+    key_value_gradients: str = "fp32"
+    activation_is_read_off_output: bool = False
+    """Whether the gradient of the activation function needs its output only (ReLU)."""
+
+    @cached_property
+    def size(self) -> Numbers:
+        """Ranks that share the matrices."""
+        size = np.asarray(self.tensor_parallel_size, dtype=float)
+        return np.ones_like(size) if self.layer.kind in ("block", "other") and not self.layer.is_divided else size
+
+    @cached_property
+    def whole(self) -> Numbers:
+        """Share of the tokens between the matrices that a rank holds."""
+        return 1 / self.size if self.sequence_parallel else np.ones_like(self.size)
+
+    def of_token(self, recompute: str) -> TokenMemory:
+        """Return the bytes of a token of one sequence."""
+        if recompute != "stage":
+            return self._kept(recompute)
+        return self._kept("none").at_once(self.keys_of_window())
+
+    def _kept(self, recompute: str) -> TokenMemory:
+        layer, software, element_bytes, size = self.layer, self.software, self.element_bytes, self.size
+        if layer.kind == "embedding":
+            return TokenMemory(layer.hidden_size * self.whole * software.residual_dropout)
+        inputs = element_bytes * layer.hidden_size * self.whole
+        if layer.kind == "norm":
+            return TokenMemory(inputs, freed_by_input_gradient=inputs)
+        if layer.kind != "head":
+            return self.block(recompute)
+        logits = sum(product.outputs for product in layer.products) / size
+        limited = software.logits_at_once is not None
+        kept_bytes, working_bytes = LOSS_BYTES, LOSS_BYTES + element_bytes
+        if limited:
+            kept_bytes, working_bytes = element_bytes, _loss_working_bytes(element_bytes)
+        elif software.loss_in_place:
+            kept_bytes, working_bytes = element_bytes, 0
+        freed = inputs if limited else -element_bytes * logits
+        return TokenMemory(
+            inputs, logits=kept_bytes * logits, working=working_bytes * logits, freed_by_input_gradient=freed
+        )
 
     def keys_and_values(self, attention: Attention) -> ScalarOrArray:
         """Keys and values."""
-        heads = key_heads(attention, self.size * self.sharing)
+        heads = key_heads(attention, self.size * self.sequence_parallel_size)
         return 2 * self.element_bytes * heads * attention.head_size / self.size
 
     def keys_of_window(self) -> ScalarOrArray:
@@ -180,10 +163,6 @@ class _Kept:
         if attention is None or attention.sliding_window is None or not self.software.attention.keeps_keys:
             return 0.0 * self.size
         return self.keys_and_values(attention)
-
-    def norm(self, count: int) -> ScalarOrArray:
-        """Inputs of norms."""
-        return count * self.element_bytes * self.layer.hidden_size * self.whole
 
     def block(self, recompute: str) -> TokenMemory:
         """A transformer layer."""
@@ -196,7 +175,7 @@ class _Kept:
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
             # A head exchange leaves the output of attention in parts of tokens, beside that in parts of heads.
-            exchanged = query * np.greater(self.sharing, 1)
+            exchanged = query * np.greater(self.sequence_parallel_size, 1)
             key_value = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             normed_heads = element * attention.normed_channels / size
@@ -208,13 +187,14 @@ class _Kept:
             if attention.written_out:
                 in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
                 tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
+        gradient_ratio = ELEMENT_BYTES[self.key_value_gradients] / element
         has_attention, has_mlp = attention is not None, layer.activation_width > 0
         num_parts = has_attention + has_mlp
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
         # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
         norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
         widths = (1 + layer.gated) * mlp_width
-        activated = 0.0 * size if self.reads_output else mlp_width
+        activated = 0.0 * size if self.activation_is_read_off_output else mlp_width
         flash = not self.software.attention.writes_scores
         owned = self.software.attention.keeps_keys and has_attention
         core = log_sums if flash else scores
@@ -247,12 +227,12 @@ class _Kept:
                 working=again + gradients + key_value,
                 freed_by_input_gradient=kept + key_value - self.operands(),
                 scores=tile_scores,
-                window_gradients=(window - 1) * key_value * (self.gradient_bytes / element),
+                window_gradients=(window - 1) * key_value * gradient_ratio,
             )
         return TokenMemory(
             activations=kept,
             key_values=key_value * owned,
-            key_value_gradients=key_value * (self.gradient_bytes / element) * owned,
+            key_value_gradients=key_value * gradient_ratio * owned,
             working=again + gradients,
             freed_by_input_gradient=kept - self.operands(),
             scores=tile_scores * owned,
@@ -266,9 +246,6 @@ class _Kept:
             outputs = product.outputs / self.size if product.parallel == "column" else product.outputs * self.whole
             total = total + self.element_bytes * (inputs + outputs)
         return total
-
-
-Numbers = NDArray[np.float64]
 
 
 class StageBytes(NamedTuple):

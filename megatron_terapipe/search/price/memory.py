@@ -23,6 +23,7 @@ from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.activations import (
     Held,
+    LayerMemory,
     ScalarOrArray,
     StageBytes,
     TokenMemory,
@@ -31,7 +32,6 @@ from megatron_terapipe.search.price.activations import (
     peak_held,
     rank_order,
     steady_micro_batches,
-    token_memory,
 )
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, constant
 from megatron_terapipe.search.price.layer_times import key_heads
@@ -278,17 +278,16 @@ class MemoryModel:
         if key not in self._tokens:
             config = self.workload.config
             rows = [
-                token_memory(
-                    layer,
-                    self.software,
+                LayerMemory(
+                    layer=layer,
+                    software=self.software,
                     element_bytes=ELEMENT_BYTES[self.precision],
                     tensor_parallel_size=sizes[0],
                     sequence_parallel_size=sizes[1],
-                    recompute=recompute,
                     sequence_parallel=sequence_parallel,
                     key_value_gradients=key_value_gradients,
                     activation_is_read_off_output=config is not None and config.activation == "relu",
-                )
+                ).of_token(recompute)
                 for layer in self.counter.kinds
             ]
             # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.

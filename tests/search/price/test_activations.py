@@ -7,7 +7,7 @@ from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
-from megatron_terapipe.search.price.activations import TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.price.activations import LayerMemory, TokenMemory, logit_limits
 from megatron_terapipe.search.price.workload import Layer, gpt_workload
 
 HIDDEN, HEADS, TOKENS = 6144, 64, 2048
@@ -33,15 +33,14 @@ def memory(
     sequence: bool = False,
     key_value_gradients: str = "fp32",
 ) -> TokenMemory:
-    return token_memory(
-        layer,
-        software,
+    return LayerMemory(
+        layer=layer,
+        software=software,
         element_bytes=2,
         tensor_parallel_size=size,
-        recompute=recompute,
         sequence_parallel=sequence,
         key_value_gradients=key_value_gradients,
-    )
+    ).of_token(recompute)
 
 
 @pytest.mark.parametrize("size", [1, 8])
