@@ -218,14 +218,7 @@ class CostModel:
 
     def host_copy_settings(self, placed: PlacedStrategy) -> HostCopySettings:
         """Return what of a strategy may wait on hosts, and how fast it is copied, for timelines in seconds."""
-        return host_copy_settings(
-            placed,
-            self.workload,
-            self.counter.kinds,
-            self.cluster,
-            element_bytes=self.element_bytes,
-            efficiency=self.efficiency,
-        )
+        return host_copy_settings(placed, self.counter, self.cluster, self.element_bytes, self.efficiency)
 
     def host_copies(self, strategy: Strategy, num_micro_batches: int) -> HostCopyPlan:
         """Return the host copies of all ranks, planned as the trainer plans them: on the timeline without copies."""

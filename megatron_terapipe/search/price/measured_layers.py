@@ -82,37 +82,25 @@ class Scale(NamedTuple):
         return Scale(share, share)
 
 
-def device_times(
-    roofline: Roofline,
-    layer: Layer,
-    device: Device,
-    tensor_parallel_size: ScalarOrArray,
-    micro_batch_size: ScalarOrArray,
-    start: ScalarOrArray,
-    end: ScalarOrArray,
-) -> DeviceTimes:
-    """Return the times of one layer; arguments broadcast.
+def device_times(roofline: Roofline, query: LayerQuery) -> DeviceTimes:
+    """Return the times [...] of one layer, in the shape that the sizes of the query broadcast to.
 
     What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
     as a whole by every tensor-parallel rank.
     """
-    sharing = tensor_parallel_size
+    layer = query.layer
     if layer.products and not layer.is_divided:
-        sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
+        query = replace(query, tensor_parallel_size=np.ones_like(np.asarray(query.tensor_parallel_size, dtype=float)))
 
     def computed(what: Layer) -> LayerTimes:
-        return roofline(
-            LayerQuery(
-                what, device, tensor_parallel_size=sharing, micro_batch_size=micro_batch_size, start=start, end=end
-            )
-        )
+        return roofline(replace(query, layer=what))
 
     body = replace(layer, kind="other") if layer.kind == "head" else layer
     alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
     whole, products = computed(body), computed(alone)
     if not np.any(whole.forward):
         # No product, norm or activation: a copy, of which only the measurement knows the time.
-        one = np.asarray(micro_batch_size * (end - start) / layer.tokens)
+        one = np.asarray(query.rows / layer.tokens)
         return DeviceTimes(np.zeros_like(one), one, 0.0, 0.0)
     moving = whole.forward - products.forward
     times = DeviceTimes(products.forward, moving, products.input_gradient, products.weight_gradient)
@@ -199,7 +187,15 @@ class MeasuredLayers:
                 f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
                 f"{missing[0]:g}: choose among {', '.join(map(str, scales))}"
             )
-        times = self._device_times(measured, layer, sizes, query.sequences, query.start, query.end)
+        of_roofline = LayerQuery(
+            layer,
+            device,
+            tensor_parallel_size=sizes,
+            micro_batch_size=query.sequences,
+            start=query.start,
+            end=query.end,
+        )
+        times = self._device_times(measured, of_roofline)
         of_products = _at({size: scale.products for size, scale in scales.items()}, sizes)
         of_moving = _at({size: scale.moving for size, scale in scales.items()}, sizes)
         launch = _at(launch_s, sizes)
@@ -262,7 +258,15 @@ class MeasuredLayers:
 
     def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> tuple[float, float]:
         """Roofline's seconds of products, and of the rest, of the forward that was measured."""
-        times = self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens))
+        query = LayerQuery(
+            layer,
+            measured.device,
+            tensor_parallel_size=np.asarray(float(size)),
+            micro_batch_size=1.0,
+            start=0.0,
+            end=float(layer.tokens),
+        )
+        times = self._device_times(measured, query)
         return float(times.products), float(times.moving)
 
     def _one_reduction_s(
@@ -272,22 +276,14 @@ class MeasuredLayers:
         topology = GroupTopology(sizes, 1.0, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
         return all_reduce_s(self.element_bytes * rows * layer.hidden_size, topology, measured.roofline.efficiency)
 
-    def _device_times(
-        self,
-        measured: MeasuredDevice,
-        layer: Layer,
-        sizes: Numbers,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-    ) -> DeviceTimes:
+    def _device_times(self, measured: MeasuredDevice, query: LayerQuery) -> DeviceTimes:
         """Device times of a layer; those of equal layers are computed once."""
-        grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in (sizes, micro_batch_size, start, end))
-        key = (measured.device.name, _shapes(layer), *grids)
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
+        grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in sizes)
+        key = (measured.device.name, _shapes(query.layer), *grids)
         times = self._computed.get(key)
         if times is None:
-            times = device_times(measured.roofline, layer, measured.device, sizes, micro_batch_size, start, end)
-            self._computed[key] = times
+            times = self._computed[key] = device_times(measured.roofline, query)
         return times
 
 

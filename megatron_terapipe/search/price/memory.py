@@ -56,16 +56,11 @@ def stage_input_elements(workload: Workload, counts: LayerCounts) -> Floats:
 
 
 def host_copy_settings(
-    placed: PlacedStrategy,
-    workload: Workload,
-    kinds: Sequence[Layer],
-    cluster: Cluster,
-    *,
-    element_bytes: int,
-    efficiency: HardwareEfficiency,
+    placed: PlacedStrategy, counter: LayerCounter, cluster: Cluster, element_bytes: int, efficiency: HardwareEfficiency
 ) -> HostCopySettings:
     """Return what may wait on the hosts, for timelines in seconds."""
-    strategy, counts, seq_length = placed.strategy, placed.counts, workload.seq_length
+    strategy, counts, workload, kinds = placed.strategy, placed.counts, counter.workload, counter.kinds
+    seq_length = workload.seq_length
     of_kinds = np.array([_key_value_elements(layer, placed) * layer.tokens / seq_length for layer in kinds])
     sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
     inputs = element_bytes * stage_input_elements(workload, counts) * strategy.micro_batch_size / strategy.granularity

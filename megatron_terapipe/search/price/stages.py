@@ -75,7 +75,7 @@ class LayerCounter:
     """Counts the layers of one model, for many stage partitions."""
 
     def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+        self.workload = workload
         # Blocks of a GPT are one object many times.
         kinds = {id(layer): layer for layer in workload.layers}
         self.kinds: tuple[Layer, ...] = tuple(kinds.values())
@@ -94,8 +94,8 @@ class LayerCounter:
         self, partition: StagePartition, num_ranks: int, tensor_parallel_size: int, *, vocabulary_stages: bool = False
     ) -> LayerCounts:
         """Return the counts of a stage partition."""
-        bounds = np.array(partition.bounds) + self._workload.first_dealt
-        bounds[0], bounds[-1] = 0, len(self._workload.layers)
+        bounds = np.array(partition.bounds) + self.workload.first_dealt
+        bounds[0], bounds[-1] = 0, len(self.workload.layers)
         per_stage = np.diff(self._before[bounds], axis=0)
         if vocabulary_stages:
             per_stage = self._with_vocabulary_stages(per_stage, num_ranks)
@@ -109,7 +109,7 @@ class LayerCounter:
             stages = np.searchsorted(bounds, indices, side="right") - 1
             weights = {}
             for rank, index in zip((stages % num_ranks).tolist(), indices, strict=True):
-                weight = self._workload.layers[index].shared_parameters / tensor_parallel_size
+                weight = self.workload.layers[index].shared_parameters / tensor_parallel_size
                 if rank in weights:
                     per_rank[rank] -= weight
                 weights[rank] = weight
@@ -120,7 +120,7 @@ class LayerCounter:
 
     def _with_vocabulary_stages(self, per_stage: Floats, num_ranks: int) -> Floats:
         """[stages + ranks, K] layers of each kind, the head in equal parts on the last stage of each rank."""
-        layers = self._workload.layers
+        layers = self.workload.layers
         if layers[-1].kind != "head" or layers[-1].shared_weight is not None:
             raise ConfigError(
                 "strategy: vocabulary_stages cuts the head of a model, and the last layer of this one is no head with "
