@@ -1,6 +1,6 @@
 """Pages of reports: the HTML document, stacked bars, marks over the iterations, and timelines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -46,18 +46,18 @@ def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
     return f'<div class="legend">{entries}</div>'
 
 
-def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], written: Mapping[int, Mapping[str, str]]) -> str:
+def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable[[float, Bar], str]) -> str:
     """Return bars on one scale, below each other.
 
     Args:
-        written: by bar and part, the amount as it is shown to who points at it.
+        text: of an amount of a bar, shown to who points at it.
     """
     longest = max((max(sum(bar.parts.values()), bar.limit or 0.0) for bar in bars), default=0.0) or 1.0
     rows = []
-    for index, bar in enumerate(bars):
+    for bar in bars:
         pieces = "".join(
             f'<span style="width:{100 * amount / longest:.3f}%;background:{palette[name]}" '
-            f'title="{escape(f"{name}: {written[index][name]}", quote=True)}"></span>'
+            f'title="{escape(f"{name}: {text(amount, bar)}", quote=True)}"></span>'
             for name, amount in bar.parts.items()
             if amount / longest > _SHORTEST
         )
@@ -70,6 +70,12 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], written: Mappi
             f'<div class="figure">{escape(bar.figure)}</div></div>'
         )
     return f'<div class="bars">{"".join(rows)}</div>'
+
+
+def chart(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable[[float, Bar], str]) -> str:
+    """Return stacked bars below the legend of the parts that any of them has."""
+    shown = [name for name in palette if any(bar.parts.get(name, 0.0) > 0 for bar in bars)]
+    return legend(shown, palette) + stacked_bars(bars, palette, text)
 
 
 MEMORY_NAMES = {

@@ -1,13 +1,14 @@
 """The report as one HTML page."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from deepspeed_ext.plan.draw import render_comparison
 from megatron_terapipe.page.document import (
     MEMORY_NAMES,
     Bar,
+    chart,
     colours,
     facts,
     html_document,
@@ -123,13 +124,9 @@ def times(report: RunReport) -> str:
         f"Measured: the median of {len(steps.comparison.steps)} steps; sums and update are the rest of the median "
         "iteration. Each part has its seconds where the pointer is."
     )
-    return f'<p class="sub">{note}</p>{_bars(bars, colours(LEGEND_OF_TIMES), LEGEND_OF_TIMES, time_text)}'
-
-
-def _bars(bars: Sequence[Bar], palette: Mapping[str, str], names: Sequence[str], text: Callable[[float], str]) -> str:
-    """Return bars below the legend of their parts; each part has its amount as text where the pointer is."""
-    written = {number: {name: text(amount) for name, amount in bar.parts.items()} for number, bar in enumerate(bars)}
-    return legend(names, palette) + stacked_bars(bars, palette, written)
+    palette = colours(LEGEND_OF_TIMES)
+    drawn = stacked_bars(bars, palette, lambda amount, _: time_text(amount))
+    return f'<p class="sub">{note}</p>{legend(LEGEND_OF_TIMES, palette)}{drawn}'
 
 
 def memory(report: RunReport) -> str:
@@ -137,8 +134,7 @@ def memory(report: RunReport) -> str:
     peaks, prediction = report.figures.peak_memory_bytes, report.prediction
     if not peaks:
         return ""
-    names = [*MEMORY_NAMES.values(), "measured"]
-    palette = colours(names[:-1]) | {"measured": "#8b949e"}
+    palette = colours([*MEMORY_NAMES.values()]) | {"measured": "#8b949e"}
     predicted = [] if prediction is None else prediction.predicted.memory_per_rank
     bars: list[Bar] = []
     for stage, peak in enumerate(peaks):
@@ -146,11 +142,10 @@ def memory(report: RunReport) -> str:
             parts = {name: predicted[stage][field] for field, name in MEMORY_NAMES.items()}
             bars.append(Bar(f"stage {stage}, promised", parts, bytes_text(predicted[stage]["total"])))
         bars.append(Bar(f"stage {stage}, measured", {"measured": float(peak)}, bytes_text(peak)))
-    shown = [name for name in names if any(bar.parts.get(name, 0.0) > 0 for bar in bars)]
     start = report.run.start
     on_cpu = start is not None and start.machine.device == "cpu"
     note = f'<p class="sub">{ON_CPU[:1].upper()}{ON_CPU[1:]}.</p>' if on_cpu else ""
-    return note + _bars(bars, palette, shown, bytes_text)
+    return note + chart(bars, palette, lambda amount, _: bytes_text(amount))
 
 
 def timeline(report: RunReport) -> str:

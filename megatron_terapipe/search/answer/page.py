@@ -10,10 +10,10 @@ from megatron_terapipe.devices import Device
 from megatron_terapipe.page.document import (
     MEMORY_NAMES,
     Bar,
+    chart,
     colours,
     facts,
     html_document,
-    legend,
     section,
     stacked_bars,
     timelines,
@@ -132,16 +132,13 @@ def _cell(name: str, text: str) -> str:
 def _times(entries: list[Ranked]) -> str:
     """Return a bar for each strategy, of the parts of its iteration in seconds."""
     palette = colours(list(TIME_NAMES.values()))
-    bars, written = [], {}
-    for index, entry in enumerate(entries):
+    bars = []
+    for entry in entries:
         prediction = entry.price
         parts = {TIME_NAMES[each.name]: getattr(prediction.breakdown, each.name) for each in fields(TimeBreakdown)}
-        total = prediction.breakdown.total_s or 1.0
-        written[index] = {name: f"{time_text(amount)} ({amount / total:.1%})" for name, amount in parts.items()}
         figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
         bars.append(Bar(f"{entry.rank}: {strategy_text(entry.strategy)}", parts, figure))
-    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
-    return legend(shown, palette) + stacked_bars(bars, palette, written)
+    return chart(bars, palette, lambda s, bar: f"{time_text(s)} ({s / sum(bar.parts.values()):.1%})")
 
 
 def _memory(answer: Answer, entry: Ranked) -> str:
@@ -149,19 +146,17 @@ def _memory(answer: Answer, entry: Ranked) -> str:
     if not entry.price.memory:
         return "<p>Not predicted.</p>"
     palette = colours(list(MEMORY_NAMES.values()))
-    bars, written = [], {}
+    bars = []
     layers = _layers_of_ranks(answer, entry.strategy)
     for index, rank in enumerate(entry.price.memory):
         parts = {MEMORY_NAMES[each.name]: getattr(rank, each.name) for each in fields(RankMemory)}
-        written[index] = {name: bytes_text(amount) for name, amount in parts.items()}
         device = _smallest_device(answer.cluster, entry.strategy, index)
         label = f"rank {index}, {layers[index]}"
         if len({node.device for node in answer.cluster.nodes}) > 1:
             label += f", {device.name}"
         figure = f"{bytes_text(rank.total)} of {bytes_text(device.memory_bytes)}"
         bars.append(Bar(label, parts, figure, limit=device.memory_bytes))
-    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
-    return legend(shown, palette) + stacked_bars(bars, palette, written)
+    return chart(bars, palette, lambda amount, _: bytes_text(amount))
 
 
 def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
@@ -195,9 +190,8 @@ def _rejections(answer: Answer) -> str:
         for reason, count in counts.rejected.most_common()
         if count
     ]
-    written = {index: {"rejected": bar.figure} for index, bar in enumerate(bars)}
     took = "" if answer.search_s is None else f" in {time_text(answer.search_s)}"
     text = f"{counts.total:,} strategies were considered{took}, and {counts.num_rejected:,} rejected."
     if answer.search_s and counts.total:
         text += f" That is {count_text(counts.total / answer.search_s)} a second."
-    return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, written)}'
+    return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, lambda _, bar: bar.figure)}'
