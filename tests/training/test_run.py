@@ -200,8 +200,28 @@ def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
     prepared(data, words)
 
 
+def test_fp16_is_refused_where_the_device_has_none(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: PlainCpu)
+    with pytest.raises(
+        ConfigError, match=r"^--fp16 is not supported by DeepSpeed on this cpu: use --bf16, or drop it$"
+    ):
+        prepared(data, "--split 8,2 --fp16")
+
+
+class PlainCpu:
+    """An accelerator without fp16. Whether the CPU of a test has it depends on its make."""
+
+    @staticmethod
+    def device_name() -> str:
+        return "cpu"
+
+    @staticmethod
+    def is_fp16_supported() -> bool:
+        return False
+
+
 class CudaDevice:
-    """An accelerator by its name alone."""
+    """An accelerator with only a name."""
 
     @staticmethod
     def device_name() -> str:

@@ -79,7 +79,6 @@ FLAGS = {
         "--distributed-backend nccl",
         "--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it",
     ),
-    "fp16_on_a_cpu": ("--fp16", "--fp16 is not supported by DeepSpeed on this cpu: use --bf16, or drop it"),
 }
 
 
