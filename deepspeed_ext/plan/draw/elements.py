@@ -9,6 +9,7 @@ from math import cos, floor, log10, radians, sin
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Content
@@ -39,6 +40,16 @@ KIND_NAMES = {
 def with_unit(time: float, unit: str, *, digits: int = 4) -> str:
     """Return a time as it is shown."""
     return f"{time:.{digits}g}{unit and ' ' + unit}"
+
+
+def common_unit(timelines: Sequence[Timeline]) -> str:
+    """Return the unit of timelines that are drawn on one axis."""
+    units = {timeline.unit for timeline in timelines}
+    if len(units) != 1:
+        raise PlanError(
+            f"{len(timelines)} timelines in {len(units)} units on one axis: give at least one, all in one unit"
+        )
+    return units.pop()
 
 
 def count(number: int, noun: str) -> str:

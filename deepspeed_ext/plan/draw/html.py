@@ -14,8 +14,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
-from deepspeed_ext.plan.draw.elements import copies_of, extents, op_colour, rank_name, with_unit
-from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.draw.elements import common_unit, copies_of, extents, op_colour, rank_name, with_unit
 from deepspeed_ext.plan.memory import StepFunction, peak
 from deepspeed_ext.plan.ops import OpKind, prerequisites, result
 from deepspeed_ext.plan.timeline import Timeline, critical_path
@@ -41,11 +40,7 @@ class Panel:
 
 def render_html(panels: Sequence[Panel], title: str) -> str:
     """Draw timelines below each other on one time axis."""
-    units = {panel.timeline.unit for panel in panels}
-    if len(units) != 1:
-        raise PlanError(
-            f"{len(panels)} timelines in {len(units)} units on one axis: give at least one, all in one unit"
-        )
+    common_unit([panel.timeline for panel in panels])
     page = files("deepspeed_ext.plan.draw") / "page"
     parts = {
         "title": escape(title),

@@ -33,6 +33,7 @@ from deepspeed_ext.plan.draw.elements import (
     TRACK,
     Scale,
     axis,
+    common_unit,
     copies_of,
     document,
     extents,
@@ -45,7 +46,6 @@ from deepspeed_ext.plan.draw.elements import (
     text_width,
     with_unit,
 )
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -301,12 +301,8 @@ def render_svg(timeline: Timeline, title: str) -> str:
 
 def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
     """Draw timelines below each other on one time axis, each against the first."""
-    units = {timeline.unit for _, timeline in panels}
-    if len(units) != 1:
-        raise PlanError(
-            f"{len(panels)} timelines in {len(units)} units on one axis: give at least one, all in one unit"
-        )
     timelines = [timeline for _, timeline in panels]
+    unit = common_unit(timelines)
     scale = Scale(max(timeline.duration for timeline in timelines), _width(timelines))
     height = row_height(max(timeline.shape.num_ranks for timeline in timelines))
     body: list[str] = []
@@ -328,7 +324,7 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
         top = bottom + 68
     # The one with most to explain: all micro-batches, token slices and model chunks that any of them has.
     shape = max((each.shape for each in timelines), key=lambda each: (each.num_token_slices, each.num_model_chunks))
-    body += axis(scale, units.pop(), bottom)
+    body += axis(scale, unit, bottom)
     explained, height_below = legend(timelines, shape, scale.width, bottom + 62)
     body += explained
     name = " / ".join(title for title, _ in panels)

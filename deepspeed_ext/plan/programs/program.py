@@ -163,11 +163,6 @@ class Channel(NamedTuple):
     result: OpKind
     """`FORWARD` for activations, `INPUT_GRADIENT` for their gradients."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether both stages are on one rank."""
-        return self.source == self.target
-
 
 def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
     """Return the channel that brings an op a result of another stage; None if it reads none."""
@@ -180,7 +175,7 @@ def channels(shape: PipelineShape) -> list[Channel]:
     ways = [(shape.rank_of(stage), shape.rank_of(stage + 1)) for stage in range(shape.last_stage)]
     there = {Channel(source, target, OpKind.FORWARD) for source, target in ways}
     back = {Channel(target, source, OpKind.INPUT_GRADIENT) for source, target in ways}
-    return sorted(channel for channel in there | back if not channel.is_local)
+    return sorted(channel for channel in there | back if channel.source != channel.target)
 
 
 def communicators(shape: PipelineShape) -> dict[Channel, int]:

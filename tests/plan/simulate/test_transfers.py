@@ -87,4 +87,4 @@ def test_transfers_take_turns_and_carry_what_is_read(orders_and_shape, data):
         assert all(before.sent <= later.start for before, later in pairwise(transfers))
     if costs.transfer and not isinstance(costs.transfer, TransferCosts):
         ways = [channel_of(op, shape) for order in orders for op in order]
-        assert len(timeline.transfers) == sum(way is not None and not way.is_local for way in ways)
+        assert len(timeline.transfers) == sum(way is not None and way.source != way.target for way in ways)

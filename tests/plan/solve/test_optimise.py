@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.costs import OpCosts, attention_costs
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts, attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
@@ -18,9 +18,29 @@ from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
 from deepspeed_ext.plan.solve.orders import merged, optimise
 from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
-from tests.plan.solve.pipelines import problems
+from tests.strategies import shapes
 
 QUICK = 1e-3
+times = st.floats(0.01, 10.0)
+
+
+def each(count: int):
+    """A time for each of so many things."""
+    return st.tuples(*[times] * count)
+
+
+@st.composite
+def problems(draw, is_split=None):
+    """Every placement, uneven costs, slow links, memory limits."""
+    shape: PipelineShape = draw(shapes(4, 4, 4, 3, tuple(Placement)))
+    tables = [draw(st.tuples(*[each(shape.num_token_slices)] * shape.num_stages)) for _ in range(3)]
+    if is_split is None:
+        is_split = draw(st.booleans())
+    links = st.builds(TransferCosts, each(shape.last_stage), each(shape.last_stage), each(shape.num_token_slices))
+    costs = OpCosts(tables[0], tables[1], tables[2] if is_split else None, draw(st.sampled_from([0.0, 0.3]) | links))
+    memory_limit = draw(st.none() | st.floats(1.0, 3.0))
+    lengths = draw(st.lists(st.integers(1, 9), min_size=shape.num_token_slices, max_size=shape.num_token_slices))
+    return SchedulingProblem.of(shape, costs, memory_limit, lengths)
 
 
 def optimised(problem, **options):
