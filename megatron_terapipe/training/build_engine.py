@@ -39,7 +39,7 @@ from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.micro_batches import documents_reader, loss_tokens, split_batch, split_batch_with_labels
 from megatron_terapipe.training.number_guards import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
-from megatron_terapipe.training.recovery import LostRank, is_of_communication, keep_traceback, remedy
+from megatron_terapipe.training.recovery import LostRank, keep_traceback, remedy
 from megatron_terapipe.training.run import Run, reading_ranks
 
 LAUNCHER_NOTICES_S = 5
@@ -121,7 +121,8 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
         until = time.monotonic() + LAUNCHER_NOTICES_S
         gone = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
         time.sleep(max(0.0, until - time.monotonic()))
-        if gone is None or not is_of_communication(error):
+        # Where a rank is gone, gloo and NCCL raise RuntimeErrors, and torch kinds of them.
+        if gone is None or not isinstance(error, RuntimeError):
             raise
         with suppress(OSError):
             keep_traceback(error, _ledgers(run), run.launch.rank)

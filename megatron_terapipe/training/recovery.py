@@ -88,11 +88,6 @@ def remedy(save: str | None) -> str:
     return f"resume with --load {save}, which goes on from {found.name}"
 
 
-def is_of_communication(error: BaseException) -> bool:
-    """Whether an error may come of a rank that is gone: gloo and NCCL raise RuntimeErrors, and torch kinds of them."""
-    return isinstance(error, RuntimeError)
-
-
 def keep_traceback(error: BaseException, directory: Path, rank: int) -> None:
     """Write the traceback of an error beside the ledgers, where it is read by those who look for more than one line."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -357,14 +357,11 @@ def _verified(run: Run, given: Config, say: Callable[[str], None]) -> Run:
         if before is None:
             raise
         say(f" warning: {error}")
-        return _verified(prepare(_loading(given, before), run.launch), given, say)
+        older = replace(given, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None))
+        return _verified(prepare(older, run.launch), given, say)
     if line is not None:
         say(line)
     return run
-
-
-def _loading(config: Config, tag: str) -> Config:
-    return replace(config, checkpoint=replace(config.checkpoint, load_tag=tag, ckpt_step=None))
 
 
 def _keep_damaged_aside(run: Run, asked: str | None) -> list[str]:
