@@ -115,13 +115,13 @@ class LayerMemory:
     """Whether the gradient of the activation function needs its output only (ReLU)."""
 
     @cached_property
-    def size(self) -> Numbers:
+    def size(self) -> ScalarOrArray:
         """Ranks that share the matrices."""
         size = np.asarray(self.tensor_parallel_size, dtype=float)
         return np.ones_like(size) if self.layer.kind in ("block", "other") and not self.layer.is_divided else size
 
     @cached_property
-    def whole(self) -> Numbers:
+    def whole(self) -> ScalarOrArray:
         """Share of the tokens between the matrices that a rank holds."""
         return 1 / self.size if self.sequence_parallel else np.ones_like(self.size)
 
