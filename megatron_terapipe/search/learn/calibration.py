@@ -264,7 +264,7 @@ class Calibration:
     def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
         """Return what was found of time, with what trials say of memory; None = the same trials."""
         overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
-        spreads = {on_several_nodes(one.cluster) for one in trials}
+        spreads = {len(one.cluster.nodes) > 1 for one in trials}
         return cls(
             several_nodes=spreads.pop() if len(spreads) == 1 else None,
             source=", ".join(sorted({one.source for one in trials})),
@@ -303,11 +303,6 @@ def no_calibration(cluster: Cluster | None = None) -> Calibration:
         wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])
         prior = replace(prior, widths=prior.widths * wider)
     return Calibration(intervals=uncalibrated(prior))
-
-
-def on_several_nodes(cluster: Cluster) -> bool:
-    """Whether ranks of a cluster can be on different nodes."""
-    return len(cluster.nodes) > 1
 
 
 def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:

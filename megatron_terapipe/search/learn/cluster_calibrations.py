@@ -37,7 +37,6 @@ from megatron_terapipe.search.learn.calibration import (
     calibrate,
     calibrate_on_profile,
     no_calibration,
-    on_several_nodes,
 )
 from megatron_terapipe.search.learn.trials import Trial, read_trials
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -88,8 +87,8 @@ class Calibrations:
 
     def fitted(self) -> list[Calibration]:
         """One for each cluster that the trials are of, and those that were read."""
-        clusters = dict.fromkeys((one.source, one.device, on_several_nodes(one.cluster)) for one in self._trials)
-        return [*self._ready, *(self.of(*cluster) for cluster in clusters)]
+        sites = dict.fromkeys(one.site for one in self._trials)
+        return [*self._ready, *(self.of(*site) for site in sites)]
 
     def _fit(self, source: str, device: str, several_nodes: bool) -> Calibration:
         def is_of(one: Trial | Calibration) -> bool:
@@ -101,7 +100,7 @@ class Calibrations:
             ready = list(filter(is_of, self._ready))
             alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
             return alike_ready[0] if len(alike_ready) == 1 else self._none
-        alike = [one for one in trials if on_several_nodes(one.cluster) == several_nodes]
+        alike = [one for one in trials if one.site[2] == several_nodes]
         chosen = alike if len(alike) >= ENOUGH else trials
         self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
         if self._profile is None:
@@ -206,6 +205,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
     Args:
         profile: measured profile that trials are fitted on; None = there is none.
     """
+    several_nodes = len(cluster.nodes) > 1
     device = "+".join(sorted({node.device.name for node in cluster.nodes}))
     alike: list[Trial] = []
     if path.endswith(".jsonl"):
@@ -213,11 +213,11 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
         known = sorted({one.device for one in trials})
         # All trials on such devices count: whoever names a file says that it is of this cluster.
         alike = [one for one in trials if one.device == device]
-        found = Calibrations(alike, profile=profile).of("", device, on_several_nodes(cluster))
+        found = Calibrations(alike, profile=profile).of("", device, several_nodes)
     else:
         entries = read_calibrations(path)
         known = sorted({one.device for one in entries})
-        found = Calibrations(ready=entries).of("", device, on_several_nodes(cluster))
+        found = Calibrations(ready=entries).of("", device, several_nodes)
     if not found.num_trials and not found.num_memory_trials:
         if path.endswith(".jsonl") and alike:
             raise ConfigError(

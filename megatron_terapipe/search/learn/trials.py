@@ -84,6 +84,11 @@ class Trial:
         return "+".join(sorted({node.device.name for node in self.cluster.nodes}))
 
     @property
+    def site(self) -> tuple[str, str, bool]:
+        """What is calibrated apart: source, devices, and whether there are several nodes."""
+        return self.source, self.device, len(self.cluster.nodes) > 1
+
+    @property
     def least_time_s(self) -> float:
         """Seconds of an iteration, measured or cut off; 0 if the trial says nothing of time."""
         return self.iteration_time_s or self.longer_than_s or 0.0

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes, on_several_nodes
+from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.scores import (
     CLEAR_GAP,
@@ -62,15 +62,10 @@ def predict_trials(
     found: dict[int, Predicted] = {}
     for rows in places.values():
         alike = [trials[index] for index in rows]
-        calibration = calibrations.of(*cluster_of(alike[0]))
+        calibration = calibrations.of(*alike[0].site)
         found.update(zip(rows, _predict_alike(alike, calibration, profile), strict=True))
         step(len(rows))
     return [found[index] for index in range(len(trials))]
-
-
-def cluster_of(trial: Trial) -> tuple[str, str, bool]:
-    """Return what is calibrated apart: source, devices, and whether there are several nodes."""
-    return trial.source, trial.device, on_several_nodes(trial.cluster)
 
 
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[Predicted]:
@@ -138,12 +133,12 @@ def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> li
     """Return the fold [n] of each trial, with whole groups of each cluster in a fold."""
     groups: dict[tuple[str, str, bool], set[str]] = {}
     for one in trials:
-        groups.setdefault(cluster_of(one), set()).add(one.group)
+        groups.setdefault(one.site, set()).add(one.group)
     fold_of: dict[tuple[tuple[str, str, bool], str], int] = {}
-    for cluster, names in groups.items():
+    for site, names in groups.items():
         for place, index in enumerate(np.random.default_rng(seed).permutation(len(names))):
-            fold_of[cluster, sorted(names)[index]] = place % num_folds
-    return [fold_of[cluster_of(one), one.group] for one in trials]
+            fold_of[site, sorted(names)[index]] = place % num_folds
+    return [fold_of[one.site, one.group] for one in trials]
 
 
 def predict_in_folds(
