@@ -85,7 +85,8 @@ class PriorityRule(NamedTuple):
         step = 10 ** random.uniform(-3, -0.5)
         changes = random.normal(size=6) * step * (random.random(6) < 0.5)
         patience = self.patience + (random.random() < 0.3) * random.normal() * 0.01
-        return PriorityRule(*(value + change for value, change in zip(self[:6], changes, strict=True)), abs(patience))
+        others = [value + change for value, change in zip(self[:6], changes, strict=True)]
+        return PriorityRule._make((*others, abs(patience)))
 
 
 class Priorities:
