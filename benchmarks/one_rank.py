@@ -171,14 +171,10 @@ def plain_loop(argv: Sequence[str] | None = None) -> None:
     model = benchmark_model(options.layers, llama=True)
     steps = {"plain torch": plain(model)}
     steps |= {f"{count} token slices": ours(model, count) for count in options.token_slices}
-    times: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(options.rounds + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            losses[name].append(step())
-            if turn:  # the first one warms up
-                times[name].append(time.perf_counter() - start)
+    times = seconds_in_turns(
+        {name: lambda name=name, step=step: losses[name].append(step()) for name, step in steps.items()}, options.rounds
+    )
     base = median(times["plain torch"])
     print(f"{'':>16} {'median s':>9} {'over plain':>10} {'last loss':>10}")
     for name, seconds in times.items():

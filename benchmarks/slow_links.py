@@ -224,15 +224,7 @@ def launch(options: argparse.Namespace) -> None:
             local = {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(size), "GLOO_SOCKET_IFNAME": "eth0"}
             meeting = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29555"}
             environment = os.environ | local | meeting | {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            words = [
-                "ip",
-                "netns",
-                "exec",
-                HOSTS[rank % len(HOSTS)],
-                sys.executable,
-                "-m",
-                "benchmarks.slow_links",
-            ]
+            words = ["ip", "netns", "exec", HOSTS[rank % len(HOSTS)], sys.executable, "-m", "benchmarks.slow_links"]
             ranks.append(subprocess.Popen([*words, *sys.argv[1:]], env=environment))
         codes = [rank.wait() for rank in ranks]
     if any(codes):

@@ -47,9 +47,9 @@ PIPELINES = (
     (8, 4, 16, 0.6),
     (8, 16, 4, 0.6),
 )
-MODEL_CHUNKS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V), (4, Placement.LOOPED))
+Result = TypeVar("Result")
 
-_Result = TypeVar("_Result")
+MODEL_CHUNKS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V), (4, Placement.LOOPED))
 
 
 def solvers(argv: Sequence[str] | None = None) -> None:
@@ -75,7 +75,7 @@ def token_slices(effort: float) -> None:
         ("zero-bubble", zero_bubble, 16, 32),
     ):
         shape = PipelineShape(NUM_STAGES, num_micro_batches, count)
-        seconds, solved = _timed(
+        seconds, solved = timed(
             lambda shape=shape, schedule=schedule: solve_token_slices(
                 shape,
                 SEQ_LENGTH,
@@ -90,7 +90,7 @@ def token_slices(effort: float) -> None:
         print(f"{name:>12} {num_micro_batches:>3} {count:>4} {seconds:>8.2f} {timeline.bubble_ratio:>7.1%}")
     grid = CutGrid(SEQ_LENGTH, GRANULARITY, MIN_LENGTH)
     for count in (None, 16, 64):
-        seconds, exact = _timed(
+        seconds, exact = timed(
             # Stages are equal, so one stands for all.
             lambda count=count: TerapipeProblem.of({1: costs}, grid, 1, 1, NUM_STAGES - 1).solve(count)
         )
@@ -109,13 +109,13 @@ def orders(effort: float) -> None:
             token_slice_costs = PolynomialCosts.of_layers(
                 [1] * shape.num_stages, SHORT_SEQ_LENGTH, share, layer_time=1 / num_model_chunks
             )
-            cutting, solved = _timed(
+            cutting, solved = timed(
                 lambda shape=shape, token_slice_costs=token_slice_costs, limit=limit: solve_token_slices(
                     shape, SHORT_SEQ_LENGTH, token_slice_costs, memory_limit=limit, granularity=64, effort=effort
                 )
             )
             costs = op_costs(shape, solved.cut, token_slice_costs)
-            ordering, found = _timed(
+            ordering, found = timed(
                 lambda shape=shape, costs=costs, limit=limit, cut=solved.cut: optimise(
                     shape, costs, memory_limit=limit, lengths=cut.lengths, effort=effort
                 )
@@ -127,15 +127,6 @@ def orders(effort: float) -> None:
                 f"{cutting:>8.1f} {ordering:>8.1f}",
                 flush=True,
             )
-
-
-def _timed(solve: Callable[[], _Result]) -> tuple[float, _Result]:
-    start = time.process_time()
-    result = solve()
-    return time.process_time() - start, result
-
-
-Result = TypeVar("Result")
 
 
 def simulator(argv: Sequence[str] | None = None) -> None:

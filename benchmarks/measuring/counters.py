@@ -3,11 +3,8 @@
 `LiveBytes` counts the bytes of tensors that are alive, made by the code it watches; on any device, CPUs included.
 
 `KernelCounter` counts kernels, and the numbers that each reads and writes, without a device. A kernel is an operator
-that
-computes, or a loop that torch's compiler leaves of a pointwise function after fusion. It reads each of its inputs
-once and
-writes each of its outputs once: what stays in registers and caches is not counted. Tensors lie on the meta device, or
-are
+that computes, or a loop that torch's compiler leaves of a pointwise function after fusion. It reads each of its inputs
+once and writes each of its outputs once: registers and caches are not counted. Tensors lie on the meta device, or are
 fake ones of a CUDA device.
 """
 

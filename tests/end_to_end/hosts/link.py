@@ -26,8 +26,6 @@ class Way:
     """One direction.
 
     Args:
-        source: port that frames come from.
-        target: port that they go to.
         delay_s: seconds that each takes.
         byte_s: seconds a byte; 0 for no limit.
     """
@@ -43,7 +41,6 @@ class Way:
         Args:
             now: seconds.
             dropped: share of them that is lost.
-            draw: what decides which.
         """
         while True:
             try:

@@ -50,8 +50,6 @@ class Host:
     """One host.
 
     Args:
-        network: name of its network.
-        number: from 1.
         core: the only core that it has; None = all of the machine's.
     """
 
@@ -64,11 +62,7 @@ class Host:
         self._init: subprocess.Popen[str] | None = None
 
     def boot(self, folder: Path) -> None:
-        """Start the host's first process, with which all others end, and its sshd.
-
-        Args:
-            folder: for its log.
-        """
+        """Start the host's first process, with which all others end, and its sshd."""
         sshd = [shutil.which("sshd", path=SEARCH_PATH), "-E", folder / f"sshd{self.number}.log"]
         # Children that others leave behind are reaped by whoever ignores their end.
         script = 'hostname "$0" && "$@" && echo up && trap "" CHLD && exec sleep infinity'
@@ -84,19 +78,8 @@ class Host:
         assert self._init is not None
         here = ["nsenter", f"--pid=/proc/{self._init.pid}/ns/pid_for_children", "unshare", "--uts", "--mount-proc"]
         script = 'hostname "$0" && exec "$@"'
-        return [
-            "ip",
-            "netns",
-            "exec",
-            self.name,
-            *self._on_core,
-            *here,
-            "sh",
-            "-c",
-            script,
-            self.name,
-            *map(str, words),
-        ]
+        inside = ["ip", "netns", "exec", self.name, *self._on_core, *here, "sh", "-c", script, self.name]
+        return [*inside, *map(str, words)]
 
     def processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started on this host, by their numbers here."""
@@ -122,8 +105,6 @@ class Network:
     """Hosts that reach each other.
 
     Args:
-        name: begin of the names of all its namespaces.
-        num_hosts: how many.
         cores: of the hosts, one each; empty = each has all.
     """
 
@@ -157,8 +138,6 @@ class Network:
         """Connect two hosts by a link with a delay, a rate and a share of lost frames, in place of the bridge.
 
         Args:
-            delay_ms: of each way.
-            rate_mbit: of each way; 0 for no limit.
             dropped: share of the frames that is lost.
         """
         ports = [host.port for host in self.hosts]
@@ -191,8 +170,6 @@ def network(num_hosts: int, folder: Path, *, cores: Sequence[int] = ()) -> Itera
     """Hosts that reach each other by name, with ssh and no password; whatever ends the block, but SIGKILL, ends them.
 
     Args:
-        num_hosts: how many.
-        folder: for keys and logs.
         cores: of the hosts, one each; empty = each has all.
     """
     with _ended_in_order():

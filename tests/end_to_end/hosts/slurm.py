@@ -42,12 +42,7 @@ def missing_slurm() -> str:
 
 @contextmanager
 def slurm(made: Network, folder: Path) -> Iterator[dict[str, str]]:
-    """Slurm on all hosts of a network, and the variables that its commands need.
-
-    Args:
-        made: the hosts; the first has the controller.
-        folder: for its files.
-    """
+    """Slurm on all hosts of a network, and the variables that its commands need."""
     (folder / "state").mkdir()
     nodes = "".join(f"NodeName={each.name} NodeAddr={each.address} CPUs=2 State=UNKNOWN\n" for each in made.hosts)
     path = folder / "slurm.conf"

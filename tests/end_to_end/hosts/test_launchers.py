@@ -31,12 +31,7 @@ def run(two_hosts: Network, words: list[object], **variables: str) -> None:
 
 
 def check(folder: Path, places: list[tuple[int, int]]) -> None:
-    """Check that all ranks met, each on its place.
-
-    Args:
-        folder: where they say so.
-        places: local rank and local size of each.
-    """
+    """Check that all ranks met, each on its place."""
     for rank, (local_rank, local_size) in enumerate(places):
         found = json.loads((folder / f"rank{rank}.json").read_text())
         assert found["met"] == [each + 1 for each in range(len(places))]
