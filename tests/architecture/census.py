@@ -32,7 +32,7 @@ def code_lines(text: str) -> int:
 
 
 def folders_in_a_circle(checkout: Path, files: Sequence[str]) -> list[str]:
-    """Return folders that import each other, directly or by way of others, anywhere in their files; empty if none do."""
+    """Return folders that import each other, directly or through others, anywhere in their files; empty if none do."""
     folders = {str(Path(each).parent) for each in files}
     graph: dict[str, set[str]] = {}
     for each in files:

@@ -1,4 +1,4 @@
-"""Rows of the table of long sequences come back as they were written, and go where the document has its markers."""
+"""Tables of the search beside its peers, and of long sequences."""
 
 import json
 from dataclasses import asdict, replace
@@ -6,8 +6,20 @@ from dataclasses import asdict, replace
 import pytest
 
 from benchmarks.long_sequences import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
+from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, SPEED_OF_PEERS, Figure
+from benchmarks.search_peers import table as table_of_peers
 
-OURS = Ours(
+
+def test_ours_stand_above_the_peers_and_every_figure_has_a_source() -> None:
+    lines = table_of_peers("Errors", [Figure(OURS, "1.0 %", "a test", "this command")], ERRORS_OF_PEERS).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
+    assert rows[0] == [OURS, "1.0 %", "a test", "this command"]
+    assert [row[0] for row in rows[1:]] == [each.tool for each in ERRORS_OF_PEERS]
+    assert all("](https://" in each.source for each in (*SPEED_OF_PEERS, *ERRORS_OF_PEERS))
+    assert not any(cell.endswith("...") for row in rows for cell in row)
+
+
+BEST = Ours(
     strategy="pp 8",
     simulated_s=2.0,
     closed_form_s=1.9,
@@ -32,7 +44,7 @@ ROW = Row(
     num_devices=64,
     least_sequences=1,
     global_batch_size=2,
-    ours=OURS,
+    ours=BEST,
     theirs=THEIRS,
 )
 
