@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.measuring.report import Section, one_line, progress, publish, software
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak
-from tests.faults.fuzzing import campaign as fuzzing
+from tests.faults.fuzzing import fuzz
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "attacks": ("Attacks", attacks.campaign),
@@ -22,7 +22,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "damage": ("Damaged checkpoints", damage.campaign),
     "disk": ("Disks", disk.campaign),
     "data": ("Data", data.campaign),
-    "fuzzing": ("Bad input", fuzzing.campaign),
+    "fuzzing": ("Bad input", fuzz.campaign),
     "hangs": ("Ranks that hang", hangs.campaign),
     "hosts": ("Several hosts", hosts.campaign),
     "kills": ("A rank or a launcher dies", kills.campaign),

@@ -1,14 +1,19 @@
-"""Tries many inputs on one parser, in processes that may hang or die."""
+"""The campaign of fuzzing: many inputs on each parser, in processes that may hang or die."""
 
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.measuring.report import progress
+from tests.faults.campaign import Outcome, Settings
 from tests.faults.fuzzing.child import SOURCES, read_current, write_fault
 from tests.faults.fuzzing.target import Target
+from tests.faults.fuzzing.targets import targets
 
 SHARES = {"edits": 0.6, "hypothesis": 0.1, "coverage": 0.3}
 """Share of the inputs from each source. Without atheris its share is made by edits."""
@@ -97,3 +102,27 @@ def _wait(child: "subprocess.Popen[bytes]", folder: Path, patience: float) -> bo
 def _number(folder: Path) -> int:
     noted = folder / "tried"
     return int(noted.read_text() or 0) if noted.exists() else 0
+
+
+INPUTS, QUICK_INPUTS = 100_000, 2_000
+"""Inputs for each parser."""
+
+KEPT = Path("runs/faults/inputs")
+"""Folder for the inputs that broke a promise. They belong among the `found` of their target once it is mended."""
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Yield an outcome for each parser."""
+    for target in targets():
+        folder = settings.folder / target.name.replace(" ", "-")
+        done = fuzz(target, folder, QUICK_INPUTS if settings.quick else INPUTS, settings.seed + 1)
+        kept = KEPT / folder.name
+        if done.faults:
+            shutil.copytree(folder / "faults", kept, dirs_exist_ok=True)
+        progress(f"{target.name}: {done.tried / done.seconds:.0f} inputs/s")
+        yield Outcome(
+            fault=f"bad input: {target.name}",
+            tried=done.tried,
+            said="read, or one line",
+            broken=tuple(f"{kind}: {kept / path.name}" for kind, path in done.faults),
+        )
