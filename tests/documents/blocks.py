@@ -10,7 +10,7 @@ from tests.architecture.sources import ROOT, documents
 SHELL = (
     "terapipe",
     "python",
-    "deepspeed",
+    "deepspeed ",
     "make",
     "bash",
     "pip",
