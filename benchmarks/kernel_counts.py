@@ -17,7 +17,7 @@ Kernels and memory traffic of each operator of a model, as `search.software.desc
     python -m benchmarks.kernel_counts operators
 
 Counted is what a GPU would be told to launch, in bf16 without dropout, gradients added up in fp32: the modules of the
-trainer run on the meta device, and `kernel_counter` watches them. Of attention it is a token slice in the
+trainer run on the meta device, and `counters` watches them. Of attention it is a token slice in the
 middle of a sequence, four query heads to a key head. What an operator costs that has no module of its own (biases,
 rotations, norms of queries and keys) is what a module costs with it, less what it costs without.
 """

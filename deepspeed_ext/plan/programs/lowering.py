@@ -79,7 +79,7 @@ class Posting(NamedTuple):
     """Where the ends of one message are posted: a place p is in front of op p of a rank's order, or behind all ops."""
 
     message: Op
-    """The result that travels, as `dependencies.result` names it."""
+    """The result that travels, as `ops.result` names it."""
     send: int
     """Place on the sending rank."""
     expected: float

@@ -137,7 +137,7 @@ class Instruction(NamedTuple):
 
     @property
     def op(self) -> Op:
-        """The op that this is or serves, as `dependencies.result` names it where it serves a transfer."""
+        """The op that this is or serves, as `ops.result` names it where it serves a transfer."""
         return Op(_OP_KINDS.get(self.kind, OpKind.FORWARD), self.stage, self.micro_batch, self.token_slice)
 
 

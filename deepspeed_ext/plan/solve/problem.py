@@ -35,7 +35,7 @@ ROUNDING = 1e-9
 
 
 class DataFlow(NamedTuple):
-    """`dependencies.DEPENDENCIES` and `ops.LIVE_CHANGE` as arrays for N stages.
+    """`ops.DEPENDENCIES` and `ops.LIVE_CHANGE` as arrays for N stages.
 
     Kernels keep the times at which results are there in an array `ready` of [(4 N + 1) x units]. Result r of stage i
     has the row r N + i of it where it is made; a result that stage i reads from a neighbour has row (2 + r) N + i. The

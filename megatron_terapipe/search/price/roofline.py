@@ -416,7 +416,7 @@ class Roofline:
     def _written_out(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
         """Forward and backward seconds of attention that our own kernel writes out, tile by tile.
 
-        Scores are computed in fp32, and so is the whole backward (`attention_kernels.plain`). Masked ones are computed
+        Scores are computed in fp32, and so is the whole backward (`attention.kernels`). Masked ones are computed
         too; in a window those out of the reach of a tile are not.
         """
         device, tp, efficiency = query.device, query.tensor_parallel_size, self.efficiency
