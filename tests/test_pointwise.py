@@ -12,10 +12,8 @@ from torch import Tensor
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import CACHE_FOLDER, Pointwise, check_cache_folder, is_compiled
-from deepspeed_ext.runtime.attention import kernels as plain
-from deepspeed_ext.runtime.attention import positional_dropout
-from megatron_terapipe.model import block as activation
-from megatron_terapipe.model import norm, rotary
+from deepspeed_ext.runtime.attention import kernels, positional_dropout
+from megatron_terapipe.model import block, norm, rotary
 
 
 def numbers(*shape: int) -> Tensor:
@@ -29,10 +27,10 @@ def bits(*shape: int) -> Tensor:
 HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
 ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
 CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
-    "swiglu": (activation._gated, lambda: (numbers(2, 6, 16), "silu")),
-    "swiglu_backward": (activation._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
-    "geglu": (activation._gated, lambda: (numbers(2, 6, 16), "tanh")),
-    "geglu_backward": (activation._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
+    "swiglu": (block._gated, lambda: (numbers(2, 6, 16), "silu")),
+    "swiglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
+    "geglu": (block._gated, lambda: (numbers(2, 6, 16), "tanh")),
+    "geglu_backward": (block._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
     "rms_norm": (norm._rms_norm, lambda: (numbers(2, 6, 16), numbers(16), 1e-5, False)),
     "rms_norm_backward": (
         norm._rms_norm_backward,
@@ -54,25 +52,25 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     "turned_back": (rotary._turned_back, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), False)),
     "rows": (positional_dropout._rows, lambda: (bits(2).long() * 12345678901, bits(6))),
     "head_rows": (positional_dropout._head_rows, lambda: (bits(2, 6), bits(4))),
-    "by_group": (plain._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
+    "by_group": (kernels._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
     "by_token": (
-        plain._by_token,
+        kernels._by_token,
         lambda: (numbers(4, 12, 8), torch.empty(2, 6, 4, 8), torch.float64),
     ),
     "row_sums": (
-        plain._row_sums,
+        kernels._row_sums,
         lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), 2, torch.float64),
     ),
     "weights": (
-        plain._weights,
+        kernels._weights,
         lambda: (numbers(*SCORES), 0.5, None, None, torch.float64, bits(2, 4, 6), bits(9), 0.3),
     ),
-    "weights_in_a_window": (plain._weights, lambda: (numbers(*SCORES), 0.5, 4, 2.0, torch.float64)),
+    "weights_in_a_window": (kernels._weights, lambda: (numbers(*SCORES), 0.5, 4, 2.0, torch.float64)),
     "backward": (
-        plain._backward,
+        kernels._backward,
         lambda: (numbers(*SCORES), 0.5, None, None, *ROWS, bits(2, 4, 6), bits(9), 0.3),
     ),
-    "backward_in_a_window": (plain._backward, lambda: (numbers(*SCORES), 0.5, 4, 2.0, *ROWS)),
+    "backward_in_a_window": (kernels._backward, lambda: (numbers(*SCORES), 0.5, 4, 2.0, *ROWS)),
     "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),
     "dropped_onto": (
         positional_dropout._dropped_onto,

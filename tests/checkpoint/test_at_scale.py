@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint import optimizer_state as index
+from megatron_terapipe.checkpoint import optimizer_state
 from megatron_terapipe.checkpoint.directories import optimizer_files
 from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun, saved_run
 from megatron_terapipe.checkpoint.restore import load_checkpoint
@@ -113,7 +113,7 @@ def told(folder: Path, tell: list[object]) -> object:
     with (
         mock.patch.object(dist, "get_rank", lambda: 5),
         mock.patch.object(dist, "broadcast_object_list", broadcast),
-        mock.patch.object(index, "_read", side_effect=AssertionError),
+        mock.patch.object(optimizer_state, "_read", side_effect=AssertionError),
     ):
         return saved_run(folder, checkpoint_info(), weights_only=False)
 
@@ -133,7 +133,7 @@ def indexed(way: Way, folder: Path) -> tuple[dict[str, Place], dict[str, Place]]
     first = saved_run(directory, info, weights_only=False)
     dist.barrier()
     if dist.get_rank() == 0:
-        (directory / index.INDEX_FILE).unlink()
+        (directory / optimizer_state.INDEX_FILE).unlink()
     dist.barrier()
     second = saved_run(directory, info, weights_only=False)
     assert (first.prefix, first.counters) == (second.prefix, second.counters)

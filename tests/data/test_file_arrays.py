@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_terapipe.data import file_arrays as index_cache
+from megatron_terapipe.data import file_arrays
 from megatron_terapipe.data.file_arrays import Arrays, FileColumn, IndexCache
 from megatron_terapipe.errors import DataError
 from tests.hostile_files import hostile_array
@@ -141,8 +141,8 @@ def test_the_entry_of_other_data_is_computed_again(tmp_path: Path) -> None:
 def test_a_process_that_stands_still_with_the_lock_is_not_waited_for_without_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_cache, "_SILENT_S", 0.05)
-    monkeypatch.setattr(index_cache, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(file_arrays, "_SILENT_S", 0.05)
+    monkeypatch.setattr(file_arrays, "_PATIENCE_S", 0.3)
     with (tmp_path / ".lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data import file_arrays as file_columns
+from megatron_terapipe.data import file_arrays
 from megatron_terapipe.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -200,7 +200,7 @@ def test_damage_is_named_with_the_file_and_the_remedy(tmp_path: Path, file, dama
 def test_an_index_is_checked_to_its_end_whatever_the_pieces(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[number] * (number % 3) for number in range(100)])
     content = index_file(prefix).read_bytes()
-    with patch.object(file_columns, "NUMBERS_AT_ONCE", 7):
+    with patch.object(file_arrays, "NUMBERS_AT_ONCE", 7):
         assert len(IndexedDataset(prefix)) == 100
         for field, byte in (("sequence", 34 + 4 * 100 + 8 * 63), ("document bound", 34 + 12 * 100 + 8 * 63)):
             index_file(prefix).write_bytes(replace(byte, struct.pack("<q", 5))(content))

@@ -13,7 +13,7 @@ from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.gradients.reductions import accumulated_gradient
 from deepspeed_ext.runtime.health.states import states_of
 from megatron_terapipe.training import build_engine as engines
-from megatron_terapipe.training import trainer as saves
+from megatron_terapipe.training import trainer
 
 Kind = Literal["loss", "output", "gradient", "weight gradient", "weight", "state", "bit", "spike"]
 """Where the number is wrong. `gradient` is that of a layer's output, `bit` flips one bit of a weight, and `spike`
@@ -143,5 +143,5 @@ def injected(fault: Fault | None) -> Iterator[None]:
     with ExitStack() as patched:
         patched.enter_context(patch.object(engines, "build_engine", build_with_fault))
         if fault.saved:
-            patched.enter_context(patch.object(saves, "refuse_bad_states"))
+            patched.enter_context(patch.object(trainer, "refuse_bad_states"))
         yield

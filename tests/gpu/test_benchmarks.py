@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks import gpu as operators
-from benchmarks import gpu as training_speed
+from benchmarks import gpu
 from benchmarks.gpu import main
 from benchmarks.measuring.report import LOOPBACK, SHARINGS, one_line
 from benchmarks.measuring.workload import benchmark_model
@@ -24,15 +23,15 @@ def test_an_error_is_told_by_the_first_line_after_its_last_frame() -> None:
 
 
 def test_where_one_has_no_room_all_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {training_speed.PLAIN: 2.0, 1: 2.2, 4: 2.42}
+    seconds = {gpu.PLAIN: 2.0, 1: 2.2, 4: 2.42}
 
     def measured(model: object, count: int, recompute: str, rounds: int, sharing: object) -> object:
-        if (count, recompute) == (training_speed.PLAIN, "none"):
+        if (count, recompute) == (gpu.PLAIN, "none"):
             return RankFailed(NO_ROOM, rank=0)
         return (seconds[count], 1.5, 5.0) if recompute == "full" else (0.1, 1.5, 5.0)
 
-    monkeypatch.setattr(training_speed, "_measured", measured)
-    table = training_speed.training_speed(benchmark_model(1, llama=True), "tiny", (1, 4), rounds=1, sharing=SHARINGS[0])
+    monkeypatch.setattr(gpu, "_measured", measured)
+    table = gpu.training_speed(benchmark_model(1, llama=True), "tiny", (1, 4), rounds=1, sharing=SHARINGS[0])
     assert [(row[0], row[1], row[4], row[5]) for row in table.rows] == [
         ("plain torch", "2.0000", "-9.1%", "+0.0%"),
         ("unsliced", "2.2000", "+0.0%", "+10.0%"),
@@ -47,8 +46,8 @@ def test_what_fails_is_a_row_and_the_next_is_measured(monkeypatch: pytest.Monkey
             raise NotImplementedError("no kernel\nfor this device")
         return "1.0", "0.5", "0.500", ""
 
-    monkeypatch.setattr(operators, "_products", measured)
-    table = operators.products(None, 1, ((8, 4, 4), (16, 4, 4)))
+    monkeypatch.setattr(gpu, "_products", measured)
+    table = gpu.products(None, 1, ((8, 4, 4), (16, 4, 4)))
     assert [row[:2] for row in table.rows] == [
         ("8, 4, 4", "failed: NotImplementedError: no kernel"),
         ("16, 4, 4", "1.0"),

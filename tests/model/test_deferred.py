@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model import tensor_parallel as products
+from megatron_terapipe.model import tensor_parallel
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.model.tensor_parallel import Pending, TensorParallelRanks
@@ -47,9 +47,11 @@ def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool,
         for step in range(STEPS):
             inputs = inputs_of(name, 30 + step, dtype)
             if recomputed:
-                output = products.linear(inputs, weight, bias, before=before, parameters_before=before.parameters())
+                output = tensor_parallel.linear(
+                    inputs, weight, bias, before=before, parameters_before=before.parameters()
+                )
             else:
-                output = products.linear(before(inputs), weight, bias)
+                output = tensor_parallel.linear(before(inputs), weight, bias)
             loss = output.square().sum()
             if apart:
                 waiting.append(deferred_by(loss, weight_gradients))
@@ -73,7 +75,7 @@ def test_look_ups_have_the_bits_of_a_whole_backward() -> None:
         weight_gradients = attached(weight)
         for step in range(STEPS):
             tokens = torch.tensor([[1, 1, 4], [step, 7, 1]])
-            loss = products.embedding(tokens, weight).square().sum()
+            loss = tensor_parallel.embedding(tokens, weight).square().sum()
             if apart:
                 before = None if weight.grad is None else weight.grad.clone()
                 deferred = deferred_by(loss, weight_gradients)
@@ -91,7 +93,7 @@ def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
     weight_gradients = attached(weight)
     inputs = inputs_of(name, 3)
     middle = inputs * 1  # the product has it alone
-    output = products.linear(middle, weight, bias, before=before, parameters_before=before.parameters())
+    output = tensor_parallel.linear(middle, weight, bias, before=before, parameters_before=before.parameters())
     raw = weakref.ref(middle)
     del middle
     loss = output.square().sum()
@@ -123,7 +125,7 @@ def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> Non
     for apart in (False, True):
         weight, inputs = drawn(8, 5, seed=1), drawn(2, 3, 5, seed=2)
         weight_gradients = attached(weight)
-        loss = products.linear(inputs, weight, ranks=TwoRanks()).square().sum()
+        loss = tensor_parallel.linear(inputs, weight, ranks=TwoRanks()).square().sum()
         if apart:
             deferred = deferred_by(loss, weight_gradients)
             assert _numbers_kept(deferred, weight) == 2 * 3 * 5 + 2 * 6 * 8
@@ -141,7 +143,7 @@ def test_whoever_asked_for_each_gradient_gets_it_at_once(register: str) -> None:
     calls: list[Tensor] = []
     for each in (weight, words):
         getattr(each, register)(calls.append)
-    loss = products.linear(products.embedding(torch.tensor([[1, 2]]), words), weight).sum()
+    loss = tensor_parallel.linear(tensor_parallel.embedding(torch.tensor([[1, 2]]), words), weight).sum()
     assert deferred_by(loss, weight_gradients) == []
     assert len(calls) == 2
 
@@ -153,7 +155,7 @@ def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
         tokens = torch.tensor([[step, 3, 7]])
 
         def loss(weight: Tensor, tokens: Tensor = tokens) -> Tensor:
-            return products.linear(products.embedding(tokens, weight), weight).logsumexp(-1).sum()
+            return tensor_parallel.linear(tensor_parallel.embedding(tokens, weight), weight).logsumexp(-1).sum()
 
         loss(whole).backward()
         compute(deferred_by(loss(apart), weight_gradients))
@@ -234,7 +236,7 @@ def test_every_matrix_of_the_model_can_be_deferred() -> None:
         weight_gradients.attach(layer)
     embedding, positions, transformer, norm, _ = layers
     hidden = norm(transformer(positions(embedding(torch.tensor([[1, 2, 3]])), past), past))
-    deferred = deferred_by(products.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
+    deferred = deferred_by(tensor_parallel.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
     assert len(deferred) == 4 + 2
     assert embedding.weight.grad is None
     assert positions.weight.grad is not None

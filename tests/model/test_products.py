@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_terapipe.model import tensor_parallel as products
+from megatron_terapipe.model import tensor_parallel
 
 TOKENS = torch.tensor([[0, 3, 3, 1, 7], [2, 3, 0, 0, 6]])
 
@@ -49,7 +49,7 @@ def test_linear_adds_up_what_autograd_adds_up(with_bias: bool) -> None:
     (weight, bias), (plain_weight, plain_bias) = parameters(), parameters()
     for step in range(4):
         inputs, plain_inputs = inputs_of(step), inputs_of(step)
-        output = products.linear(inputs, weight, bias if with_bias else None)
+        output = tensor_parallel.linear(inputs, weight, bias if with_bias else None)
         expected = F.linear(plain_inputs, plain_weight, plain_bias if with_bias else None)
         assert torch.equal(output, expected)
         (output**2).sum().backward()
@@ -66,7 +66,7 @@ def test_embedding_adds_up_what_autograd_adds_up() -> None:
     (weight, _), (plain_weight, _) = parameters(), parameters()
     for step in range(4):
         tokens = (TOKENS + step) % 8
-        output, expected = products.embedding(tokens, weight), F.embedding(tokens, plain_weight)
+        output, expected = tensor_parallel.embedding(tokens, weight), F.embedding(tokens, plain_weight)
         assert torch.equal(output, expected)
         (output**2).sum().backward()
         (expected**2).sum().backward()
@@ -78,14 +78,14 @@ def test_a_weight_that_is_both_embedding_and_output() -> None:
     (weight, _), (plain_weight, _) = parameters(), parameters()
     for step in range(3):
         tokens = (TOKENS + step) % 8
-        products.linear(products.embedding(tokens, weight), weight).logsumexp(-1).sum().backward()
+        tensor_parallel.linear(tensor_parallel.embedding(tokens, weight), weight).logsumexp(-1).sum().backward()
         F.linear(F.embedding(tokens, plain_weight), plain_weight).logsumexp(-1).sum().backward()
         torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-13, atol=1e-13)
 
 
 CASES = {
-    "linear": (lambda weight: products.linear(inputs_of(0), weight), "addmm_"),
-    "embedding": (lambda weight: products.embedding(TOKENS, weight), "index_add_"),
+    "linear": (lambda weight: tensor_parallel.linear(inputs_of(0), weight), "addmm_"),
+    "embedding": (lambda weight: tensor_parallel.embedding(TOKENS, weight), "index_add_"),
 }
 
 
@@ -142,9 +142,9 @@ def test_a_weight_that_is_computed_passes_its_gradient_on(compute: Callable[[Ten
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     weight, bias = parameters()
     inputs = inputs_of(0)
-    products.linear(inputs, weight.detach(), bias.detach()).sum().backward()
+    tensor_parallel.linear(inputs, weight.detach(), bias.detach()).sum().backward()
     assert inputs.grad is not None
-    products.linear(inputs.detach(), weight, None).sum().backward()
+    tensor_parallel.linear(inputs.detach(), weight, None).sum().backward()
     assert weight.grad is not None
     assert bias.grad is None
 
@@ -153,6 +153,6 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
 def test_gradients_keep_the_type_of_the_weight(dtype: torch.dtype) -> None:
     weight, bias = parameters(dtype)
     for step in range(2):
-        products.linear(inputs_of(step, dtype), weight, bias).sum().backward()
+        tensor_parallel.linear(inputs_of(step, dtype), weight, bias).sum().backward()
         assert weight.grad.dtype is dtype
         assert bias.grad.dtype is dtype

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_terapipe.model import tensor_parallel as products
+from megatron_terapipe.model import tensor_parallel
 from megatron_terapipe.model.block import Activation
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
@@ -64,9 +64,11 @@ def test_outputs_and_gradients_are_the_same_bits(name: str, dtype: torch.dtype) 
         for step in range(4):
             inputs = inputs_of(name, 30 + step, dtype)
             if recompute:
-                output = products.linear(inputs, weight, bias, before=before, parameters_before=before.parameters())
+                output = tensor_parallel.linear(
+                    inputs, weight, bias, before=before, parameters_before=before.parameters()
+                )
             else:
-                output = products.linear(before(inputs), weight, bias)
+                output = tensor_parallel.linear(before(inputs), weight, bias)
             output.square().sum().backward()
             parameters = [weight, bias, *before.parameters()]
             results += [output.detach(), inputs.grad, *(each.grad.clone() for each in parameters)]
@@ -80,7 +82,7 @@ def test_gradients_are_those_of_plain_autograd(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
     wanted = [inputs, weight, bias, *parameters]
-    found = products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    found = tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
     expected = before(inputs) @ weight.T + bias
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(each.square().sum(), wanted) for each in (found, expected)]
@@ -92,10 +94,10 @@ def test_what_is_kept_is_the_input_and_parameters(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
     with tensors_kept() as recomputing:
-        products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+        tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
     assert {each.data_ptr() for each in recomputing} == {each.data_ptr() for each in (inputs, weight, *parameters)}
     with tensors_kept() as keeping:
-        products.linear(before(inputs), weight, bias)
+        tensor_parallel.linear(before(inputs), weight, bias)
     assert len(keeping) > len(recomputing)
     # The gradient of ReLU is read off its output, which the product keeps: with it there is nothing to gain.
     gained = len({each.data_ptr() for each in keeping}) - len({each.data_ptr() for each in recomputing})
@@ -107,7 +109,7 @@ def test_norm_weights_get_gradients_where_their_input_needs_none(name: str) -> N
     """As in a first layer behind frozen embeddings."""
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3).detach(), list(before.parameters())
-    found = products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    found = tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
     of_found = torch.autograd.grad(found.square().sum(), [weight, *parameters])
     of_expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [weight, *parameters])
     torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12)
@@ -119,7 +121,7 @@ def test_frozen_norm_weights_get_no_gradient_and_stop_no_other(frozen: int) -> N
     inputs = inputs_of("layernorm", 3)
     for parameter in list(before.parameters())[:frozen]:
         parameter.requires_grad_(False)
-    products.linear(
+    tensor_parallel.linear(
         inputs, weight, bias, before=before, parameters_before=before.parameters()
     ).square().sum().backward()
     expected = inputs.detach().requires_grad_()
@@ -132,7 +134,7 @@ def test_frozen_norm_weights_get_no_gradient_and_stop_no_other(frozen: int) -> N
 def test_a_frozen_product_passes_the_gradient_on() -> None:
     before, weight, bias = layers_of("rmsnorm")
     inputs = inputs_of("rmsnorm", 3)
-    products.linear(
+    tensor_parallel.linear(
         inputs, weight.detach(), bias.detach(), before=before, parameters_before=before.parameters()
     ).square().sum().backward()
     found = inputs.grad, before.weight.grad
@@ -156,7 +158,7 @@ def test_both_linear_layers_hand_over_the_parameters_of_the_layer_before(kind: t
 def test_evaluation_keeps_nothing() -> None:
     before, weight, bias = layers_of("rmsnorm")
     with torch.no_grad(), tensors_kept() as kept:
-        output = products.linear(inputs_of("rmsnorm", 3), weight, bias, before=before)
+        output = tensor_parallel.linear(inputs_of("rmsnorm", 3), weight, bias, before=before)
     assert not kept
     assert not output.requires_grad
 
@@ -165,7 +167,7 @@ def test_a_weight_of_three_dimensions_is_a_matrix_of_its_rows() -> None:
     weight, bias = drawn(2, 4, WIDTH, seed=1), drawn(2, 4, seed=2)
     for step in range(3):
         inputs = drawn(2, 5, WIDTH, seed=3 + step)
-        output = products.linear(inputs, weight, bias)
+        output = tensor_parallel.linear(inputs, weight, bias)
         stacked = [inputs @ weight[index].T + bias[index] for index in range(2)]
         expected = torch.cat(stacked, -1)
         torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_ext.plan import ops as dependencies
+from deepspeed_ext.plan import ops
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
@@ -37,13 +37,13 @@ def makespans() -> tuple[float, float]:
 def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     before, bound = makespans(), lower_bound(SchedulingProblem.of(SHAPE, COSTS))
     backward = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
-    table = [row for row in dependencies.DEPENDENCIES if not (row.op in backward and getattr(row, missing))]
-    assert len(table) == len(dependencies.DEPENDENCIES) - 2
+    table = [row for row in ops.DEPENDENCIES if not (row.op in backward and getattr(row, missing))]
+    assert len(table) == len(ops.DEPENDENCIES) - 2
     received = {row.op: row for row in table if row.stage}
     by_kind = {kind: [row for row in table if row.op is kind] for kind in OpKind}
-    monkeypatch.setattr(dependencies, "_BY_KIND", by_kind)
-    monkeypatch.setattr(dependencies, "_RECEIVED", received)
-    monkeypatch.setattr(dependencies, "_WAY", {row.needed: -row.stage for row in received.values()})
+    monkeypatch.setattr(ops, "_BY_KIND", by_kind)
+    monkeypatch.setattr(ops, "_RECEIVED", received)
+    monkeypatch.setattr(ops, "_WAY", {row.needed: -row.stage for row in received.values()})
     after = makespans()
     if missing == "stage":
         assert after[0] < before[0] and after[1] < before[1] and lower_bound(SchedulingProblem.of(SHAPE, COSTS)) < bound

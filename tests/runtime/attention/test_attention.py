@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention, kernel_for, sequence_state
-from deepspeed_ext.runtime.attention import token_slice_attention as attention
+from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention, kernel_for, sequence_state, token_slice_attention
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
@@ -251,7 +250,7 @@ def test_a_sequence_in_one_piece_leaves_nothing_between_forward_and_recomputatio
 
 
 def test_keys_and_values_are_views_of_one_buffer() -> None:
-    state = attention.KeysOfSequence(12)
+    state = token_slice_attention.KeysOfSequence(12)
     for start, tokens in ((0, 5), (5, 7)):
         state.write(torch.full((1, tokens, 2, 4), float(start)), torch.ones(1, tokens, 2, 4), start)
     (short, _), (long, _) = state.read(0, 5), state.read(5, 12)
@@ -263,7 +262,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     cut = TokenSlices((2,) * 12)
     past_gradients = []
 
-    class Watched(attention.KeysOfSequence):
+    class Watched(token_slice_attention.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
             past_gradients.append([each for _, pair in self._pending._pending.values() for each in pair])
@@ -274,7 +273,9 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     outputs = []
     for start, end in cut.bounds():
         query, key, value = hidden[:, :, start:end]
-        outputs.append(attention.TokenSliceAttention.apply(query, key, value, state, start, 0.35, kernel_for(query)))
+        outputs.append(
+            token_slice_attention.TokenSliceAttention.apply(query, key, value, state, start, 0.35, kernel_for(query))
+        )
     for output in reversed(outputs):
         output.float().sum().backward()
     # Of each token slice before it apart: its own backward frees them.

@@ -15,10 +15,10 @@ from deepspeed_ext.runtime.attention import (
     CudaFlash,
     MemoryEfficient,
     PlainAttention,
+    flash_kernels,
     kernel_for,
     kernel_of_runs_for,
 )
-from deepspeed_ext.runtime.attention import flash_kernels as flash3
 
 KERNELS = (CpuFlash, PlainAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -263,17 +263,17 @@ def test_flash_attention_3_is_activated_where_it_can_be(
     capability: tuple[int, int], installed: bool, active: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activated = []
-    monkeypatch.setattr(flash3, "capability_of", lambda device: capability)
-    monkeypatch.setattr(flash3.importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(flash3.attention, "activate_flash_attention_impl", activated.append)
-    assert flash3.activate_flash_attention_3(torch.device("cuda")) is active
+    monkeypatch.setattr(flash_kernels, "capability_of", lambda device: capability)
+    monkeypatch.setattr(flash_kernels.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(flash_kernels.attention, "activate_flash_attention_impl", activated.append)
+    assert flash_kernels.activate_flash_attention_3(torch.device("cuda")) is active
     assert activated == ["FA3"] * active
-    assert not flash3.activate_flash_attention_3(torch.device("cpu"))
+    assert not flash_kernels.activate_flash_attention_3(torch.device("cpu"))
 
 
 def test_a_broken_flash_attention_3_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash3, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(flash3.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash_kernels, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(flash_kernels.importlib.util, "find_spec", lambda name: object())
     # Torch's own way to it, of which the package that it imports is not there.
     with pytest.warns(UserWarning, match="FlashAttention-3 is installed, but cannot be used: No module named"):
-        assert not flash3.activate_flash_attention_3(torch.device("cuda"))
+        assert not flash_kernels.activate_flash_attention_3(torch.device("cuda"))

@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.gradients.weight_gradients import (
     compute,
     linear,
 )
-from megatron_terapipe.model import tensor_parallel as products
+from megatron_terapipe.model import tensor_parallel
 from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.runtime.gradients.test_weight_gradients import gradients, layer, tokens_of
@@ -44,7 +44,7 @@ def accumulated(*weights: nn.Parameter) -> tuple[AccumulatedGradients, list[Tens
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "deferred"])
-@pytest.mark.parametrize("multiply", [linear, products.linear], ids=["linear", "products.linear"])
+@pytest.mark.parametrize("multiply", [linear, tensor_parallel.linear], ids=["linear", "products.linear"])
 def test_the_sum_over_token_slices_is_that_of_their_products_in_fp32(
     multiply: Callable[..., Tensor], apart: bool
 ) -> None:
@@ -78,7 +78,7 @@ def test_look_ups_touch_the_rows_they_used_and_in_fp32() -> None:
     sums, (total,) = accumulated(weight)
     tokens = torch.tensor([[1, 1, 4], [1, 7, 1]])
     gradient = drawn(2, 3, IN, seed=1)
-    products.embedding(tokens, weight).backward(gradient)
+    tensor_parallel.embedding(tokens, weight).backward(gradient)
     sums.collect()
     expected = torch.zeros(8, IN).index_add_(0, tokens.flatten(), gradient.flatten(0, 1).float())
     assert torch.equal(total.view(8, IN), expected)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.gradients import reductions as gradient_reductions
+from deepspeed_ext.runtime.gradients import reductions
 from deepspeed_ext.runtime.gradients.reductions import Part
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
@@ -29,7 +29,7 @@ def _step_with_a_borrowed_weight(registered: bool) -> str:
         if registered:
             borrower.register_parameter("borrowed", owner.out.weight)
 
-    with patch.object(gradient_reductions, "REDUCTION_BUCKET_BYTES", 1):
+    with patch.object(reductions, "REDUCTION_BUCKET_BYTES", 1):
         engine = build(Setup(dp=2, tied=False), prepare=borrow)
         try:
             engine.train_batch(iter(models.batches(2, ROWS)))
@@ -47,5 +47,5 @@ def test_a_weight_that_an_earlier_layer_uses_must_be_its_own_too() -> None:
 def test_parts_that_lie_one_behind_the_other_are_one() -> None:
     buffer, other = torch.arange(10.0), torch.zeros(3)
     parts = [Part(buffer[4:6]), Part(other, 1), Part(buffer[0:3]), Part(buffer[6:10]), Part(buffer[3:4], 1)]
-    joined = [(part.values.tolist(), part.owner) for part in gradient_reductions.adjacent(parts)]
+    joined = [(part.values.tolist(), part.owner) for part in reductions.adjacent(parts)]
     assert joined == [([0, 1, 2], None), ([3], 1), ([4, 5, 6, 7, 8, 9], None), ([0, 0, 0], 1)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.runtime.health import states as tensor_hash
+from deepspeed_ext.runtime.health import states
 from deepspeed_ext.runtime.health.states import (
     MASTER,
     REPLICAS,
@@ -99,7 +99,7 @@ def test_order_and_the_sign_of_zero_count_and_the_shape_does_not() -> None:
 
 def test_a_tensor_of_many_pieces_is_told_from_one_with_two_pieces_swapped() -> None:
     tensor = torch.arange(10.0)
-    with patch.object(tensor_hash, "_PIECE", 4):
+    with patch.object(states, "_PIECE", 4):
         swapped = torch.cat([tensor[4:8], tensor[:4], tensor[8:]])
         assert len({hash_of(tensor), hash_of(swapped), hash_of(tensor[:9])}) == 3
 

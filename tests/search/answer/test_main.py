@@ -5,7 +5,7 @@ import pytest
 
 from megatron_terapipe.search import __main__ as search_program
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.answer import flags as inputs
+from megatron_terapipe.search.answer import flags
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from tests.architecture.sources import ROOT
 
@@ -42,16 +42,14 @@ def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: o
 
 def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def add_flags(parser: ArgumentParser) -> None:
-        inputs.add_model_flags(parser)
-        inputs.add_cluster_flags(parser)
-        inputs.add_cost_flags(parser)
+        flags.add_model_flags(parser)
+        flags.add_cluster_flags(parser)
+        flags.add_cost_flags(parser)
 
     def run(options: Namespace) -> int:
-        workload = inputs.model_of(options)
-        cluster, notes = inputs.cluster_of(options)
-        print(
-            workload.name, workload.seq_length, cluster.num_devices, inputs.precision_of(options, cluster), len(notes)
-        )
+        workload = flags.model_of(options)
+        cluster, notes = flags.cluster_of(options)
+        print(workload.name, workload.seq_length, cluster.num_devices, flags.precision_of(options, cluster), len(notes))
         return 0
 
     command_that_adds(monkeypatch, add_flags, run)
@@ -72,5 +70,5 @@ def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(("device", "precision"), [("T4", "fp16"), ("A100", "bf16"), ("cpu-core", "fp32")])
 def test_precision_follows_the_devices(device: str, precision: str) -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": device}]}, "c.json")
-    assert inputs.precision_of(Namespace(precision=None), cluster) == precision
-    assert inputs.precision_of(Namespace(precision="fp32"), cluster) == "fp32"
+    assert flags.precision_of(Namespace(precision=None), cluster) == precision
+    assert flags.precision_of(Namespace(precision="fp32"), cluster) == "fp32"

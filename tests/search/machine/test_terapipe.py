@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks import kernel_counts as operator_counts
+from benchmarks import kernel_counts
 from benchmarks.kernel_counts import LLAMA, SIZES, Both, kernels
 from benchmarks.measuring.counters import KernelCounter
 from megatron_terapipe.config import ModelConfig
@@ -24,7 +24,7 @@ cast that is added moves 6, a kernel that is not fused at least 4."""
 
 @cache
 def counted() -> dict[str, Both]:
-    return operator_counts.operators()
+    return kernel_counts.operators()
 
 
 def described(operator: Operator) -> list[tuple[float, float]]:
@@ -47,14 +47,14 @@ def test_operators_launch_and_move_what_is_described(name: str) -> None:
 
 def test_products_add_to_their_sums_and_launch_nothing_beside() -> None:
     products = TERAPIPE.products
-    forward, backward = operator_counts.product()
+    forward, backward = kernel_counts.product()
     assert (forward.products, backward.products) == (products.forward_kernels, products.backward_kernels)
     assert products.accumulates_in_place
     assert (forward.kernels, backward.kernels, backward.numbers, backward.other_bytes) == (0, 0, 0, 0)
 
 
 def test_gradients_of_keys_before_a_token_slice_are_added_up() -> None:
-    found, prefix = operator_counts.prefix(), TERAPIPE.attention.prefix
+    found, prefix = kernel_counts.prefix(), TERAPIPE.attention.prefix
     assert (found.kernels, found.numbers, found.other_bytes) == (
         prefix.backward_kernels,
         prefix.backward,

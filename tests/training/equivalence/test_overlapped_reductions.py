@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext.runtime.gradients import reductions as gradient_reductions
+from deepspeed_ext.runtime.gradients import reductions
 from deepspeed_ext.runtime.gradients.reductions import GradientReductions
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import (
@@ -57,8 +57,8 @@ def _both(setup: Setup, alone_bytes: int) -> tuple[Step, Step, int]:
             early.append(len(self._reduced) - before)
 
     with (
-        patch.object(gradient_reductions, "REDUCTION_BUCKET_BYTES", 1),
-        patch.object(gradient_reductions, "ALONE_BYTES", alone_bytes),
+        patch.object(reductions, "REDUCTION_BUCKET_BYTES", 1),
+        patch.object(reductions, "ALONE_BYTES", alone_bytes),
         patch.object(GradientReductions, "_reduce", counting),
     ):
         with_overlap = gradients(setup)
