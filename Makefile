@@ -20,7 +20,7 @@ SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretra
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help reference demo test test-fast test-all check architecture audit style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
+.PHONY: help demo test test-fast test-all check architecture audit style types docs docs-links faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -74,10 +74,6 @@ faults: $(VENV)/installed ## make faults on purpose, and hold the promises of do
 format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
-
-reference: $(VENV)/installed ## write the pages about all flags and commands anew, from the code
-	$(BIN)/python -m megatron_terapipe.arguments > docs/reference/arguments.md
-	$(BIN)/python -m docs.extensions.commands_page > docs/reference/commands.md
 
 bench: $(VENV)/installed ## measure schedules and memory on two cores, simulator and solvers too
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory

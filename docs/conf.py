@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "docs.extensions.docstrings",
+    "docs.extensions.generated_text",
     "docs.extensions.json_schemas",
     "docs.extensions.offline",
     "docs.extensions.page_lists",

@@ -2,5 +2,5 @@
 
 commands (the table) -> main (finds and runs one) --> the command's module: `build_parser(prog)`, `main(argv, prog)`
                      -> overview (`terapipe --help`)
-                     -> reference (docs/reference/commands.md), completion (of shells): all parsers, built once
+                     -> reference (docs/extensions/commands_page.py), completion (of shells): all parsers, built once
 """

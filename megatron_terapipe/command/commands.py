@@ -1,4 +1,4 @@
-"""The table of all commands, and the text of `terapipe --help`. Completion and docs/reference/commands.md read it, too.
+"""The table of all commands, and the text of `terapipe --help`. Completion and the page of the commands read it, too.
 
 A command is one line here, and a module with two functions:
 
@@ -102,7 +102,7 @@ examples:
   {prog} train --hostfile hostfile --model-preset llama2-7b --seq-length 4096 ...
   {prog} generate --help
 
-read on: README.md, docs/index.md; every command and flag: docs/reference/commands.md, arguments.md
+read on: README.md, docs/index.md; all flags of a command: terapipe COMMAND --help
 """
 
 

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen section per concern, and `Config`, which holds them all.
 
-Flags, their help and `docs/reference/arguments.md` are derived from these sections: the field is the flag. An
+Flags and their help are derived from these sections: the field is the flag. An
 invalid section cannot be built, so nobody downstream checks again.
 """
 

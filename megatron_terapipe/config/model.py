@@ -23,8 +23,8 @@ class ModelConfig:
     """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2."""
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
-    """Take the sizes and the parts of a published model: one of those in docs/reference/arguments.md, or a config.json
-    of Hugging Face, or the folder that holds one. Flags win over it."""
+    """Take the sizes and the parts of a published model: its name (an unknown name lists them), or a
+    config.json of Hugging Face, or the folder that holds one. Flags win over it."""
 
     num_layers: int = option(least=1, most=10_000)
     """Transformer layers."""

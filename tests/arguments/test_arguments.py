@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.arguments import flags, markdown, parse_arguments
+from megatron_terapipe.arguments import flags, parse_arguments
 from megatron_terapipe.arguments.help import MOST_USED, groups
 from megatron_terapipe.arguments.parser import sections
 from megatron_terapipe.arguments.spellings import Spellings
@@ -208,10 +208,3 @@ def test_unreadable_strategy_file(tmp_path: Path) -> None:
     )
     (tmp_path / "broken.json").write_text('{"zero_stage": 0, "zero_stage": 1}')
     assert "is not JSON (key 'zero_stage' stands twice): mend it" in refusal(f"--strategy {tmp_path}/broken.json")
-
-
-def test_reference_is_fresh() -> None:
-    path = Path(__file__).parents[2] / "docs" / "reference" / "arguments.md"
-    assert path.read_text(encoding="utf-8") == markdown(), (
-        "run `python -m megatron_terapipe.arguments > docs/reference/arguments.md`"
-    )

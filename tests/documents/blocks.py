@@ -55,7 +55,7 @@ class Block:
 
 def written() -> list[Path]:
     """Return the documents that are written by hand."""
-    return [path for path in documents() if path.name not in ("arguments.md", "commands.md", "CHANGELOG.md")]
+    return [path for path in documents() if path.name != "CHANGELOG.md"]
 
 
 def blocks_of(path: Path) -> list[Block]:

@@ -45,8 +45,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help=(
-            "JSON or YAML file, or the name of a preset such as gpt3-13b (docs/reference/arguments.md), or a "
-            "config.json of Hugging Face or its folder; - takes the model from flags alone"
+            "JSON or YAML file, or the name of a preset such as gpt3-13b (an unknown name lists them), or a "
+            "config.json of Hugging Face or its folder; - takes the model from flags only"
         ),
     )
     meanings = field_texts(ModelConfig)
