@@ -15,11 +15,11 @@ from types import MappingProxyType
 
 from examples.amp import clusters, models
 from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts, read_profile, unthrottled
+from examples.amp.measured_layers import MeasuredDevice, MeasuredLayers
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.machine.software import Operator, Software
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
-from megatron_terapipe.search.price.measured_layers import MeasuredDevice, MeasuredLayers
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.workload import Workload
 

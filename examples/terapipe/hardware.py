@@ -71,11 +71,6 @@ class LaunchedLayers:
 
     roofline: Roofline
 
-    @property
-    def includes_collectives(self) -> bool:
-        """Reductions are priced by the links that they cross."""
-        return False
-
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """See `OpTimes`."""
         times = self.roofline(query)

@@ -13,7 +13,6 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, is_guessed
 from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
-from megatron_terapipe.search.price.measured_layers import given_layers
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.profile import Profile, read_profile
 from megatron_terapipe.search.price.profile_times import (
@@ -49,7 +48,7 @@ class Costs:
             software=self.software,
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads,
-            op_times=self._op_times(cluster),
+            op_times=self._op_times(),
             precision=self.precision,
             measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
         )
@@ -76,15 +75,9 @@ class Costs:
         measured = measured_efficiency(self.profile, cluster, efficiency, self.software)
         return measured if factors is None else factors.efficiency(measured)
 
-    def _op_times(self, cluster: Cluster) -> OpTimes | None:
+    def _op_times(self) -> OpTimes | None:
         if self.profile is None:
-            return given_layers(
-                self.workload,
-                cluster,
-                efficiency=self.calibration.efficiency or HardwareEfficiency(),
-                software=self.software,
-                precision=self.precision,
-            )
+            return None
         measured, factors = MeasuredProfile(self.profile), self.calibration.factors
         return measured if factors is None else ScaledTimes(measured, factors.ops)
 
@@ -130,8 +123,6 @@ def read_costs(
             f"{software.name} divides weights, gradients and optimizer states among data-parallel ranks, as ZeRO 3 "
             "does; its strategies are written with ZeRO 1"
         )
-    if profile is None and workload.layers[0].forward_s is not None:
-        notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
     return Costs(
         workload=workload,
         precision=precision,

@@ -78,11 +78,6 @@ def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
 class OpTimes(Protocol):
     """Times of the ops of a layer, wherever they come from."""
 
-    @property
-    def includes_collectives(self) -> bool:
-        """Whether the reductions between tensor-parallel ranks are in the times."""
-        ...
-
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Return the seconds of the ops of one layer; arrays have the shape that those of the query broadcast to."""
         ...
@@ -94,11 +89,6 @@ class ScaledTimes:
 
     op_times: OpTimes
     factor: float
-
-    @property
-    def includes_collectives(self) -> bool:
-        """As the measured ones say."""
-        return self.op_times.includes_collectives
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
@@ -112,11 +102,6 @@ class RememberedTimes:
         self._op_times = op_times
         # Layers are kept with their times: while one is, no other has its id.
         self._known: dict[tuple[object, ...], tuple[Layer, LayerTimes]] = {}
-
-    @property
-    def includes_collectives(self) -> bool:
-        """As the others say."""
-        return self._op_times.includes_collectives
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""

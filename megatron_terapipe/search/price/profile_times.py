@@ -234,9 +234,6 @@ class MeasuredProfile:
 
     profile: Profile
 
-    includes_collectives = False
-    """Each rank was measured alone."""
-
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
         layer, start, end = query.layer, query.start, query.end

@@ -241,9 +241,6 @@ class Roofline:
     software: Software
     precision: str = "bf16"
 
-    includes_collectives = False
-    """Reductions are priced elsewhere, by the links that they cross."""
-
     @property
     def _element_bytes(self) -> int:
         return ELEMENT_BYTES[self.precision]

@@ -178,19 +178,12 @@ class LayerPrices:
         """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it."""
         efficiency, communication = self.efficiency, self.communication
         kernels = self.op_times(query)
-        forward_reduction: ScalarOrArray = 0.0
-        backward_reduction: ScalarOrArray = 0.0
         again = _whole_forward_again(query)
-        if not self.op_times.includes_collectives:
-            reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
-            one = (
-                reduce_scatter_s(*reduced) + all_gather_s(*reduced)
-                if query.sequence_parallel
-                else all_reduce_s(*reduced)
-            )
-            one = (1 - communication.tensor_parallel_overlap) * one
-            entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
-            forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
+        reduced = self.element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency
+        one = reduce_scatter_s(*reduced) + all_gather_s(*reduced) if query.sequence_parallel else all_reduce_s(*reduced)
+        one = (1 - communication.tensor_parallel_overlap) * one
+        entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
+        forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         exchange = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
         exchange = (1 - communication.head_exchange_overlap) * exchange
         if query.recompute == "stage":

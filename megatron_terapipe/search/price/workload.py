@@ -3,7 +3,6 @@
 ModelConfig --gpt_workload--> Workload(layers, dealt first..end) ; Layer = products + attention + element-wise work
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -137,9 +136,6 @@ class Layer:
     """Entries of that weight, which are among `parameters`."""
     extra_output_elements: int = 0
     """Numbers that it hands on once per micro-batch, whatever its size (an attention mask)."""
-    forward_s: Mapping[int, float] | None = None
-    """Measured seconds of the forward of one sequence, by tensor-parallel size, reductions included; None where nobody
-    measured."""
 
     def __post_init__(self) -> None:
         parts = (self.attention is not None) + (self.activation_width > 0)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import Field, create_model, model_validator
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import field_texts, read_text
@@ -23,7 +23,6 @@ from megatron_terapipe.search.machine.entries import (
     Entry,
     Text,
     fault,
-    is_number,
     place,
     read_entry,
 )
@@ -41,15 +40,6 @@ __all__ = ["parse_workload", "read_workload"]
 
 MOST_LAYERS = 10_000
 """Most layers of a model; more would be a mistake in the file."""
-
-
-def _seconds_by_size(value: object) -> Mapping[int, float]:
-    """Seconds of one sequence by tensor-parallel size; a single number is that without tensor parallelism."""
-    by_size: Mapping[Any, Any] = value if isinstance(value, Mapping) else {1: value}
-    costs = {int(size) if str(size).isdecimal() else 0: seconds for size, seconds in by_size.items()}
-    if not costs or min(costs) < 1 or not all(is_number(seconds) and seconds >= 0 for seconds in costs.values()):
-        raise ValueError('is not seconds by tensor-parallel size: write it as {"1": 0.004, "2": 0.003}')
-    return {size: float(seconds) for size, seconds in costs.items()}
 
 
 class ProductEntry(Entry):
@@ -114,7 +104,6 @@ class LayerEntry(Entry):
     shared_weight: Text | None = None
     shared_parameters: CountOrNone = 0
     extra_output_elements: CountOrNone = 0
-    forward_s: Annotated[Mapping[int, float], BeforeValidator(_seconds_by_size)] | None = None
 
     def layer(self, where: str) -> Layer:
         """Return the layer; `where` is the place of the entry, for errors."""

@@ -108,13 +108,6 @@ def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     return None
 
 
-def _measured(grid: StrategyGrid, problem: SearchProblem) -> str | None:
-    times = [layer.forward_s for layer in problem.workload.layers if layer.forward_s is not None]
-    if all(grid.tensor_parallel_size in each for each in times):
-        return None
-    return f"layers were not measured with tensor-parallel size {grid.tensor_parallel_size}"
-
-
 def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
     stages = grid.pipeline_parallel_size * order[1]
     if stages <= problem.workload.num_dealt_layers:
@@ -239,7 +232,6 @@ TRAINER_RULES = (
     _by_values("ranks fit the devices", _devices),
     _by_values("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
     _by_values("sequence-parallel ranks share heads evenly", _sequence_shares),
-    _by_values("layers were measured with this tensor-parallel size", _measured),
     _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "key_value_gradients"), ()),
     *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
     _by_values("a layer for each stage", _layers, "order"),

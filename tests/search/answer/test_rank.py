@@ -159,41 +159,6 @@ def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: 
     assert read_strategies(str(out)) == proposed
 
 
-MEASURED = {
-    "seq_length": 64,
-    "layers": [
-        {
-            "name": "block",
-            "repeat": 4,
-            "tokens": 64,
-            "hidden_size": 64,
-            "products": [{"inputs": 64, "outputs": 64}],
-            "forward_s": {"1": 0.004},
-        }
-    ],
-}
-
-
-def test_measured_seconds_of_a_model_file_are_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = []
-    for seconds in (0.004, 4.0):
-        model, answer = tmp_path / "model.json", tmp_path / "answer.json"
-        layer = MEASURED["layers"][0] | {"forward_s": {"1": seconds}}
-        model.write_text(json.dumps(MEASURED | {"layers": [layer]}))
-        cluster = tmp_path / "hostfile"
-        cluster.write_text("one slots=2\n")
-        words = ["rank", str(model), str(cluster), "--device", "A100-80GB", "--global-batch-size", "4"]
-        assert main([*words, "--json", str(answer)]) == 0
-        times.append(read(answer)["entries"][0]["predicted"]["iteration_time_s"])
-    # All of an iteration is a thousand times as long but for what it costs however small it is.
-    assert 800 * times[0] < times[1] < 1000 * times[0]
-    layers = [layer, {name: value for name, value in layer.items() if name != "forward_s"} | {"name": "other"}]
-    model.write_text(json.dumps(MEASURED | {"layers": layers}))
-    capsys.readouterr()
-    assert main(words) == 2
-    assert "layer 'other' has no forward_s, and others have" in capsys.readouterr().err
-
-
 def test_memory_that_nothing_leaves_free(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", *files, *FEW, "--memory-headroom", "99%", "--explain"]) == 1
     printed = capsys.readouterr()

@@ -48,8 +48,6 @@ def test_the_peak_bounds_it() -> None:
 class Given:
     """Op times that a test gives: seconds by kind of layer."""
 
-    includes_collectives = True
-
     def __call__(self, query: LayerQuery) -> LayerTimes:
         time = {"embedding": 0.0, "block": 1.0, "norm": 0.0, "head": 2.0}[query.layer.kind] + np.zeros_like(query.start)
         return LayerTimes(time, time, time)

@@ -34,8 +34,6 @@ SLOW = replace(FAST, name="slow", device=replace(A100, name="slow", half_flops=1
 class TwiceAsLong:
     """Op times that a test gives: a block takes 1 s forward, 2 s backward, and twice that on a slow device."""
 
-    includes_collectives = True
-
     def __call__(self, query: LayerQuery) -> LayerTimes:
         block = float(query.layer.kind == "block") * (2.0 if query.device.name == "slow" else 1.0)
         time = block + np.zeros_like(query.start)

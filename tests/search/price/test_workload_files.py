@@ -57,7 +57,7 @@ def test_layers_that_the_trainer_does_not_know() -> None:
             "seq_length": 8,
             "layers": [
                 LAYER | {"repeat": 3, "attention": {"query_heads": 2, "head_size": 2, "causal": False}},
-                LAYER | {"kind": "head", "parameters": 70, "forward_s": {"1": 0.5, "2": 0.25}},
+                LAYER | {"kind": "head", "parameters": 70},
             ],
         },
         "m.json",
@@ -65,7 +65,6 @@ def test_layers_that_the_trainer_does_not_know() -> None:
     assert len(workload.layers) == workload.num_dealt_layers == 4
     assert workload.layers[0] is workload.layers[2]
     assert workload.parameters == 3 * 64 + 70
-    assert workload.layers[3].forward_s == {1: 0.5, 2: 0.25}
     assert not workload.can_cut_tokens
     assert workload.config is None
 
@@ -94,8 +93,6 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
         ({"num_layers": 2}, "m.json: hidden_size, num_attention_heads, seq_length must be given: add them"),
         (GPT | {"hidden_size": 10}, "m.json: hidden_size 10 is not a multiple of num_attention_heads 4: change one"),
         ({"preset": "gpt3-13"}, 'm.json: preset "gpt3-13" is not known: did you mean gpt3-13b?'),
-        ({"seq_length": 8, "layers": [LAYER | {"forward_s": {"0": 1}}]}, "is not seconds by tensor-parallel size"),
-        ({"seq_length": 8, "layers": [LAYER | {"forward_s": {"1": -1}}]}, "is not seconds by tensor-parallel size"),
         ({"seq_length": 8, "layers": [LAYER | {"unshared_parameters": 65}]}, "is more than the layer's 64 parameters"),
         (
             {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "separate_window": 3}}]},

@@ -37,7 +37,7 @@ LAYER = {"tokens": 128, "hidden_size": 64, "products": [{"inputs": 64, "outputs"
 LAYERED = {
     "seq_length": 128,
     "layers": [
-        LAYER | {"repeat": 2, "attention": {"query_heads": 4, "head_size": 16}, "forward_s": {"1": 0.004, "2": 0.003}},
+        LAYER | {"repeat": 2, "attention": {"query_heads": 4, "head_size": 16}},
         LAYER | {"kind": "head", "shared_weight": "words", "shared_parameters": 7},
     ],
 }

@@ -20,10 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_terapipe.devices import Device
-from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.search.machine.cluster import Cluster, Link
-from megatron_terapipe.search.machine.software import ELEMENT_BYTES, Software
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
+from megatron_terapipe.errors import DataError
+from megatron_terapipe.search.machine.cluster import Link
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.price.links import GroupTopology, all_reduce_s
 from megatron_terapipe.search.price.roofline import Roofline
@@ -145,7 +143,10 @@ class MeasuredDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayers:
-    """Times of the layers of one model on devices that it was measured on; an `OpTimes`."""
+    """Times of the layers of one model on devices that it was measured on; an `OpTimes`.
+
+    Reductions are in the times, as they were in the measurement: over the links inside a node.
+    """
 
     workload: Workload
     """The model; its layers have different names."""
@@ -169,9 +170,6 @@ class MeasuredLayers:
             for name, measured in self.devices.items():
                 key = name, layer.name
                 self._scales[key], self._launch_s[key] = self._take_apart(measured, layer, scale)
-
-    includes_collectives = True
-    """Reductions are in the times, as they were in the measurement: over the links inside a node."""
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same."""
@@ -313,36 +311,3 @@ def _at(by_size: Mapping[int, float], sizes: Numbers) -> ScalarOrArray:
         return by_size[int(sizes)]
     known = sorted(by_size)
     return np.array([by_size[size] for size in known])[np.searchsorted(known, sizes)]
-
-
-def given_layers(
-    workload: Workload, cluster: Cluster, *, efficiency: HardwareEfficiency, software: Software, precision: str
-) -> MeasuredLayers | None:
-    """Return the op times of a model whose file gives the seconds of its layers (`forward_s`); None if it gives none.
-
-    The seconds are those of the cluster's device: a file has one number for each tensor-parallel size.
-    """
-    without = [layer.name for layer in workload.layers if layer.forward_s is None]
-    if len(without) == len(workload.layers):
-        return None
-    if without:
-        raise ConfigError(
-            f"{workload.name}: layer {without[0]!r} has no forward_s, and others have: give it for all layers or none"
-        )
-    nodes = {node.device.name: node for node in cluster.nodes}
-    if len(nodes) > 1:
-        raise ConfigError(
-            f"{workload.name}: forward_s is of one kind of device, and the cluster has {', '.join(nodes)}: "
-            "rank on one kind, or drop forward_s"
-        )
-    by_name: dict[str, Mapping[int, float]] = {}
-    for layer in workload.layers:
-        assert layer.forward_s is not None
-        if by_name.setdefault(layer.name, layer.forward_s) != layer.forward_s:
-            raise ConfigError(
-                f"{workload.name}: two layers {layer.name!r} have different forward_s: give layers different names"
-            )
-    ((name, node),) = nodes.items()
-    roofline = Roofline(efficiency, software, precision)
-    measured = MeasuredDevice(device=node.device, roofline=roofline, inside=node.inside, forward_s=by_name)
-    return MeasuredLayers(workload=workload, devices={name: measured}, element_bytes=ELEMENT_BYTES[precision])

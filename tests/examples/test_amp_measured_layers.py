@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from examples.amp.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.machine.cluster import Link
 from megatron_terapipe.search.machine.trainers import MEGATRON_LM
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.layer_times import LayerQuery
-from megatron_terapipe.search.price.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.workload import Attention, Layer, Product, Workload
 
