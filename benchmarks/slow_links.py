@@ -49,7 +49,7 @@ from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.answer.trial_runs import explicit, same_run
+from megatron_terapipe.search.answer.trial_runs import explicit
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import Network, missing, network
@@ -159,8 +159,10 @@ def corners(batch: int) -> list[Strategy]:
 def factors(chosen: dict[str, Strategy], entries: Sequence[dict[str, Any]]) -> Section:
     """Return the table of times, and of how much faster the choices are than others: predicted and measured."""
     workload = parse_workload(MODEL, "model.json")
-    by_run = {same_run(explicit(Strategy.from_json(entry["strategy"]), workload)): entry for entry in entries}
-    found = {name: by_run[same_run(explicit(strategy, workload))] for name, strategy in chosen.items()}
+    by_run = {
+        explicit(replace(Strategy.from_json(entry["strategy"]), placement=None), workload): entry for entry in entries
+    }
+    found = {name: by_run[explicit(replace(strategy, placement=None), workload)] for name, strategy in chosen.items()}
     section = Section("Times and factors", ("", "predicted", "measured", "error"))
     times = {
         name: (entry["predicted"]["iteration_time_s"], entry["iteration_time_s"] or float("nan"))

@@ -77,17 +77,26 @@ class Launch:
     deepspeed: dict[str, Any]
     """The DeepSpeed file; it repeats what the flags say, and is the place for more."""
     flags: tuple[str, ...]
-    """Of `pretrain_gpt.py`, without those that name the two files."""
-    on_cpu: bool
-    """Whether DeepSpeed must be told to take the CPU."""
-    many_nodes: bool
-    """Whether a hostfile is needed."""
-    needs_cluster: bool = False
-    """Whether the trainer finds its schedule, or plans copies to hosts, and must be told for which cluster."""
+    """Of `pretrain_gpt.py`, without those that name files."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether DeepSpeed runs on the CPU."""
+        return not all(node.device.is_gpu for node in self.nodes)
+
+    @property
+    def many_nodes(self) -> bool:
+        """Whether a hostfile is needed."""
+        return len(self.nodes) > 1
+
+    @property
+    def needs_cluster(self) -> bool:
+        """Whether the trainer finds its schedule, or plans copies to hosts, which depends on the cluster."""
+        return self.strategy.schedule == OPTIMISED or self.strategy.offload
 
     def command(self, directory: str) -> str:
         """Return the command of the script in one line, to be run where `pretrain_gpt.py` is."""
-        words = ["deepspeed", *self.where(directory), "pretrain_gpt.py", *self._files(directory), *self.flags]
+        words = ["deepspeed", *self.where(directory), "pretrain_gpt.py", *self.trainer_flags(directory)]
         if self.many_nodes:
             check_remote_words(words)
         prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
@@ -103,8 +112,7 @@ class Launch:
         if self.many_nodes:
             check_remote_words(self.flags)
             script += [SHELL_CHECK, LOST_HOSTS]
-        words = _quoted([*self._files("$here"), *self.flags])
-        script.append(f'"${{launch[@]}}" "$trainer" {words} $data "$@"\n')
+        script.append(f'"${{launch[@]}}" "$trainer" {_quoted(self.trainer_flags("$here"))} $data "$@"\n')
         contents = {
             "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
             "hostfile": hostfile_text(self.nodes),
@@ -122,14 +130,16 @@ class Launch:
         return paths
 
     def where(self, directory: str) -> list[str]:
-        """Return the launcher's flags that say where ranks run; the hostfile is in the directory."""
+        """Return the launcher's flags for the hosts or the number of ranks; the hostfile is in the directory."""
         if self.many_nodes:
             return ["--hostfile", f"{directory}/hostfile"]
         return ["--num_accelerators", str(self.strategy.world_size)]
 
-    def _files(self, directory: str) -> list[str]:
+    def trainer_flags(self, directory: str) -> list[str]:
+        """Return all flags of `pretrain_gpt.py`, with the files of the directory."""
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
-        return [*files, "--cluster", f"{directory}/cluster.json"] if self.needs_cluster else files
+        cluster = ["--cluster", f"{directory}/cluster.json"] if self.needs_cluster else []
+        return [*files, *cluster, *self.flags]
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
@@ -138,26 +148,20 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
         raise ConfigError(
             "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
         )
-    nodes = nodes_in_order(strategy, cluster)
-    placed = replace(strategy, placement=None)
-    zero = {"stage": strategy.zero_stage}
     deepspeed: dict[str, Any] = {
         "train_batch_size": sequences(strategy),
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.num_micro_batches,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": strategy.zero_stage},
     }
     if precision != "fp32":
         deepspeed[precision] = {"enabled": True}
     training = ["--train-iters", str(TRAIN_ITERATIONS), "--lr", LEARNING_RATE, "--log-interval", "10"]
     return Launch(
-        strategy=placed,
-        nodes=nodes,
+        strategy=replace(strategy, placement=None),
+        nodes=nodes_in_order(strategy, cluster),
         deepspeed=deepspeed,
         flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
-        on_cpu=not all(node.device.is_gpu for node in nodes),
-        many_nodes=len(nodes) > 1,
-        needs_cluster=strategy.schedule == OPTIMISED or strategy.offload,
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_terapipe.search.rank.space import all_choices
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.answer.json_schema import TrialDocument
-    from megatron_terapipe.search.answer.trial_runs import Journal, TrialSettings
+    from megatron_terapipe.search.answer.trial_runs import Journal, PendingTrial, TrialSettings
     from megatron_terapipe.search.learn.costs import Costs
     from megatron_terapipe.search.rank.space import SearchProblem
     from megatron_terapipe.strategy import Strategy
@@ -140,30 +140,27 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
         keep=Path(options.keep).absolute() if options.keep else None,
     )
     strategies = _strategies(options, problem, costs)
-    wanted = list(journal.missing(strategies, options.rounds))
-    if len(wanted) < len(strategies):
-        print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
+    pending = journal.pending(strategies, options.rounds)
+    if len(pending) < len(strategies):
+        print(f"{len(strategies) - len(pending)} of {len(strategies)} are in {options.trials} and are not run again")
+    if pending:
+        rounds = f", in {options.rounds} rounds of all of them" if options.rounds > 1 else ""
+        number = f"{len(pending)} {'strategy' if len(pending) == 1 else 'strategies'}"
+        print(
+            f"running {number} for {options.iterations} iterations each{rounds}; a run also takes the time to start "
+            f"DeepSpeed, and at most {options.timeout_s:g} s in all\n"
+            f"each result is added to {options.trials}: an interrupted command continues where it stopped",
+            flush=True,
+        )
     try:
-        print(*plan(len(wanted), options), sep="\n", flush=True)
-        _run_all(wanted, journal, settings, costs, rounds=options.rounds)
+        _run_all(pending, journal, settings, costs, rounds=options.rounds)
     finally:
-        # Also of what an interruption has left.
+        # Results are shown after an interruption, too.
         document = trial_document(journal, costs, (*notes, *costs.notes))
         print_trials(document)
         if document.errors is not None:
-            print(*next_commands(options), sep="\n")
+            _print_next(options)
     return document
-
-
-def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
-    """Yield what will be run and written, a line each."""
-    if number:
-        rounds = f", in {options.rounds} rounds of all of them" if options.rounds > 1 else ""
-        yield (
-            f"running {number} {'strategy' if number == 1 else 'strategies'} for {options.iterations} iterations "
-            f"each{rounds}; a run also takes the time to start DeepSpeed, and at most {options.timeout_s:g} s in all"
-        )
-        yield f"each result is added to {options.trials}: an interrupted command goes on where it stopped"
 
 
 def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "Costs") -> "list[Strategy]":
@@ -198,37 +195,30 @@ def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "C
 
 
 def _run_all(
-    wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
+    pending: "Sequence[PendingTrial]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
 ) -> None:
-    """Run every strategy in every round that it has not been run in, and record each run at once."""
+    """Run every strategy in its missing rounds, and record each run at once."""
     from megatron_terapipe.search.answer.figures import strategy_text
     from megatron_terapipe.search.answer.trial_runs import run_strategy
 
     pricing = costs.pricing_on(journal.problem.cluster)
-    numbered = len(journal.trials())
-    begun = [journal.begun(strategy) for strategy in wanted]
-    outcomes = {name or f"trial-{numbered + number}": runs for number, (name, runs) in enumerate(begun, 1)}
-    started, done, runs = perf_counter(), 0, sum(rounds - len(each) for each in outcomes.values())
-    for turn in range(1, rounds + 1):
-        for (name, made), strategy in zip(outcomes.items(), wanted, strict=True):
-            if len(made) >= turn:
-                continue
-            predicted = pricing.predict(strategy).iteration_time_s
-            left = f", about {(perf_counter() - started) / done * (runs - done):.0f} s left" if done else ""
-            place = f"{done + 1}/{runs}{left}"
-            print(f"{place}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
-            made.append(run_strategy(strategy, journal.problem, settings, name=name))
-            print(f", {made[-1].in_words()}", flush=True)
-            journal.write(strategy, made, trial_id=name, rounds=rounds)
-            done += 1
+    queue = [each for number in range(rounds) for each in pending if len(each.runs) <= number]
+    started = perf_counter()
+    for done, (name, strategy, runs) in enumerate(queue):
+        left = f", about {(perf_counter() - started) / done * (len(queue) - done):.0f} s left" if done else ""
+        predicted = f"predicted {pricing.predict(strategy).iteration_time_s:.4g} s"
+        print(f"{done + 1}/{len(queue)}{left}  {strategy_text(strategy)}  {predicted}", end="", flush=True)
+        runs.append(run_strategy(strategy, journal.problem, settings, name=name))
+        print(f", {runs[-1].in_words()}", flush=True)
+        journal.write(strategy, runs, trial_id=name, rounds=rounds)
 
 
-def next_commands(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the commands that use the trials, a line each."""
-    profile = "" if options.profile is None else f" --profile {options.profile}"
-    mine = "" if options.profile is None else f" --op-profile {options.profile}"
-    yield (
+def _print_next(options: argparse.Namespace) -> None:
+    """Print the commands that use the trials."""
+    profile = "" if options.profile is None else f"profile {options.profile} "
+    print(
         f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
-        f"{options.global_batch_size}{profile} --calibrate {options.trials}"
+        f"{options.global_batch_size} {profile and '--' + profile}--calibrate {options.trials}\n"
+        f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster} {profile and '--op-' + profile}"
+        f"--op-calibration {options.trials}"
     )
-    yield f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}"

@@ -10,13 +10,13 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -185,8 +185,7 @@ def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: P
     has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
     return [
         *(launcher(), *launch.where(str(directory)), "--master_port", str(free_port()), str(settings.trainer)),
-        *("--strategy", str(directory / "strategy.json"), "--deepspeed-config", str(directory / "ds_config.json")),
-        *launch.flags,
+        *launch.trainer_flags(str(directory)),
         *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
         *("--metrics-file", str(metrics)),
         *([] if has_data else ["--mock-data"]),
@@ -210,7 +209,7 @@ def _run(
 
 
 def explicit(strategy: Strategy, workload: Workload) -> Strategy:
-    """Return a strategy with its token slices and stages written out, so that two that run the same are equal."""
+    """Return a strategy with explicit token slices and stages: equal for two that run the same."""
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     return replace(
         strategy,
@@ -220,12 +219,30 @@ def explicit(strategy: Strategy, workload: Workload) -> Strategy:
     )
 
 
-def same_run(strategy: Strategy) -> tuple[tuple[str, Any], ...]:
-    """Return a key that is equal for explicit strategies that run the same."""
-    return tuple(sorted((name, str(value)) for name, value in asdict(strategy).items() if name != "placement"))
-
-
 SOURCE = "terapipe-trial"
+
+
+class PendingTrial(NamedTuple):
+    """A strategy to run."""
+
+    trial_id: str
+    strategy: Strategy
+    runs: list[Outcome]
+    """Of the rounds before an interruption."""
+
+
+def _runs_of(trial: Trial) -> list[Outcome]:
+    """Return the rounds of a trial in its file."""
+    failure = str(trial.ignored.get("measured.reason", "it failed"))
+    return [
+        Outcome(
+            iteration_time_s=time_s,
+            peak_memory_bytes=trial.peak_memory_bytes,
+            out_of_memory=time_s is None and bool(trial.out_of_memory),
+            reason=failure if time_s is None else None,
+        )
+        for time_s in trial.round_times_s
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,36 +270,22 @@ class Journal:
             return []
         return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
 
-    def missing(self, strategies: Iterable[Strategy], rounds: int = 1) -> Iterator[Strategy]:
-        """The strategies that have not been run yet, or in too few rounds, each once."""
-        seen = {self._key(trial.strategy): trial for trial in self.trials()}
-        done = {key for key, trial in seen.items() if len(trial.round_times_s) >= min(trial.rounds, rounds)}
-        done |= {key for key, trial in seen.items() if not trial.round_times_s}
+    def pending(self, strategies: Iterable[Strategy], rounds: int = 1) -> list[PendingTrial]:
+        """Return the strategies that were not run yet, or in too few rounds, each once."""
+        trials = self.trials()
+        known = {self._key(trial.strategy): trial for trial in trials}
+        found: dict[object, PendingTrial] = {}
         for strategy in strategies:
             key = self._key(strategy)
-            if key not in done:
-                done.add(key)
-                yield strategy
-
-    def begun(self, strategy: Strategy) -> tuple[str, list[Outcome]]:
-        """Return the name and the runs of a strategy that was interrupted between its rounds, or "" and no runs."""
-        key = self._key(strategy)
-        for trial in self.trials():
-            if self._key(trial.strategy) == key:
-                runs = [
-                    Outcome(
-                        iteration_time_s=time_s,
-                        peak_memory_bytes=trial.peak_memory_bytes,
-                        out_of_memory=time_s is None and bool(trial.out_of_memory),
-                        reason=None if time_s is not None else str(trial.ignored.get("measured.reason", "it failed")),
-                    )
-                    for time_s in trial.round_times_s
-                ]
-                return trial.id, runs
-        return "", []
+            trial = known.get(key)
+            if trial is None:
+                found.setdefault(key, PendingTrial(f"trial-{len(trials) + len(found) + 1}", strategy, []))
+            elif 0 < len(trial.round_times_s) < min(trial.rounds, rounds):
+                found[key] = PendingTrial(trial.id, strategy, _runs_of(trial))
+        return list(found.values())
 
     def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
-        """Add a trial, or what came of it so far."""
+        """Add a line with a trial; `runs`: one for each round that was run."""
         outcome, cluster = over_rounds(runs), self.problem.cluster
         measured: dict[str, Any] = {"iteration_time_s": outcome.iteration_time_s}
         if outcome.reason is not None:
@@ -312,8 +315,9 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
 
-    def _key(self, strategy: Strategy) -> tuple[tuple[str, Any], ...]:
-        return same_run(explicit(strategy, self.problem.workload))
+    def _key(self, strategy: Strategy) -> Strategy:
+        """Return the same key for strategies that run the same."""
+        return replace(explicit(strategy, self.problem.workload), placement=None)
 
     @property
     def _model(self) -> dict[str, Any]:

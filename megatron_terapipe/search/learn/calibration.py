@@ -43,7 +43,7 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.batch import StrategyBatches
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Prior, ProfileFactors, is_guessed, moved
-from megatron_terapipe.search.price.layer_times import RememberedTimes
+from megatron_terapipe.search.price.layer_times import OpTimes, RememberedTimes
 from megatron_terapipe.search.price.memory import Counted, MemoryModel, MemoryOverheads, default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_cluster, measured_efficiency
@@ -342,6 +342,24 @@ def _factor_slopes(
     return np.stack(columns, axis=1) / STEP
 
 
+def cost_model_on(
+    profile: Profile,
+    trial: Trial,
+    *,
+    efficiency: HardwareEfficiency | None = None,
+    op_times: OpTimes | None = None,
+) -> CostModel:
+    """Return the cost model of a trial with the op times and links of a profile."""
+    return CostModel(
+        trial.workload,
+        measured_cluster(profile, trial.cluster),
+        software=trial.software,
+        efficiency=measured_efficiency(profile, trial.cluster, efficiency, trial.software),
+        op_times=op_times or MeasuredProfile(profile),
+        precision=trial.precision,
+    )
+
+
 def calibrate_on_profile(
     trials: Sequence[Trial], profile: Profile, memory_trials: Sequence[Trial] | None = None
 ) -> Calibration:
@@ -366,18 +384,7 @@ def calibrate_on_profile(
     left_out = len(trials) - len(covered)
     notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
     op_times = RememberedTimes(measured)
-
-    def make(one: Trial) -> CostModel:
-        return CostModel(
-            one.workload,
-            measured_cluster(profile, one.cluster),
-            software=one.software,
-            efficiency=measured_efficiency(profile, one.cluster, software=one.software),
-            op_times=op_times,
-            precision=one.precision,
-        )
-
-    sample = Sample(covered, make)
+    sample = Sample(covered, lambda one: cost_model_on(profile, one, op_times=op_times))
     factors, intervals = ProfileFactors(), uncalibrated(FACTORS)
     if len(sample):
         measured_logs, logs = np.log(sample.measured), np.zeros(len(FACTORS.names))

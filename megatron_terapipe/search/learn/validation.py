@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_terapipe.search.learn.calibration import Calibration, count_memory, device_memory_bytes
+from megatron_terapipe.search.learn.calibration import Calibration, cost_model_on, count_memory, device_memory_bytes
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
 from megatron_terapipe.search.learn.scores import (
     CLEAR_GAP,
@@ -27,10 +27,8 @@ from megatron_terapipe.search.learn.scores import (
 )
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.price.cost_model import CostModel
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
-from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +69,16 @@ def predict_trials(
 def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: Profile | None) -> list[Predicted]:
     """Trials of one model on one cluster."""
     first = trials[0]
-    efficiency = calibration.efficiency or HardwareEfficiency()
-    op_times = None
     if profile is not None:
-        op_times = MeasuredProfile(profile)
-        efficiency = measured_efficiency(profile, first.cluster, efficiency, first.software)
-    model = CostModel(
-        first.workload,
-        first.cluster,
-        software=first.software,
-        efficiency=efficiency,
-        op_times=op_times,
-        precision=first.precision,
-    )
+        model = cost_model_on(profile, first, efficiency=calibration.efficiency)
+    else:
+        model = CostModel(
+            first.workload,
+            first.cluster,
+            software=first.software,
+            efficiency=calibration.efficiency,
+            precision=first.precision,
+        )
     if calibration.factors is not None:
         model = model.with_factors(calibration.factors)
     memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)

@@ -41,6 +41,10 @@ def cluster(document: object = MIXED) -> Cluster:
     return parse_cluster(document, "cluster.json")[0]
 
 
+def pending(of: Journal, *strategies: Strategy, rounds: int = 1) -> list[Strategy]:
+    return [each.strategy for each in of.pending(strategies, rounds)]
+
+
 def journal(path: Path) -> Journal:
     problem = SearchProblem(workload=WORKLOAD, cluster=cluster(), precision="fp16", global_batch_size=8)
     return Journal(path=path, problem=problem)
@@ -100,19 +104,19 @@ def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
     first = Strategy(pipeline_parallel_size=2, micro_batch_size=2, global_batch_size=8, num_token_slices=2)
     second, third = replace(first, zero_stage=0), replace(first, recompute="full")
     mine = journal(tmp_path / "new" / "trials.jsonl")
-    assert list(mine.missing([first, second, first])) == [first, second]
+    assert pending(mine, first, second, first) == [first, second]
     mine.write(first, [Outcome(iteration_time_s=1.5, peak_memory_bytes=2.0**30)], trial_id="1")
     mine.write(third, [Outcome(iteration_time_s=None, out_of_memory=True, reason="no room")], trial_id="2")
-    assert list(mine.missing([first, second, third])) == [second]
+    assert pending(mine, first, second, third) == [second]
     # Spelled out, it is the same run.
-    assert list(mine.missing([explicit(first, WORKLOAD)])) == []
+    assert pending(mine, explicit(first, WORKLOAD)) == []
     done, failed = mine.trials()
     assert (done.iteration_time_s, done.peak_memory_bytes, done.software.name) == (1.5, 2.0**30, "terapipe")
     assert (done.strategy, done.cluster, done.precision) == (explicit(first, WORKLOAD), cluster(), "fp16")
     assert done.workload.layers == WORKLOAD.layers
     assert (failed.iteration_time_s, failed.out_of_memory) == (None, True)
     other = replace(mine, problem=replace(mine.problem, global_batch_size=16))
-    assert list(other.missing([first])) == [first]
+    assert pending(other, first) == [first]
 
 
 def test_rounds_are_recorded_one_by_one_and_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
@@ -128,15 +132,14 @@ def test_rounds_are_recorded_one_by_one_and_go_on_where_they_were_interrupted(tm
         (trial,) = mine.trials()
         assert (trial.id, trial.iteration_time_s, trial.rounds) == ("trial-1", 3.0, 3)
         assert trial.round_times_s == tuple(run.iteration_time_s for run in runs[:number])
-        assert list(mine.missing([first, second], 3)) == [first, second]
-        assert list(mine.missing([first, second], 1)) == [second]
-    name, begun = mine.begun(first)
-    assert (name, [run.iteration_time_s for run in begun]) == ("trial-1", [3.0, None])
-    assert mine.begun(second) == ("", [])
+        assert pending(mine, first, second, rounds=3) == [first, second]
+        assert pending(mine, first, second) == [second]
+    (name, _, begun), (other, _, none) = mine.pending([first, second], 3)
+    assert (name, [run.iteration_time_s for run in begun], other, none) == ("trial-1", [3.0, None], "trial-3", [])
     mine.write(first, [*begun, runs[2]], trial_id=name, rounds=3)
     (trial,) = mine.trials()
     assert (trial.iteration_time_s, trial.peak_memory_bytes) == (2.0, 2.0**31)
-    assert list(mine.missing([first], 3)) == list(mine.missing([first], 5)) == []
+    assert pending(mine, first, rounds=3) == pending(mine, first, rounds=5) == []
 
 
 def settings(**more: object) -> TrialSettings:
@@ -154,6 +157,11 @@ def test_the_command_is_that_of_the_search_with_few_iterations(tmp_path: Path) -
     # Of a flag given twice the last counts.
     assert words[len(words) - 1 - words[::-1].index("--train-iters") + 1] == "5"
     assert "--mock-data" not in command(launch, tmp_path, settings(flags=("--data-path", "d")), tmp_path / "m.jsonl")
+    # Orders and host copies are found for the cluster of the trial.
+    for found in ({"schedule": "optimised"}, {"offload": True, "recompute": "stage"}):
+        launch = launch_of(Strategy(pipeline_parallel_size=2, **found), MODEL, cluster(two_nodes), "fp16")  # type: ignore[arg-type]
+        words = command(launch, tmp_path, settings(), tmp_path / "m.jsonl")
+        assert words[words.index("--cluster") + 1] == f"{tmp_path}/cluster.json"
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.trial_runs import Journal, Outcome
-from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile
+from megatron_terapipe.search.learn.calibration import FACTORS, calibrate_on_profile, no_calibration
+from megatron_terapipe.search.learn.cluster_calibrations import Calibrations
+from megatron_terapipe.search.learn.costs import Costs
 from megatron_terapipe.search.learn.trials import Trial
-from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds
+from megatron_terapipe.search.learn.validation import deal_groups, predict_in_folds, predict_trials
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
 from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_cluster
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
@@ -148,6 +150,18 @@ def test_trials_are_cross_validated_on_the_profile() -> None:
     for one in predicted:
         assert one.iteration_time_s == pytest.approx(one.trial.iteration_time_s, rel=0.03)
         assert one.interval_s[0] < (one.trial.iteration_time_s or 0.0) < one.interval_s[1]
+
+
+def test_validation_prices_messages_on_the_measured_links() -> None:
+    nodes = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 1, "count": 2}]}, "test")[0]
+    slow = tuple((size, 0.05 + size / 1e9) for size in (2**10, 2**14))
+    network = replace(PROFILE.links[1], where="network", points=slow)
+    measured = replace(PROFILE, links=(*PROFILE.links, network))
+    (found,) = predict_trials([trial(STRATEGIES[0], 1.0, cluster=nodes)], Calibrations(), profile=measured)
+    costs = Costs(
+        workload=WORKLOAD, precision="fp32", software=TERAPIPE, calibration=no_calibration(), profile=measured, notes=()
+    )
+    assert found.iteration_time_s == costs.pricing_on(nodes).predict(STRATEGIES[0]).iteration_time_s > 0.1
 
 
 @pytest.fixture
