@@ -114,7 +114,8 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
 def _eod(directory: Path) -> int | None:
     """The token that ends a document; None if the tokenizer is not known or its files are gone."""
     from megatron_terapipe.checkpoint.info import CheckpointInfo
-    from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+    from megatron_terapipe.data.tokenizer import build_tokenizer
+    from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 
     settings = CheckpointInfo.read(directory).tokenizer
     try:

@@ -20,7 +20,7 @@ from deepspeed_ext.plan.terminal import (
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.rotation import for_length
-from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings, add_tokenizer_flags
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_model
 
@@ -118,12 +118,12 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
     text_before = options.prompt if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file")
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
-    from megatron_terapipe.data.tokenizer import TextStream, TokenizerSettings, build_tokenizer
+    from megatron_terapipe.data.tokenizer import TextStream, build_tokenizer
     from megatron_terapipe.inference import generate
 
     source = _model_folder(options) if is_model_folder(options.load) else _checkpoint(options)
     if options.tokenizer_type is not None:
-        settings = tokenizer_settings(options)
+        settings = TokenizerSettings.of_flags(options)
     elif source.tokenizer:
         settings = TokenizerSettings(**source.tokenizer)
     else:

@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
-from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings, add_tokenizer_flags
 from megatron_terapipe.data.workers import WorkerProcesses, map_ahead
 from megatron_terapipe.errors import DataError, not_installed
 
@@ -335,7 +335,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         source=options.input,
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,
-        tokenizer=tokenizer_settings(options),
+        tokenizer=TokenizerSettings.of_flags(options),
     )
     if options.split_sentences:
         raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")

@@ -14,14 +14,15 @@ Bytes are in base64, and the 256 single bytes come first. Ids of special tokens 
 
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import regex
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as TokenizerOfPackage
+from tokenizers import decoders, models, pre_tokenizers
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
@@ -33,31 +34,34 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 
-def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
-    """Check that every id is below the size of the vocabulary."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise DataError(
-                f"token id {token} is not in the vocabulary of {vocab_size} tokens: "
-                "decode with the tokenizer that encoded the text"
-            )
+class Tokenizer(ABC):
+    """Text to token ids and back."""
 
-
-class SubwordTokenizer(ABC):
-    """Text to ids and back by a package, with the checks that packages leave out."""
-
+    name: str
+    """Name of the tokenizer, as in `--tokenizer-type`."""
     vocab_size: int
-    """Number of ids, gaps between them included: the model needs a row for the highest."""
+    """Number of ids, gaps between them included: every id is in [0, vocab_size)."""
     eod: int
     """Id that ends a document."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        """Return the ids of `text`, without a begin of text or an end of document.
+
+        A lone surrogate, which has no UTF-8, becomes `?`.
+        """
         return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; refuse ids outside the vocabulary, though not ids in it that have no text."""
-        check_in_vocabulary(ids, self.vocab_size)
+        """Return the text of `ids`; refuse ids outside the vocabulary, though not ids in it that have no text.
+
+        Bytes that are not UTF-8 become the replacement character.
+        """
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"token id {token} is not in the vocabulary of {self.vocab_size} tokens: "
+                    "decode with the tokenizer that encoded the text"
+                )
         return self._decode(list(ids))
 
     @abstractmethod
@@ -75,13 +79,13 @@ ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that end a document where no `tokenizer_config.json` names one, the first of them that there is."""
 
 
-class PackageTokenizer(SubwordTokenizer):
+class PackageTokenizer(Tokenizer):
     """A tokenizer of the package `tokenizers`, set up to add nothing to a text and to cut nothing off.
 
     Special tokens are spelled out in texts, and bytes that are no UTF-8 replaced.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerOfPackage) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -147,13 +151,13 @@ class HuggingFaceTokenizer(PackageTokenizer):
         )
 
 
-def _read_tokenizer_json(file: Path) -> Tokenizer:
+def _read_tokenizer_json(file: Path) -> TokenizerOfPackage:
     if not file.is_file():
         raise DataError(
             f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
         )
     try:
-        return Tokenizer.from_file(str(file))
+        return TokenizerOfPackage.from_file(str(file))
     except BaseException as error:
         if not _is_of_package(error):
             raise
@@ -207,7 +211,7 @@ class GPT2BPETokenizer(PackageTokenizer):
         """
         vocabulary = _read_vocabulary(vocab_file)
         merges = _read_merges(merge_file, vocabulary)
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, cache_capacity=0))
+        tokenizer = TokenizerOfPackage(models.BPE(vocabulary, merges, cache_capacity=0))
         # Both spell bytes in the printable alphabet.
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -296,7 +300,7 @@ DEFAULT_VOCAB_SIZE = 2**17
 """Ids where `--vocab-size` says nothing."""
 
 
-class TikTokenizer(SubwordTokenizer):
+class TikTokenizer(Tokenizer):
     """A byte pair encoding of `tiktoken`. `</s>` ends a document; a text that spells a special token is that text."""
 
     name = "TikTokenizer"
@@ -378,7 +382,7 @@ def _tiktoken_token(entry: Any, rank: int) -> bytes:
     return b64decode(entry["token_bytes"], validate=True)
 
 
-class SentencePieceTokenizer(SubwordTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A model of the package `sentencepiece`; its end of sentence ends a document.
 
     Nothing is put before a text: a model that was trained with a begin of text has it in its data.

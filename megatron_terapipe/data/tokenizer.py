@@ -1,23 +1,22 @@
-"""The protocol of a tokenizer, the tokenizer that a configuration names, and text of tokens that arrive one by one."""
+"""Tokenizers without a package, the tokenizer that settings name, and text of tokens that arrive one by one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol, Self
 
-from megatron_terapipe.config.data import TOKENIZER_FILES, DataConfig
+from megatron_terapipe.config.data import TOKENIZER_FILES
 from megatron_terapipe.config.options import flag, one_of
 from megatron_terapipe.data.subword_tokenizers import (
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
-    check_in_vocabulary,
+    Tokenizer,
 )
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import DataError
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Ids as decimal numbers with blanks between them, and one more, the highest, that ends a document."""
 
     name = "NullTokenizer"
@@ -29,108 +28,32 @@ class NullTokenizer:
             )
         self.eod, self.vocab_size = vocab_size, vocab_size + 1
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids that `text` lists."""
-        words, digits = text.split(), len(str(self.eod))
-        wrong = next(
-            (word for word in words if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod),
-            None,
-        )
-        if wrong is not None:
-            raise DataError(
-                f"{wrong!r} is no token id below {self.vocab_size}, and NullTokenizer takes nothing else: choose the "
-                "--tokenizer-type that reads words, or raise --vocab-size"
-            )
-        return [int(word) for word in words]
+    def _encode(self, text: str) -> list[int]:
+        digits = len(str(self.eod))
+        for word in text.split():
+            if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod:
+                raise DataError(
+                    f"{word!r} is no token id below {self.vocab_size}, and NullTokenizer takes nothing else: choose "
+                    "the --tokenizer-type that reads words, or raise --vocab-size"
+                )
+        return [int(word) for word in text.split()]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return `ids` as text."""
-        check_in_vocabulary(ids, self.vocab_size)
+    def _decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
 
-class ByteTokenizer:
-    """One token per UTF-8 byte, and one more for the end of a document."""
+class ByteTokenizer(Tokenizer):
+    """One token per UTF-8 byte, and one more, without text, for the end of a document."""
 
     name = "byte"
     vocab_size = 257
     eod = 256
 
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        return list(text.encode("utf-8", errors="replace"))
+    def _encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; the end of a document has none."""
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise DataError(
-                    f"token id {token} is outside the byte tokenizer's [0, {self.vocab_size}): "
-                    "decode with the tokenizer that encoded the text"
-                )
-        text = bytes(token for token in ids if token != self.eod)
-        return text.decode("utf-8", errors="replace")
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    @property
-    def name(self) -> str:
-        """Name of the tokenizer, as in `--tokenizer-type`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids: every id is in [0, vocab_size)."""
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone: no begin of text is added, and no end of document."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`.
-
-        Bytes that are no UTF-8 become the replacement character.
-        """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerSettings:
-    """Type, files and sizes of a tokenizer, as a checkpoint keeps them."""
-
-    tokenizer_type: str = "byte"
-    """A key of `TOKENIZER_FILES`."""
-
-    vocab_file: str | None = None
-    """Vocabulary of GPT2BPETokenizer."""
-
-    merge_file: str | None = None
-    """Merge rules of GPT2BPETokenizer."""
-
-    tokenizer_model: str | None = None
-    """File of SentencePieceTokenizer or TikTokenizer; file of HuggingFaceTokenizer, or the directory that holds it."""
-
-    vocab_size: int | None = None
-    """Ids of NullTokenizer without the end of a document, or of TikTokenizer; None with all others."""
-
-    tiktoken_pattern: str | None = None
-    """Pattern of TikTokenizer."""
-
-    tiktoken_num_special_tokens: int = 1000
-    """Ids for special tokens of TikTokenizer."""
-
-    tiktoken_special_tokens: Sequence[str] | None = None
-    """Special tokens of TikTokenizer."""
-
-    @classmethod
-    def of(cls, data: DataConfig, vocab_size: int | None = None) -> Self:
-        """Return the settings of a run."""
-        shared = (each.name for each in fields(cls) if each.name != "vocab_size")
-        sized = data.tokenizer_type in (NullTokenizer.name, TikTokenizer.name)
-        return cls(**{name: getattr(data, name) for name in shared}, vocab_size=vocab_size if sized else None)
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(token for token in ids if token != self.eod).decode("utf-8", errors="replace")
 
 
 TOKENIZERS: dict[str, Callable[[TokenizerSettings], Tokenizer]] = {

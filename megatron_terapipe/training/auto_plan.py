@@ -21,7 +21,8 @@ from megatron_terapipe.config import CheckpointConfig, Config
 from megatron_terapipe.config.data import TOKENIZER_FILES
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.parsing import read_json
-from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import build_tokenizer
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import Ranks, best_strategy, machine_in_words, named_cluster, slots_of_hosts
 from megatron_terapipe.strategy import DIMENSIONS, FoundStrategy, Strategy

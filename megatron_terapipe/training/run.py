@@ -31,8 +31,9 @@ from megatron_terapipe.config.batch import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
-from megatron_terapipe.data.tokenizer import NullTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
 from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule, plan_run, simulated_schedule
 from megatron_terapipe.training.deepspeed_config import deepspeed_config

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, index_file
 from megatron_terapipe.data.preprocess import main, read_lines
-from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import ByteTokenizer, build_tokenizer
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 from tests.file_formats.forms import validate

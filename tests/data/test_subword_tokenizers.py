@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as PackageTokenizer
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.data.subword_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 

@@ -13,7 +13,7 @@ from megatron_terapipe.data import tokenizer_checks as module
 from megatron_terapipe.data.file_arrays import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.data.preprocess import main
-from megatron_terapipe.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import (
     TokenizerRecord,
     check_token_ids,
@@ -21,6 +21,7 @@ from megatron_terapipe.data.tokenizer_checks import (
     record_file,
     token_range,
 )
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 

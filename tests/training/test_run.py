@@ -10,8 +10,9 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.batch import BatchSizes
 from megatron_terapipe.data.datasets import UnreadSamples
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
-from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings
+from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_terapipe.training import reporters
 from megatron_terapipe.training.records import Progress

@@ -12,8 +12,9 @@ from megatron_terapipe.data.file_arrays import IndexCache
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.data.preprocess import LineEncoder, preprocess
-from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids
+from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from tests.faults.fuzzing.target import Target
 
 _TEXT = "It is; isn't it?\n 12 \N{SNOWMAN} <|endoftext|></s>"
