@@ -316,7 +316,7 @@ def sequences(argv: Sequence[str] | None = None) -> None:
     print((memory if options.what == "memory" else speed)(options).markdown())
 
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences_202611.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences.md"
 MODELS = ("llama3-8b", "llama3-70b")
 LENGTHS = tuple(1024 * thousands for thousands in (128, 512, 1024, 2048))
 DEVICES = (8, 32, 64, 256)

@@ -33,7 +33,7 @@ from megatron_terapipe.search.learn.validation import Predicted, deal_groups, pr
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks" / "search-peers_202611.md"
+PAGE = ROOT / "docs" / "benchmarks" / "search.md"
 PUBLISHED = ROOT / "tests" / "search" / "price" / "published_runs.jsonl"
 
 

@@ -213,7 +213,7 @@ def _label(each: Measured, middle: float) -> str:
 
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "benchmarks" / "engines_2-core-cpu_202611.md"
+PAGE = DOCS / "benchmarks" / "engines.md"
 PICTURE = DOCS / "img" / "engines.svg"
 
 
