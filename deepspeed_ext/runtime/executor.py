@@ -32,7 +32,7 @@ from deepspeed_ext.runtime.health.ledger import OpLedger
 from deepspeed_ext.runtime.live_batch import Batch, Buffer
 from deepspeed_ext.runtime.micro_batch import parts_on_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.offload import TokenSliceCopies
+from deepspeed_ext.runtime.offload import HostCopies
 from deepspeed_ext.runtime.stage_ops import StageOps
 
 
@@ -178,7 +178,7 @@ class Executor:
         self._next_batch, self._around = next_batch, around
         self._ledger, self._reductions, self._attached = ledger, reductions, False
         self._host_copies = host_copies
-        self.copies = None if host_copies is None else TokenSliceCopies(host_copies, device)
+        self.copies = None if host_copies is None else HostCopies(device, host_copies)
         """Copies in the memory of the host."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
@@ -285,30 +285,30 @@ class Executor:
 
     def offload_input(self, step: Instruction) -> None:
         """Post a copy of a stage's input to the host."""
-        self._copies.offload(Content.INPUT, step.op, self.batch.buffers[step.buffer].inputs)
+        self._copies.offload((Content.INPUT, *step.op[1:]), self.batch.buffers[step.buffer].inputs)
 
     def drop_input(self, step: Instruction) -> None:
         """Free the device copy of an offloaded input."""
         self.batch.buffers[step.buffer].inputs = ()
-        self._copies.drop(Content.INPUT, step.op)
+        self._copies.drop((Content.INPUT, *step.op[1:]))
 
     def fetch_input(self, step: Instruction) -> None:
         """Post the copy of a stage's input back."""
-        self._copies.fetch(Content.INPUT, step.op)
+        self._copies.fetch((Content.INPUT, *step.op[1:]))
 
     def offload_keys_and_values(self, step: Instruction) -> None:
         """Post a copy of the keys and values of a token slice to the host."""
         state = self.batch.states[step.stage, step.micro_batch]
-        self._copies.offload(Content.KEYS_AND_VALUES, step.op, state.keys_of(step.token_slice))
+        self._copies.offload((Content.KEYS_AND_VALUES, *step.op[1:]), state.keys_of(step.token_slice))
 
     def drop_keys_and_values(self, step: Instruction) -> None:
         """Free the device copy of offloaded keys and values."""
         self.batch.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
-        self._copies.drop(Content.KEYS_AND_VALUES, step.op)
+        self._copies.drop((Content.KEYS_AND_VALUES, *step.op[1:]))
 
     def fetch_keys_and_values(self, step: Instruction) -> None:
         """Post the copy of keys and values back."""
-        self._copies.fetch(Content.KEYS_AND_VALUES, step.op)
+        self._copies.fetch((Content.KEYS_AND_VALUES, *step.op[1:]))
 
     # ------------------------------------------------------------------ transfers
 
@@ -346,7 +346,7 @@ class Executor:
     # ------------------------------------------------------------------ parts of the above
 
     @property
-    def _copies(self) -> TokenSliceCopies:
+    def _copies(self) -> HostCopies:
         assert self.copies is not None, "programs have host copies where the executor was given settings for them"
         return self.copies
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.runtime.offload import HostCopies
 
 pytestmark = [
@@ -23,22 +24,22 @@ def test_tensors_come_back_as_they_were_while_their_memory_is_used_again() -> No
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if turn else "default")
         try:
-            under_way = []
-            for number in range(4):
+            names = [(Content.INPUT, 0, 0, number) for number in range(4)]
+            for number, name in enumerate(names):
                 values = torch.full((SIZE,), float(number + turn), device=device)
                 for _ in range(8):
                     factor = factor @ factor
                     factor = factor / factor.norm()
                 expected.append(float(number + turn))
-                under_way.append(copies.offload([values]))
+                copies.offload(name, [values])
                 del values
-            for copy in under_way:
-                copies.drop(copy)
+            for name in names:
+                copies.drop(name)
                 # Written where the dropped tensor was, if the allocator may give that memory away.
                 torch.full((SIZE,), -1.0, device=device)
-            for copy in under_way:
-                copies.fetch(copy)
-            back += [copies.arrive(copy)[0] * 1 for copy in under_way]
+            for name in names:
+                copies.fetch(name)
+            back += [copies.arrive(name)[0] * 1 for name in names]
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for values, value in zip(back, expected, strict=True):
@@ -49,8 +50,9 @@ def test_tensors_come_back_as_they_were_while_their_memory_is_used_again() -> No
 def test_dropped_memory_is_free_at_once() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     copies = HostCopies(device)
-    copy = copies.offload([torch.ones(SIZE, device=device)])
+    name = (Content.INPUT, 0, 0, 0)
+    copies.offload(name, [torch.ones(SIZE, device=device)])
     before = torch.cuda.memory_allocated(device)
-    copies.drop(copy)
+    copies.drop(name)
     assert before - torch.cuda.memory_allocated(device) >= SIZE * 4
-    copies.abandon(copy)
+    copies.finish()

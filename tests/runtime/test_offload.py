@@ -20,7 +20,7 @@ from deepspeed_ext.plan.timeline import Timeline, critical_path
 from deepspeed_ext.runtime import executor
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.sequence_state import Past
-from deepspeed_ext.runtime.offload import HostBuffers, HostCopies, TokenSliceCopies
+from deepspeed_ext.runtime.offload import HostBuffers, HostCopies
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
@@ -56,26 +56,26 @@ def settings_of(setup: Setup, **more: Any) -> HostCopySettings:
     return HostCopySettings(lengths=setup.cut, input_bytes=inputs, key_value_bytes=(float(keys),) * stages, **more)
 
 
-class WatchedCopies(TokenSliceCopies):
-    """Counts the tensors that somebody holds on the device after they were dropped."""
+class WatchedCopies(HostCopies):
+    """Counts the tensors that are alive on the device after they were dropped."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.storages: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
         self.dropped, self.held = Counter[Content](), 0
 
-    def offload(self, content: Content, op: Op, tensors: Sequence[Tensor]) -> None:
-        self.storages[content, op] = [weakref.ref(each.untyped_storage()) for each in tensors]
-        super().offload(content, op, tensors)
+    def offload(self, name: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        self.storages[name] = [weakref.ref(each.untyped_storage()) for each in tensors]
+        super().offload(name, tensors)
 
-    def drop(self, content: Content, op: Op) -> None:
-        super().drop(content, op)
-        self.dropped[content] += 1
-        self.held += sum(each() is not None for each in self.storages[content, op])
+    def drop(self, name: tuple[Any, ...]) -> None:
+        super().drop(name)
+        self.dropped[name[0]] += 1
+        self.held += sum(each() is not None for each in self.storages[name])
 
 
 def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> dict[str, Any]:
-    with patch.object(executor, "TokenSliceCopies", WatchedCopies):
+    with patch.object(executor, "HostCopies", WatchedCopies):
         engine = build(
             setup,
             engine_keywords={"host_copies": host_copies, "check_token_slices": False},
@@ -92,7 +92,7 @@ def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> 
         "numbers": (loss, evaluated, gradients),
         "dropped": dict(copies.dropped) if copies else None,
         "measured": Timeline.from_json(timelines[0].to_json()),
-        "still held": copies and (copies.held, copies._copies.buffers.in_use),
+        "still held": copies and (copies.held, copies.buffers.in_use),
     }
 
 
@@ -159,18 +159,21 @@ def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
 CPU = torch.device("cpu")
 
 
+NAME = (Content.INPUT, 0, 0, 0)
+
+
 def test_tensors_come_back_as_they_were_and_are_gone_in_between() -> None:
     copies = HostCopies(CPU)
     tensors = [torch.randn(3, 4, requires_grad=True), torch.arange(6).view(2, 3).t(), torch.randn(0, 2)]
     values = [tensor.detach().clone() for tensor in tensors]
     held = weakref.ref(tensors[0].untyped_storage())
-    copy = copies.offload(tensors)
-    assert tensors[0].sum() == values[0].sum(), "others may read them until they are dropped"
+    copies.offload(NAME, tensors)
+    assert tensors[0].sum() == values[0].sum(), "ops may read them until they are dropped"
     del tensors
-    copies.drop(copy)
+    copies.drop(NAME)
     assert held() is None
-    copies.fetch(copy)
-    back = copies.arrive(copy)
+    copies.fetch(NAME)
+    back = copies.arrive(NAME)
     assert all(torch.equal(one, other) for one, other in zip(back, values, strict=True))
     assert [tensor.requires_grad for tensor in back] == [True, False, False] and back[0].is_leaf
     assert copies.buffers.in_use == 0
@@ -195,11 +198,14 @@ def test_buffers_are_used_again_and_never_more_than_were_in_use_at_once() -> Non
     assert (buffers.held, buffers.in_use) == (1600, 0)
 
 
-def test_a_copy_can_be_abandoned_wherever_it_is() -> None:
+def test_copies_end_in_any_state() -> None:
     copies = HostCopies(CPU)
     for steps in ((), (copies.drop,), (copies.drop, copies.fetch)):
-        copy = copies.offload([torch.randn(4)])
+        tensor = torch.randn(4)
+        held = weakref.ref(tensor.untyped_storage())
+        copies.offload(NAME, [tensor])
+        del tensor
         for step in steps:
-            step(copy)
-        copies.abandon(copy)
-        assert (copies.buffers.in_use, copy.on_device, copy.on_host) == (0, [], [])
+            step(NAME)
+        copies.finish()
+        assert (copies.buffers.in_use, held()) == (0, None)
