@@ -11,7 +11,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import check_num_ops
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.health.processes import ProcessEnd
-from deepspeed_ext.runtime.health.rank_watch import DIED_TOO
+from deepspeed_ext.runtime.health.rank_watch import LOST
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.build import Constraints
@@ -85,9 +85,9 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
                 Trainer(run, build_engine(run, stall_watch), report.refresh_if_due).run()
     except LostRank as lost:
         at_end.pop_all()
-        if rank_watch.tells_end:
+        if rank_watch.reports_end:
             report.tell_end(str(lost), failed=True)
-        return DIED_TOO  # Who is gone has been said.
+        return LOST  # The loss has been printed.
     except UserError as error:
         agreed = isinstance(error, AgreedCheckpointError | NumbersError)  # raised by every rank of all hosts
         if launch.rank == 0 if agreed else speaks:

@@ -119,14 +119,14 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
     except Exception as error:
         # Perhaps another rank failed first: give the launcher time to see that one, and to exit with its code.
         until = time.monotonic() + LAUNCHER_NOTICES_S
-        gone = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
+        loss = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
         time.sleep(max(0.0, until - time.monotonic()))
         # Where a rank is gone, gloo and NCCL raise RuntimeErrors, and torch kinds of them.
-        if gone is None or not isinstance(error, RuntimeError):
+        if loss is None or not isinstance(error, RuntimeError):
             raise
         with suppress(OSError):
             keep_traceback(error, _ledgers(run), run.launch.rank)
-        raise LostRank(gone.what) from error
+        raise LostRank(loss.text) from error
 
 
 def _end(rank_watch: RankWatch | None) -> None:

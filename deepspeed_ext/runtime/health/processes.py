@@ -4,16 +4,16 @@
     rank <- deepspeed.launcher.launch <- bash -c ... <- sshd          another host, started by pdsh
     rank <- torchrun; rank <- mpirun or orted; rank <- slurmstepd
 
-What stands above a launch belongs to the user: a shell may be closed, and `nohup deepspeed ... &` goes on.
+Processes above a launch belong to the user: a shell may be closed, and `nohup deepspeed ... &` continues.
 
 `HostRanks` is a page of memory in which the ranks of one host note that they run, and how they end:
 
     local rank 0    rank 4, process 4711, here
     local rank 1    rank 5, process 4712, ending        it has reported why
 
-It needs neither a network nor a rank that keeps it, so it tells a death from an orderly end at any time: while packages
-are imported, and after the process group is left. It is a file until all ranks of the host have it; then it has no name
-any more, and is gone with the last of them.
+It needs neither a network nor a rank that serves it, so it distinguishes a death from an orderly end at any time: while
+packages are imported, and after the process group is left. It is a file until all ranks of the host have opened it;
+then its name is removed, and its memory is freed with the last of them.
 """
 
 import atexit
@@ -27,12 +27,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path, PurePath
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 
@@ -51,7 +51,7 @@ OTHER_LAUNCHERS = frozenset(
 """Launchers of torch, MPI and Slurm, each the parent of the ranks that it starts."""
 
 REMOTE_SHELLS = frozenset({"sshd", "sshd-session"})
-"""Ends of a connection by which a launcher was started on this host."""
+"""Programs at the end of a connection by which a launcher was started on this host."""
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "csh", "tcsh", "fish"})
 _LAUNCHERS = RUNNERS | HOST_LAUNCHERS | OTHER_LAUNCHERS
@@ -63,59 +63,64 @@ class Ancestor:
     """A process above this one."""
 
     pid: int
-    words: tuple[str, ...]
-    born: float
-    """Time at which it started, as `birth_of` gives it: with the number, no other process has it."""
+    command: tuple[str, ...]
+    start: float
+    """Time at which it started, as `start_of` gives it: identifies it, together with the number."""
 
     @property
     def program(self) -> str:
         """Name of the program: of a Python process the script or the module."""
-        if not self.words or not self.words[0]:
+        if not self.command or not self.command[0]:
             return ""
-        # A process may have replaced its words by a title, such as `sshd: user@notty`.
-        program = PurePath(self.words[0].split()[0].rstrip(":")).name
-        return _python_program(self.words[1:]) if program.startswith("python") else program
+        # A process may have replaced its command by a title, such as `sshd: user@notty`.
+        program = PurePath(self.command[0].split()[0].rstrip(":")).name
+        return _python_program(self.command[1:]) if program.startswith("python") else program
 
 
-def _python_program(words: Sequence[str]) -> str:
-    left = iter(words)
-    for word in left:
-        if word == "-m":
-            return next(left, "")
-        if word in _OPTIONS_WITH_A_VALUE:
-            next(left, None)
-        elif not word.startswith("-"):
-            return PurePath(word).name
+def _python_program(arguments: Sequence[str]) -> str:
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "-m":
+            return next(remaining, "")
+        if argument in _OPTIONS_WITH_A_VALUE:
+            next(remaining, None)
+        elif not argument.startswith("-"):
+            return PurePath(argument).name
     return ""
 
 
-def ancestors() -> list[Ancestor]:
-    """Return the processes above this one, its parent first, as far as this user may see them."""
-    found = []
+def start_of(pid: int) -> float | None:
+    """Time at which a process started, in ticks of a clock that cannot be set on Linux, else in seconds.
+
+    None if it has ended, also if its parent has not collected it yet.
+    """
+    try:
+        if sys.platform.startswith("linux"):
+            # The name, in brackets, may contain anything.
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if state in "ZX" else float(fields[18])
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except (OSError, psutil.NoSuchProcess):
+        return None
+
+
+def own_launch() -> tuple[Ancestor, ...]:
+    """Processes of the launch of this rank."""
+    above = []
     with suppress(psutil.Error):
         for process in psutil.Process().parents():
+            start = start_of(process.pid)
             with suppress(psutil.AccessDenied):
-                found.append(Ancestor(process.pid, tuple(process.cmdline()), birth_of(process)))
-    return found
-
-
-def birth_of(process: psutil.Process) -> float:
-    """Return the time at which a process started: on Linux in ticks of a clock that cannot be set, else in seconds.
-
-    Raises:
-        psutil.NoSuchProcess: if it is gone.
-    """
-    with suppress(OSError, IndexError, ValueError):
-        # Its name, in brackets, may hold anything.
-        return float(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return float(process.create_time())
+                above += [] if start is None else [Ancestor(process.pid, tuple(process.cmdline()), start)]
+    return launch_of(above, outlives_its_terminal=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
 
 
 def launch_of(above: Sequence[Ancestor], *, outlives_its_terminal: bool = False) -> tuple[Ancestor, ...]:
-    """Return the processes of the launch among those above a rank, its parent first; empty if nobody launched it.
+    """Processes of the launch among those above a rank, its parent first; empty without a launcher.
 
     Args:
-        outlives_its_terminal: whether the user asked, as `nohup` does, that the end of a connection be ignored.
+        outlives_its_terminal: whether the end of a connection is ignored, as under `nohup`.
     """
     programs = [each.program for each in above]
     first = next((place for place, program in enumerate(programs) if program in _LAUNCHERS), None)
@@ -125,22 +130,17 @@ def launch_of(above: Sequence[Ancestor], *, outlives_its_terminal: bool = False)
     while programs[last] not in RUNNERS and last + 1 < len(above) and programs[last + 1] in _LAUNCHERS:
         last += 1
     if programs[last] in HOST_LAUNCHERS and not outlives_its_terminal:
-        last = _connection(above, last)
+        # The end of the connection that carries the launcher's output, and the shells below it.
+        place = last + 1
+        while place < len(above) and programs[place] in _SHELLS and "-c" in above[place].command:
+            place += 1
+        if place < len(above) and programs[place] in REMOTE_SHELLS and "notty" in " ".join(above[place].command):
+            last = place
     return tuple(above[: last + 1])
 
 
-def _connection(above: Sequence[Ancestor], launcher: int) -> int:
-    """Return the place of the connection that carries a launcher's output; the launcher's own if there is none."""
-    place = launcher + 1
-    while place < len(above) and above[place].program in _SHELLS and "-c" in above[place].words:
-        place += 1
-    if place < len(above) and above[place].program in REMOTE_SHELLS and "notty" in " ".join(above[place].words):
-        return place
-    return launcher
-
-
 def host_launcher(launch: Sequence[Ancestor]) -> Ancestor | None:
-    """Return the process that started all ranks of this host; None if nobody did."""
+    """The process that started all ranks of this host; None without a launcher."""
     return next((each for each in launch if each.program in _LAUNCHERS), None)
 
 
@@ -149,89 +149,45 @@ def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.en
     return "CROSS_RANK" in environment and not launch
 
 
-def own_launch() -> tuple[Ancestor, ...]:
-    """Return the processes of the launch of this rank."""
-    return launch_of(ancestors(), outlives_its_terminal=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+_LOOK_S = 0.5
+"""Seconds between two looks at processes. A look reads one small file for each."""
 
 
-Name = TypeVar("Name", bound=Hashable)
-
-_LOOK_S = 0.25
-"""Seconds between two looks at processes where the system does not report their ends."""
-
-
-class ProcessEnds(Generic[Name]):
-    """Processes, and which of them have ended. For one thread.
-
-    Linux reports an end at once, by a file descriptor of the process. Elsewhere the processes are looked at.
-    """
+class ProcessEnds:
+    """Processes, by names, and those that have ended. For one thread."""
 
     def __init__(self, wake: int) -> None:
-        self._poll = select.poll()
-        self._poll.register(wake, select.POLLIN)
-        self._running: dict[Name, tuple[psutil.Process, int | None]] = {}
-        self._ended: set[Name] = set()
+        self._wake = wake
+        self._running: dict[Ancestor | int, tuple[int, float]] = {}
+        self._ended: set[Ancestor | int] = set()
         self._num_reported = 0
 
-    def add(self, name: Name, pid: int, *, born: float | None = None) -> None:
-        """Wait for the end of a process, too.
+    def add(self, name: Ancestor | int, pid: int, *, start: float | None = None) -> None:
+        """Watch another process.
 
         Args:
-            born: time at which it started, so that it is told from a later process of that number.
+            start: time at which it started, to distinguish it from a later process of that number; None for any.
         """
-        try:
-            process = psutil.Process(pid)
-            descriptor = _descriptor_of(pid)
-            if born is not None and birth_of(process) != born:
-                raise psutil.NoSuchProcess(pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
+        found = start_of(pid)
+        if found is None or start not in (None, found):
             self._ended.add(name)
-            return
-        self._running[name] = process, descriptor
-        if descriptor is not None:
-            self._poll.register(descriptor, select.POLLIN)
+        else:
+            self._running[name] = pid, found
 
-    def wait(self, seconds: float) -> set[Name]:
-        """Return the names of all that have ended so far, as soon as there is a new one, or after some seconds."""
+    def wait(self, seconds: float) -> set[Ancestor | int]:
+        """Names of all that have ended, as soon as there is a new one or a byte to read, or after some seconds."""
         deadline = time.monotonic() + seconds
         while True:
-            left = max(0.0, deadline - time.monotonic()) if len(self._ended) == self._num_reported else 0.0
-            reported = all(descriptor is not None for _, descriptor in self._running.values())
-            ready = dict(self._poll.poll(1000 * (left if reported else min(left, _LOOK_S))))
-            for name, (process, descriptor) in list(self._running.items()):
-                if _has_ended(process) if descriptor is None else descriptor in ready:
-                    self._ended.add(name)
-                    del self._running[name]
-                    if descriptor is not None:
-                        self._poll.unregister(descriptor)
-                        os.close(descriptor)
-            if ready or len(self._ended) > self._num_reported or time.monotonic() >= deadline:
+            has_news = len(self._ended) > self._num_reported
+            remaining = 0.0 if has_news else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self._wake], [], [], min(remaining, _LOOK_S))
+            ended = [name for name, (pid, start) in self._running.items() if start_of(pid) != start]
+            self._ended.update(ended)
+            for name in ended:
+                del self._running[name]
+            if readable or ended or has_news or time.monotonic() >= deadline:
                 self._num_reported = len(self._ended)
                 return set(self._ended)
-
-    def close(self) -> None:
-        """Wait for nothing any more."""
-        for _, descriptor in self._running.values():
-            if descriptor is not None:
-                os.close(descriptor)
-        self._running.clear()
-
-
-def _descriptor_of(pid: int) -> int | None:
-    """Return a descriptor that can be read once a process has ended; None where the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except (AttributeError, OSError):
-        return None
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 _SLOT = struct.Struct("=iii")
@@ -241,7 +197,7 @@ class Mark(IntEnum):
     """State of a rank, as it notes it."""
 
     ABSENT = 0
-    """It has not come yet."""
+    """It has not started yet."""
 
     HERE = 1
     """It runs. If its process is gone, it died."""
@@ -250,7 +206,7 @@ class Mark(IntEnum):
     """It has done its work."""
 
     ENDING = 3
-    """It ends before its work is done, for a reason that is printed or known."""
+    """It ends before its work is done, for a reason that has been printed."""
 
 
 class HostRank(NamedTuple):
@@ -269,7 +225,7 @@ class HostRanks:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
         try:
             if os.fstat(descriptor).st_uid != os.geteuid():
-                raise PermissionError(f"{path} is another user's")
+                raise PermissionError(f"{path} belongs to another user")
             os.ftruncate(descriptor, size * _SLOT.size)
             self._page = mmap.mmap(descriptor, size * _SLOT.size)
         finally:
@@ -280,7 +236,7 @@ class HostRanks:
         _SLOT.pack_into(self._page, local_rank * _SLOT.size, *rank)
 
     def read(self) -> dict[int, HostRank]:
-        """Return the ranks that have come so far, by their place on the host; the file goes once all have."""
+        """Entries of the ranks that have started, by local rank; the file is removed once all have."""
         slots = (_SLOT.unpack_from(self._page, place * _SLOT.size) for place in range(self._size))
         found = {place: HostRank(rank, pid, Mark(mark)) for place, (rank, pid, mark) in enumerate(slots) if mark}
         if len(found) == self._size:
@@ -288,31 +244,31 @@ class HostRanks:
         return found
 
     def remove_file(self) -> None:
-        """Remove the name of the page, so that nothing is left of it."""
+        """Remove the name of the page; ranks that have opened it keep the memory."""
         with suppress(OSError):
             self._path.unlink()
 
 
 def page_of(launcher: Ancestor, size: int, attempt: str) -> HostRanks | None:
-    """Return the page of the ranks that a launcher started on this host; None where it cannot be had.
+    """The page of the ranks that a launcher started on this host; None if it cannot be created.
 
     Args:
-        attempt: how often the launcher has started them, with launchers that start ranks again.
+        attempt: number of earlier starts, with launchers that restart ranks.
     """
-    name = f"ranks-of-{os.geteuid()}-{launcher.pid}-{launcher.born:.0f}-{attempt}"
+    name = f"ranks-of-{os.geteuid()}-{launcher.pid}-{launcher.start:.0f}-{attempt}"
     with suppress(OSError):
         return HostRanks(Path(tempfile.gettempdir()) / name, size)
     return None
 
 
 class ProcessEnd:
-    """Ends this process with its exit code, also where daemon threads are left.
+    """Ends this process with its exit code, also while daemon threads run.
 
-    The interpreter ends a daemon thread when it comes back from a call, and before Python 3.14 it does so by unwinding
-    its stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is that of
-    SIGABRT and hides the cause. Such a thread cannot be joined, because it may wait for a rank that is gone.
+    The interpreter ends a daemon thread when it returns from a call, and before Python 3.14 it does so by unwinding its
+    stack. In C++, as in calls of torch to a store or over gloo, that aborts the process: its exit code is that of
+    SIGABRT and hides the cause. Such a thread cannot be joined, because it may wait for a rank that has died.
 
-    Make it first of all: functions that were registered last at `atexit` are called first, and none after this.
+    Create it first: functions that were registered last at `atexit` are called first, and none after this.
     """
 
     def __init__(self) -> None:

@@ -2,17 +2,18 @@
 
 A thread of every rank waits for the end of two kinds of processes (`processes.py`):
 
-    the launch of the rank (`own_launch`)         gone: this rank ends
-    the other ranks of the host (`HostRanks`)     gone without a word: the first one left reports which, and all end
+    the launch of the rank (`own_launch`)         has ended: this rank ends
+    the other ranks of the host (`HostRanks`)     one has ended without notice: the first remaining rank reports which,
+                                                  and all end
 
 The thread needs neither the main thread, which may hang in a call that never returns, nor a network. Where ranks are on
-several hosts, `HostNews` tells the others, over the store where all ranks meet. One rank of each host listens, the
-first; a second connection of every rank would be too many for the rank that keeps the store. It has a connection and a
-thread of its own: the connection of the process group is locked while the main thread waits for another rank, perhaps
-the dead one.
+several hosts, `HostNews` notifies the others, over the store where all ranks meet. Only the first rank of each host
+listens: a second connection of every rank would be too many for the rank that serves the store. It has a connection and
+a thread of its own: the connection of the process group is locked while the main thread waits for another rank,
+perhaps the dead one.
 
-A host on which no rank is left cannot report it. So the listening ranks also give signs of life. These are read only
-once a rank has lost a connection: a rank that is only stopped is left to the stall watch.
+A host without living ranks cannot report it. So the listening ranks also write signs of life. These are compared only
+once a rank has lost a connection: a rank that is only stopped is a case of the stall watch.
 """
 
 import json
@@ -48,26 +49,26 @@ __all__ = ["RankWatch", "watch_rank"]
 _LOOK_AT_STORE_S = 1.0
 """Seconds between two looks at the store."""
 
-_TELL_S = 2.0
-"""Longest time to wait until news is stored: a store that lives answers sooner."""
+_SEND_S = 2.0
+"""Longest time to wait until news is stored: a living store answers sooner."""
 
 _SILENT_S = 4.0
-"""Seconds without a sign of life after which a rank is taken for dead, where a connection has been lost, too."""
+"""Seconds without a sign of life after which a rank counts as dead, if a connection was lost."""
 
 _CONNECT_S = 5.0
 """Longest time of one attempt to connect."""
 
-_PARTING_S = _CONNECT_S + 1.0
-"""Longest time to wait for a thread that is to end: calls to a store that answers take less."""
+_JOIN_S = _CONNECT_S + 1.0
+"""Longest time to wait for the end of the thread: calls to a living store take less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """Somebody who is gone, so that the run ends."""
+class Loss:
+    """The end of a process without which the run ends."""
 
-    what: str
-    """Who, and how: the beginning of the line for the user."""
-    said: bool = False
+    text: str
+    """The process and how it ended: the beginning of the line for the user."""
+    printed: bool = False
     """Whether a line for the user has been printed."""
 
 
@@ -75,49 +76,49 @@ class HostNews:
     """The connection of one rank to the store.
 
     Args:
-        attempt: how often the ranks were started: a store may outlive them.
-        heard: called with the news of another host, in the thread of the connection.
-        keeps_store: whether this rank keeps the store, which is gone with it.
+        attempt: number of earlier starts: a store may outlive the ranks.
+        received: called with the news of another host, in the thread of the connection.
+        serves_store: whether this rank serves the store, which ends with it.
     """
 
-    def __init__(self, attempt: str, *, heard: Callable[[Gone], object], keeps_store: bool) -> None:
-        self._prefix, self._heard, self._keeps_store = f"liveness/{attempt}", heard, keeps_store
+    def __init__(self, attempt: str, *, received: Callable[[Loss], object], serves_store: bool) -> None:
+        self._prefix, self._received, self._serves_store = f"liveness/{attempt}", received, serves_store
         self._key = f"{self._prefix}/gone"
-        self._to_tell: queue.SimpleQueue[Gone | None] = queue.SimpleQueue()
-        self._told, self._ended = threading.Event(), threading.Event()
+        self._outgoing: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
+        self._sent, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self.compares = False
-        """Whether to find out whose signs of life have stopped, because a connection is lost."""
+        """Whether to look for ranks without signs of life, because a connection was lost."""
         self.connected = False
         """Whether this rank has reached the store."""
 
     def begin(self, address: str, port: int, *, name: str, listens: bool) -> None:
-        """Connect as the rank `name`; one that does not listen connects only when it has something to tell."""
+        """Connect as the rank `name`; one that does not listen connects only to send."""
         arguments = (address, port, name, listens)
         self._thread = threading.Thread(target=self._run, args=arguments, name="news of other hosts", daemon=True)
         self._thread.start()
 
-    def tell(self, gone: Gone) -> None:
-        """Tell the other hosts, unless they cannot be reached."""
+    def send(self, loss: Loss) -> None:
+        """Notify the other hosts, unless they cannot be reached."""
         if self._thread is None or self._ended.is_set():
             return
-        self._to_tell.put(gone)
-        if self._told.wait(_TELL_S) and self._keeps_store:
+        self._outgoing.put(loss)
+        if self._sent.wait(_SEND_S) and self._serves_store:
             time.sleep(2 * _LOOK_AT_STORE_S)  # They have yet to look.
 
     def end(self) -> None:
-        """Hear nothing any more: the store may go."""
+        """Stop listening: the store may end."""
         self._ended.set()
-        self._to_tell.put(None)
+        self._outgoing.put(None)
 
     def join(self) -> None:
-        """Wait, after `end`, for the thread: one that is left in a call to the store takes the process down with it."""
+        """Wait, after `end`, for the thread: one that is in a call to the store would abort the process."""
         if self._thread is not None:
-            self._thread.join(_PARTING_S)
+            self._thread.join(_JOIN_S)
 
     def _run(self, address: str, port: int, name: str, listens: bool) -> None:
-        news = None if listens else self._to_tell.get()
-        # Torch takes seconds to import, and the main thread has done it by now.
+        news = None if listens else self._outgoing.get()
+        # Torch takes seconds to import, which the main thread has done by now.
         from torch.distributed import TCPStore
 
         timeout, store = timedelta(seconds=_CONNECT_S), None
@@ -127,29 +128,29 @@ class HostNews:
             with suppress(RuntimeError):
                 store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         try:
-            self._talk(store, news, _SignsOfLife(store, self._prefix, name) if listens else None)
+            self._exchange(store, news, _SignsOfLife(store, self._prefix, name) if listens else None)
         except RuntimeError:
             if not self._ended.is_set():
-                self._heard(Gone(f"the store of rank 0 at {address}:{port}, where the ranks met, is gone"))
+                self._received(Loss(f"the store of rank 0 at {address}:{port}, where the ranks met, is gone"))
 
-    def _talk(self, store: Any, news: Gone | None, signs: "_SignsOfLife | None") -> None:
+    def _exchange(self, store: Any, news: Loss | None, signs: "_SignsOfLife | None") -> None:
         self.connected = True
         while not self._ended.is_set():
             if news is not None:
                 store.compare_set(self._key, "", json.dumps(asdict(news)))
-                self._told.set()
+                self._sent.set()
             elif store.check([self._key]):
-                self._heard(Gone(**json.loads(store.get(self._key)) | {"said": True}))
+                self._received(Loss(**json.loads(store.get(self._key)) | {"printed": True}))
                 return
-            elif signs is not None and (silent := signs.give_and_read(compare=self.compares)):
-                own = json.dumps(asdict(Gone(f"{silent} died")))
-                # Ranks of several hosts may find out; only the first one prints it.
+            elif signs is not None and (silent := signs.write_and_read(compare=self.compares)):
+                own = json.dumps(asdict(Loss(f"{silent} died")))
+                # Ranks of several hosts may find it; only the first one prints it.
                 first = store.compare_set(self._key, "", own)
-                self._heard(Gone(**json.loads(first) | {"said": first != own.encode()}))
+                self._received(Loss(**json.loads(first) | {"printed": first != own.encode()}))
                 return
             news = None
             with suppress(queue.Empty):
-                news = self._to_tell.get(timeout=_LOOK_AT_STORE_S)
+                news = self._outgoing.get(timeout=_LOOK_AT_STORE_S)
 
 
 class _SignsOfLife:
@@ -158,14 +159,14 @@ class _SignsOfLife:
     def __init__(self, store: Any, prefix: str, name: str) -> None:
         self._store, self._hosts, self._sign, self._name = store, f"{prefix}/hosts", f"{prefix}/sign of life/", name
         self._own = store.add(self._hosts, 1)
-        self._given = 0
+        self._written = 0
         self._before: dict[str, bytes] = {}
         self._since_s = 0.0
 
-    def give_and_read(self, *, compare: bool) -> str:
-        """Give a sign of life, and return the names of those that have given none for long, if that is asked for."""
-        self._given += 1
-        self._store.set(f"{self._sign}{self._own}", f"{self._given} {self._name}")
+    def write_and_read(self, *, compare: bool) -> str:
+        """Write a sign of life; to compare, return the names of ranks that have written none for too long."""
+        self._written += 1
+        self._store.set(f"{self._sign}{self._own}", f"{self._written} {self._name}")
         if not compare:
             return ""
         others = (f"{self._sign}{host}" for host in range(1, self._store.add(self._hosts, 0) + 1) if host != self._own)
@@ -179,37 +180,38 @@ class _SignsOfLife:
 
 
 ENDS_WITHIN_S = 30.0
-"""Seconds after the death of a rank or a launcher in which all others have surely ended."""
+"""Seconds after the death of a rank or a launcher in which all others end."""
 
 _PATIENCE_S = 8.0
 """Seconds for a rank to end by itself, as by an error of its communication, before its process is ended."""
 
 _REQUEST_S = 600.0
-"""The same where the rank has a handler of its own for SIGTERM, which takes it for a request."""
+"""The same where the rank handles SIGTERM as a request to end."""
 
 _REPORTS_IN_S = 10.0
-"""Seconds for a report of why this rank leaves at once; then it leaves without."""
+"""Longest time of a report before the rank exits."""
 
 _LOOK_FOR_RANKS_S = 0.5
-"""Seconds between two looks for ranks of the host that have not come yet."""
+"""Seconds between two looks for ranks of the host that have not started yet."""
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that ends by SIGTERM, as shells give it."""
 
-DIED_TOO = 1
-"""Exit code of a rank that ends because another one is gone."""
+LOST = 1
+"""Exit code of a rank that ends because another one has died."""
 
 
 class RankWatch:
-    """The thread that looks after one rank. Enter and leave it in the main thread.
+    """The thread that watches one rank. Enter and leave it in the main thread.
 
     Args:
         host: the page of the ranks of this host; None where there is none.
-        attempt: how often the ranks were started, with launchers that start them again.
-        orphan: whether its launcher is gone already.
+        attempt: number of earlier starts, with launchers that restart ranks.
+        orphan: whether its launcher has ended already.
+        report: prints a line for the user.
         leave: ends the process with an exit code, at once.
-        ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
-            rank, and on one that prints the line because others are gone.
+        ending: called with the reason for which the run ends, and whether that is a failure, before this rank leaves at
+            once: on the first rank, and on one that prints the line.
     """
 
     def __init__(
@@ -221,59 +223,59 @@ class RankWatch:
         attempt: str = "0",
         orphan: bool = False,
         remedy: Callable[[], str] = lambda: "start it again",
-        say: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
+        report: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
         leave: Callable[[int], object] = os._exit,
-        ending: Callable[[str, bool], object] = lambda why, failed: None,
+        ending: Callable[[str, bool], object] = lambda reason, failed: None,
     ) -> None:
         self.place, self.remedy = place, remedy
-        self._launch, self._host, self._say, self._leave = launch, host, say, leave
+        self._launch, self._host, self._report, self._leave = launch, host, report, leave
         self.ending, self._orphan = ending, orphan
-        self.tells_end = place.rank == 0
-        """Whether this rank is the one that notes how the run ends."""
-        self.gone: Gone | None = None
-        """Who is gone, so that this rank ends; None while all are there."""
-        self._concluding, self._known = threading.Lock(), threading.Event()
+        self.reports_end = place.rank == 0
+        """Whether this rank reports how the run ends."""
+        self.loss: Loss | None = None
+        """The loss for which this rank ends; None while all processes run."""
+        self._concluding, self._lost = threading.Lock(), threading.Event()
         self._left = threading.Event()
         self._wake, waking = socket.socketpair()
         self._waking = waking
         for each in (self._wake, waking):
             each.setblocking(False)
-        self._ends: ProcessEnds[Ancestor | int] = ProcessEnds(self._wake.fileno())
+        self._ends = ProcessEnds(self._wake.fileno())
         self._others: set[int] = set()
         self._news: HostNews | None = None
         if place.local_size < place.world_size:
-            self._news = HostNews(attempt, heard=self._hear, keeps_store=place.rank == 0)
+            self._news = HostNews(attempt, received=self._received, serves_store=place.rank == 0)
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
 
     # ------------------------------------------------------------------ from start to end
 
     def __enter__(self) -> Self:
-        """Look after this rank from now on."""
+        """Start to watch this rank."""
         self._mark(Mark.HERE)
         self._before = signal.signal(signal.SIGTERM, self._terminated)
-        # Written to by the system when a signal comes, also while the main thread is in a call that never returns.
-        self._waked_before = signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+        # Written to by the system on a signal, also while the main thread is in a call that never returns.
+        self._wakeup_before = signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say how this rank ends, and look after it no more."""
+        """Note how this rank ends, and stop to watch it."""
         self._mark(Mark.DONE if kind is None else Mark.ENDING)
         self._left.set()
         with suppress(OSError):
             self._waking.send(b"\0")
-        # A thread that has found out who is gone prints it and tells the other hosts before this rank ends.
+        # A thread that has found a loss prints it and notifies the other hosts before this rank ends.
         self._thread.join()
         with self._concluding:
             pass
         if self._news is not None:
-            if kind is not None and self.gone is None:
-                self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) ended", said=True))
+            if kind is not None and self.loss is None:
+                self._news.send(Loss(f"rank {self.place.rank} (host {socket.gethostname()}) ended", printed=True))
             self._news.end()
             self._news.join()
-        signal.set_wakeup_fd(self._waked_before)
+        signal.set_wakeup_fd(self._wakeup_before)
         signal.signal(signal.SIGTERM, self._before)
         self._wake.close()
         self._waking.close()
@@ -284,15 +286,15 @@ class RankWatch:
             name = _name(self.place.rank, os.getpid())
             self._news.begin(address, port, name=name, listens=self.place.local_rank == 0)
 
-    def reason_of_a_lost_connection(self, seconds: float) -> Gone | None:
-        """Return who is gone, as soon as it is known; None if none is found within the time."""
+    def reason_of_a_lost_connection(self, seconds: float) -> Loss | None:
+        """The loss, as soon as it is found; None if none is found within the time."""
         if self._news is not None:
             self._news.compares = True
-        self._known.wait(seconds)
-        return self.gone
+        self._lost.wait(seconds)
+        return self.loss
 
     def part(self) -> None:
-        """Take the ends of ranks on other hosts for orderly ones from now on; all ranks call it before a barrier."""
+        """Regard further ends of ranks on other hosts as orderly; all ranks call it before a barrier."""
         if self._news is not None:
             self._news.end()
 
@@ -304,15 +306,14 @@ class RankWatch:
 
     def _run(self) -> None:
         for ancestor in self._launch:
-            self._ends.add(ancestor, ancestor.pid, born=ancestor.born)
+            self._ends.add(ancestor, ancestor.pid, start=ancestor.start)
         try:
             if self._orphan:
-                self._launcher_gone(None)
+                self._launcher_ended(None)
             while not self._left.is_set():
                 complete = self._host is None or len(self._others) == self.place.local_size - 1
                 self._look(self._ends.wait(60.0 if complete else _LOOK_FOR_RANKS_S))
         finally:
-            self._ends.close()
             if self._host is not None:
                 self._host.remove_file()
 
@@ -320,14 +321,14 @@ class RankWatch:
         if self._left.is_set():
             return
         with suppress(BlockingIOError):
-            # A handler of the rank's own takes the signal for a request, and ends the rank in its time.
+            # Another handler treats the signal as a request, and ends the rank in its time.
             if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) == self._terminated:
                 self._terminated(signal.SIGTERM, None)
-        if self.gone is not None:
+        if self.loss is not None:
             return
         for ancestor in self._launch:
             if ancestor in ended:
-                self._launcher_gone(ancestor)
+                self._launcher_ended(ancestor)
                 return
         self._look_at_others(ended)
 
@@ -338,79 +339,79 @@ class RankWatch:
         for place in marks.keys() - self._others:
             self._others.add(place)
             self._ends.add(place, marks[place].pid)
-        for place, other in sorted(marks.items()):
+        # Deaths before ends that were reported: both may show in one look.
+        for place, other in sorted(marks.items(), key=lambda entry: (entry[1].mark, entry[0])):
             if place in ended and other.mark in (Mark.HERE, Mark.ENDING):
-                # Of those that are left, only the first one prints.
+                # Of the remaining ranks, only the first one prints.
                 before = (each for each in marks if each < self.place.local_rank)
                 first = all(each in ended and marks[each].mark is Mark.HERE for each in before)
-                died, who = other.mark is Mark.HERE, _name(other.rank, other.pid)
-                self._conclude(
-                    Gone(f"{who} {'died' if died else 'ended'}", said=not died), says=first and died, tells=first
-                )
+                died, name = other.mark is Mark.HERE, _name(other.rank, other.pid)
+                loss = Loss(f"{name} {'died' if died else 'ended'}", printed=not died)
+                self._conclude(loss, prints=first and died, sends=first)
                 return
 
-    def _launcher_gone(self, launcher: Ancestor | None) -> None:
+    def _launcher_ended(self, launcher: Ancestor | None) -> None:
         first = self.place.local_rank == 0
         process = "" if launcher is None else f", process {launcher.pid}"
         name = "the launcher" if launcher is None else f"the launcher {launcher.program}"
-        # DeepSpeed's command ends with code 0, as if all were well, where its launcher was killed.
+        # DeepSpeed's command ends with code 0, as after a success, where its launcher was killed.
         for each in self._launch:
             if each is not launcher and each.program in RUNNERS:
                 with suppress(OSError):
                     os.kill(each.pid, signal.SIGTERM)
-        gone = Gone(f"{name} (host {socket.gethostname()}{process}) is gone, and ranks do not train on without it")
+        loss = Loss(f"{name} (host {socket.gethostname()}{process}) is gone, and ranks do not train on without it")
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             self._mark(Mark.ENDING)
-            self._conclude(gone, says=first, tells=first)
-            self._leave_told(gone.what, TERMINATED)
+            self._conclude(loss, prints=first, sends=first)
+            self._leave_after_report(loss.text, TERMINATED)
         else:
-            self._conclude(gone, says=first, patience_s=_REQUEST_S)
+            self._conclude(loss, prints=first, patience_s=_REQUEST_S)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _hear(self, gone: Gone) -> None:
+    def _received(self, loss: Loss) -> None:
         """Handle news of another host, or the loss of the store."""
-        self._conclude(gone, says=not gone.said)
+        self._conclude(loss, prints=not loss.printed)
 
     def _conclude(
-        self, gone: Gone, *, says: bool = False, tells: bool = False, patience_s: float = _PATIENCE_S
+        self, loss: Loss, *, prints: bool = False, sends: bool = False, patience_s: float = _PATIENCE_S
     ) -> None:
-        """End this rank because somebody is gone: give it time to end by itself, and then none."""
+        """End this rank because of a loss, after some time in which it may end by itself."""
         with self._concluding:
-            if self.gone is not None:
+            if self.loss is not None:
                 return
-            self.gone = gone
-            self.tells_end = self.tells_end or says
-            self._known.set()
+            self.loss = loss
+            self.reports_end = self.reports_end or prints
+            self._lost.set()
             # First of all: a line that is not read would block the thread that writes it.
-            _after(patience_s, self._leave_told, gone.what, DIED_TOO)
-            if says:
+            _after(patience_s, self._leave_after_report, loss.text, LOST)
+            if prints:
                 with suppress(OSError):
-                    self._say(f"error: {gone.what}: {self.remedy()}")
-        if tells and self._news is not None:
-            self._news.tell(gone)
+                    self._report(f"error: {loss.text}: {self.remedy()}")
+        if sends and self._news is not None:
+            self._news.send(loss)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
         self._mark(Mark.ENDING)
         if self._news is not None and self.place.local_rank == 0:
-            self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) was told to end"))
-        if self.gone is None:
-            self._leave_told("told to end by SIGTERM", TERMINATED, failed=False)
+            self._news.send(Loss(f"rank {self.place.rank} (host {socket.gethostname()}) was terminated"))
+        if self.loss is None:
+            self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
         else:
-            self._leave_told(self.gone.what, TERMINATED)
+            self._leave_after_report(self.loss.text, TERMINATED)
 
-    def _leave_told(self, why: str, code: int, *, failed: bool = True) -> None:
-        """Leave at once, but for a report of why, which may not take for ever."""
-        if self.tells_end:
+    def _leave_after_report(self, reason: str, code: int, *, failed: bool = True) -> None:
+        """Exit at once, after a report of limited time."""
+        if self.reports_end:
             timer = _after(_REPORTS_IN_S, self._leave, code)
             with suppress(Exception):
-                self.ending(why, failed)
+                self.ending(reason, failed)
             timer.cancel()
         self._leave(code)
 
     def _mark(self, mark: Mark) -> None:
         if self._host is not None:
             self._host.write(self.place.local_rank, HostRank(self.place.rank, os.getpid(), mark))
-            # Nobody comes any more once a rank ends; and the last one to come leaves no file.
+            # No rank starts once one has ended; and the last one to start removes the file.
             self._host.read() if mark is Mark.HERE else self._host.remove_file()
 
 
@@ -423,7 +424,7 @@ def _after(seconds: float, function: Callable[..., object], *arguments: object) 
 
 
 def _name(rank: int, pid: int) -> str:
-    """Return the name of a rank of this host, as a user reads it."""
+    """Name of a rank of this host in messages."""
     return f"rank {rank} (host {socket.gethostname()}, process {pid})"
 
 
@@ -431,9 +432,9 @@ def watch_rank(
     place: LaunchEnvironment,
     *,
     remedy: Callable[[], str],
-    ending: Callable[[str, bool], object] = lambda why, failed: None,
+    ending: Callable[[str, bool], object] = lambda reason, failed: None,
 ) -> RankWatch:
-    """Return the watch of this rank, as its launcher started it; `remedy` and `ending` as in `RankWatch`."""
+    """The watch of this rank, as its launcher started it; `remedy` and `ending` as in `RankWatch`."""
     launch, attempt = own_launch(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launcher = host_launcher(launch)
     return RankWatch(

@@ -51,23 +51,23 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("commands", "length"), LAUNCHES.values(), ids=LAUNCHES)
-def test_the_launch_ends_below_what_the_user_owns(commands: tuple[tuple[str, ...], ...], length: int) -> None:
+def test_processes_of_the_user_are_no_part_of_the_launch(commands: tuple[tuple[str, ...], ...], length: int) -> None:
     processes = above(*commands)
     assert launch_of(processes) == tuple(processes[:length])
 
 
-def test_who_asked_to_outlive_his_terminal_outlives_the_connection() -> None:
+def test_under_nohup_the_connection_is_no_part_of_the_launch() -> None:
     processes = above(PER_HOST, REMOTE, SERVED)
     assert launch_of(processes, outlives_its_terminal=True) == (processes[0],)
 
 
-def test_the_ranks_of_a_host_agree_who_started_them_all() -> None:
+def test_ranks_of_a_host_agree_on_their_launcher() -> None:
     wrapped = above(("bash", "-c", "exec"), PER_HOST, RUNNER)
     assert host_launcher(launch_of(wrapped)) == wrapped[1]
     assert host_launcher(()) is None
 
 
-def test_an_orphan_of_deepspeed_is_known() -> None:
+def test_orphans_of_deepspeed() -> None:
     assert is_orphan((), {"CROSS_RANK": "0"})
     assert not is_orphan((), {"RANK": "0"})
     assert not is_orphan(above(PER_HOST), {"CROSS_RANK": "0"})
@@ -78,7 +78,7 @@ def test_ranks_read_what_others_write_and_leave_no_file(tmp_path: Path) -> None:
     pages = [HostRanks(path, 2), HostRanks(path, 2)]
     pages[0].write(0, HostRank(4, 100, Mark.HERE))
     assert pages[1].read() == {0: HostRank(4, 100, Mark.HERE)}
-    assert path.exists(), "the other rank has yet to come"
+    assert path.exists(), "the other rank has yet to start"
     pages[1].write(1, HostRank(5, 101, Mark.HERE))
     pages[0].write(0, HostRank(4, 100, Mark.ENDING))
     assert pages[1].read() == {0: HostRank(4, 100, Mark.ENDING), 1: HostRank(5, 101, Mark.HERE)}
@@ -86,7 +86,7 @@ def test_ranks_read_what_others_write_and_leave_no_file(tmp_path: Path) -> None:
     assert pages[0].read()[1].rank == 5
 
 
-def test_a_page_is_its_users_alone_and_follows_no_link(tmp_path: Path) -> None:
+def test_a_page_is_private_and_follows_no_link(tmp_path: Path) -> None:
     HostRanks(tmp_path / "page", 2)
     assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
     (tmp_path / "precious").write_text("precious")
@@ -102,7 +102,7 @@ from deepspeed_ext.runtime.health.processes import ProcessEnd
 
 atexit.register(print, "the interpreter's own end")
 end = ProcessEnd()
-atexit.register(print, "what is to be done")
+atexit.register(print, "other functions")
 if sys.argv[1] == "left":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 if sys.argv[2] == "raised":
@@ -114,9 +114,9 @@ sys.exit(end.code)
 
 @pytest.mark.parametrize(("ending", "code"), [("returned", 7), ("raised", 1)])
 @pytest.mark.parametrize("threads", ["none", "left"])
-def test_threads_that_are_left_do_not_see_the_end_of_the_interpreter(threads: str, ending: str, code: int) -> None:
+def test_daemon_threads_do_not_run_into_the_end_of_the_interpreter(threads: str, ending: str, code: int) -> None:
     command = [sys.executable, "-c", PROGRAM, threads, ending]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    lines = ["what is to be done"] + ["the interpreter's own end"] * (threads == "none")
+    lines = ["other functions"] + ["the interpreter's own end"] * (threads == "none")
     assert (done.returncode, done.stdout.splitlines()) == (code, lines)
     assert ("KeyError" in done.stderr) == (ending == "raised")

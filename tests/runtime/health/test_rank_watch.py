@@ -1,4 +1,4 @@
-"""A rank sees that its launcher or another rank is gone; processes that only sleep stand for these."""
+"""The end of a launcher or of another rank ends a rank, in one line; sleeping processes take their place."""
 
 import os
 import re
@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, Mark, ProcessEnds, birth_of
-from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Gone, RankWatch, _SignsOfLife
+from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, Mark, ProcessEnds, start_of
+from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Loss, RankWatch, _SignsOfLife
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 
 SOON_S = 20
@@ -36,10 +35,10 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Rank:
-    """The watch of this process as rank `local_rank` of two on this host, and what came of it."""
+    """The watch of this process as rank `local_rank` of two on this host, and its results."""
 
     def __init__(self, folder: Path, local_rank: int = 0, **keywords: object) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.code: int | None = None
         self._left = threading.Event()
         self.page = HostRanks(folder / "page", 2)
@@ -48,7 +47,7 @@ class Rank:
         self.watch = RankWatch(
             place,
             **{"launch": (), "host": self.page, "remedy": lambda: "REMEDY"} | keywords,
-            say=self.said.append,
+            report=self.lines.append,
             leave=self._leave,
         )
 
@@ -71,23 +70,23 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_rank_that_dies_is_named_by_the_one_left(tmp_path: Path, local_rank: int) -> None:
+def test_a_dead_rank_is_named_by_the_remaining_one(tmp_path: Path, local_rank: int) -> None:
     rank, other = Rank(tmp_path, local_rank), 1 - local_rank
     with sleeper() as process, rank.watch as watch:
         rank.page.write(other, HostRank(other, process.pid, Mark.HERE))
         process.kill()
-        until(lambda: bool(rank.said))
-        assert re.fullmatch(rf"error: rank {other} \(host \S+, process {process.pid}\) died: REMEDY", rank.said[0])
-        assert watch.gone is not None
-    assert len(rank.said) == 1
+        until(lambda: bool(rank.lines))
+        assert re.fullmatch(rf"error: rank {other} \(host \S+, process {process.pid}\) died: REMEDY", rank.lines[0])
+        assert watch.loss is not None
+    assert len(rank.lines) == 1
 
 
 @pytest.mark.parametrize(("mark", "ends"), [(Mark.DONE, False), (Mark.ENDING, True)], ids=["done", "ending"])
-def test_nothing_is_said_of_a_rank_that_has_said_it(tmp_path: Path, mark: Mark, ends: bool) -> None:
+def test_a_rank_that_has_reported_its_end_is_not_named(tmp_path: Path, mark: Mark, ends: bool) -> None:
     rank = Rank(tmp_path)
     rank.page.write(1, HostRank(1, os.getpid(), mark))
     rank.watch._look_at_others(ended={1})
-    assert (rank.watch.gone is not None, rank.said) == (ends, [])
+    assert (rank.watch.loss is not None, rank.lines) == (ends, [])
 
 
 def test_a_rank_that_died_before_it_was_looked_at_is_named(tmp_path: Path) -> None:
@@ -97,11 +96,11 @@ def test_a_rank_that_died_before_it_was_looked_at_is_named(tmp_path: Path) -> No
         process.wait()
         rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
         with rank.watch:
-            until(lambda: bool(rank.said))
+            until(lambda: bool(rank.lines))
 
 
 def launcher_of(process: subprocess.Popen[bytes], program: str) -> Ancestor:
-    return Ancestor(process.pid, (program,), birth_of(psutil.Process(process.pid)))
+    return Ancestor(process.pid, (program,), start_of(process.pid) or 0.0)
 
 
 def test_a_launcher_that_dies_ends_its_rank_and_the_command_above_it(tmp_path: Path) -> None:
@@ -115,10 +114,10 @@ def test_a_launcher_that_dies_ends_its_rank_and_the_command_above_it(tmp_path: P
         pattern = (
             rf"error: the launcher deepspeed.launcher.launch \(host \S+, process {launcher.pid}\) is gone, .*REMEDY"
         )
-        assert re.fullmatch(pattern, rank.said[0])
+        assert re.fullmatch(pattern, rank.lines[0])
 
 
-def test_a_rank_that_takes_sigterm_for_a_request_is_asked(tmp_path: Path) -> None:
+def test_a_handler_of_sigterm_is_called(tmp_path: Path) -> None:
     asked = threading.Event()
     with sleeper() as launcher:
         rank = Rank(tmp_path, launch=(launcher_of(launcher, "torchrun"),))
@@ -130,22 +129,22 @@ def test_a_rank_that_takes_sigterm_for_a_request_is_asked(tmp_path: Path) -> Non
         assert rank.code is None
 
 
-def test_a_rank_without_a_launcher_left_is_an_orphan(tmp_path: Path) -> None:
+def test_a_rank_whose_launcher_has_ended_ends(tmp_path: Path) -> None:
     rank = Rank(tmp_path, orphan=True)
     with rank.watch:
         assert rank.left() == TERMINATED
 
 
-def test_sigterm_ends_a_rank_whose_main_thread_hears_nothing(tmp_path: Path) -> None:
+def test_sigterm_ends_a_rank_whose_main_thread_hangs(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     with rank.watch as watch:
         watch._waking.send(bytes([signal.SIGTERM]))  # as the system does, before Python calls any handler
         assert rank.left() == TERMINATED
         assert rank.page.read()[0].mark is Mark.ENDING
-    assert rank.said == []
+    assert rank.lines == []
 
 
-def test_how_a_rank_ends_is_marked_and_its_signals_are_given_back(tmp_path: Path) -> None:
+def test_the_end_is_marked_and_the_handler_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     rank = Rank(tmp_path)
     with rank.watch:
@@ -158,7 +157,7 @@ def test_how_a_rank_ends_is_marked_and_its_signals_are_given_back(tmp_path: Path
     assert failing.page.read()[0].mark is Mark.ENDING
 
 
-def test_another_host_hears_who_died_and_says_nothing(tmp_path: Path) -> None:
+def test_another_host_receives_the_loss_and_prints_nothing(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
     names = make(tmp_path, "here", "there")
     here, there = (Rank(tmp_path / name, place, world_size=4) for place, name in zip((1, 0), names, strict=True))
@@ -169,25 +168,25 @@ def test_another_host_hears_who_died_and_says_nothing(tmp_path: Path) -> None:
             here.watch.meet("127.0.0.1", store.port)
             here.page.write(0, HostRank(0, process.pid, Mark.HERE))
             process.kill()
-            until(lambda: there.watch.gone is not None)
-    assert f"process {process.pid}) died" in there.watch.gone.what
-    assert (len(here.said), there.said) == (1, [])
+            until(lambda: there.watch.loss is not None)
+    assert f"process {process.pid}) died" in there.watch.loss.text
+    assert (len(here.lines), there.lines) == (1, [])
 
 
-def test_other_hosts_are_told_before_the_rank_that_found_out_leaves(tmp_path: Path) -> None:
+def test_other_hosts_are_notified_before_the_rank_leaves(tmp_path: Path) -> None:
     rank, came = Rank(tmp_path), []
-    # It still says so, while the main thread has heard enough.
-    rank.watch._say = lambda line: rank.watch._left.wait(SOON_S)
+    # It still prints when the main thread leaves.
+    rank.watch._report = lambda line: rank.watch._left.wait(SOON_S)
     calls = {name: partial(came.append, name) for name in ("end", "join")}
-    rank.watch._news = SimpleNamespace(tell=lambda gone: came.append("tell"), **calls)
+    rank.watch._news = SimpleNamespace(send=lambda loss: came.append("send"), **calls)
     with sleeper() as process, rank.watch as watch:
         rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
         process.kill()
-        until(lambda: watch.gone is not None)
-    assert came == ["tell", "end", "join"]
+        until(lambda: watch.loss is not None)
+    assert came == ["send", "end", "join"]
 
 
-def test_a_store_that_is_lost_is_named_but_not_after_the_end(tmp_path: Path) -> None:
+def test_a_lost_store_is_named_but_not_after_the_end(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
     lost, parted = (Rank(tmp_path / name, world_size=4) for name in make(tmp_path, "lost", "parted"))
     port = store.port
@@ -199,20 +198,20 @@ def test_a_store_that_is_lost_is_named_but_not_after_the_end(tmp_path: Path) -> 
             until(lambda: parted.watch._news.connected)
             parted.watch.part()
             del store
-            until(lambda: lost.watch.gone is not None)
-    assert lost.said == [f"error: the store of rank 0 at 127.0.0.1:{port}, where the ranks met, is gone: REMEDY"]
-    assert (parted.watch.gone, parted.said) == (None, [])
+            until(lambda: lost.watch.loss is not None)
+    assert lost.lines == [f"error: the store of rank 0 at 127.0.0.1:{port}, where the ranks met, is gone: REMEDY"]
+    assert (parted.watch.loss, parted.lines) == (None, [])
 
 
-def test_a_host_on_which_nobody_is_left_is_named_once_a_connection_is_lost(tmp_path: Path) -> None:
+def test_a_dead_host_is_named_once_a_connection_is_lost(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
     dead, living = (_SignsOfLife(store, "prefix", name) for name in ("rank 4 (host b)", "rank 0 (host a)"))
-    assert dead.give_and_read(compare=False) == ""
-    assert living.give_and_read(compare=True) == ""
+    assert dead.write_and_read(compare=False) == ""
+    assert living.write_and_read(compare=True) == ""
     living._since_s -= 100.0
-    assert living.give_and_read(compare=True) == "rank 4 (host b)"
-    dead.give_and_read(compare=False)
-    assert living.give_and_read(compare=True) == ""
+    assert living.write_and_read(compare=True) == "rank 4 (host b)"
+    dead.write_and_read(compare=False)
+    assert living.write_and_read(compare=True) == ""
 
 
 def make(folder: Path, *names: str) -> tuple[str, ...]:
@@ -221,47 +220,43 @@ def make(folder: Path, *names: str) -> tuple[str, ...]:
     return names
 
 
-@pytest.mark.parametrize("reports", [True, False])
-def test_ends_are_seen_with_the_help_of_the_system_and_without(reports: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not reports:
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
+def test_ends_of_processes() -> None:
     reading, writing = os.pipe()
-    ends: ProcessEnds[str] = ProcessEnds(reading)
+    ends = ProcessEnds(reading)
     with sleeper() as first, sleeper() as second:
-        ends.add("first", first.pid)
-        ends.add("second", second.pid)
-        ends.add("of a later process", second.pid, born=1.0)
-        assert ends.wait(0.0) == {"of a later process"}
+        ends.add(1, first.pid)
+        ends.add(2, second.pid)
+        ends.add(3, second.pid, start=1.0)
+        assert ends.wait(0.0) == {3}, "a later process of that number"
         second.kill()
-        until(lambda: ends.wait(1.0) == {"of a later process", "second"})
+        until(lambda: ends.wait(1.0) == {2, 3})
         second.wait()
-        ends.add("gone long ago", second.pid)
-        assert "gone long ago" in ends.wait(0.0)
+        ends.add(4, second.pid)
+        assert 4 in ends.wait(0.0), "it has ended long ago"
         os.write(writing, b"\0")
-        assert "first" not in ends.wait(600.0), "a word ends the wait"
-    ends.close()
+        assert 1 not in ends.wait(600.0), "a byte ends the wait"
     os.close(reading)
     os.close(writing)
 
 
-def test_why_a_rank_leaves_at_once_is_told_before_it_does(tmp_path: Path) -> None:
-    told: list[object] = []
-    rank = Rank(tmp_path, ending=lambda why, failed: told.append((why, failed, rank.code)))
+def test_the_reason_is_reported_before_a_rank_leaves(tmp_path: Path) -> None:
+    reported: list[object] = []
+    rank = Rank(tmp_path, ending=lambda reason, failed: reported.append((reason, failed, rank.code)))
     with rank.watch as watch:
         watch._terminated(signal.SIGTERM, None)
-        assert told == [("told to end by SIGTERM", False, None)]
-        watch._conclude(Gone("rank 1 died"), says=True)
+        assert reported == [("terminated by SIGTERM", False, None)]
+        watch._conclude(Loss("rank 1 died"), prints=True)
         watch._terminated(signal.SIGTERM, None)
-    assert told[1:] == [("rank 1 died", True, TERMINATED)]
+    assert reported[1:] == [("rank 1 died", True, TERMINATED)]
 
 
-def test_of_other_ranks_the_one_that_speaks_tells_it(tmp_path: Path) -> None:
-    told: list[object] = []
-    rank = Rank(tmp_path, local_rank=1, ending=lambda why, failed: told.append(why))
+def test_of_other_ranks_the_one_that_prints_reports(tmp_path: Path) -> None:
+    reported: list[object] = []
+    rank = Rank(tmp_path, local_rank=1, ending=lambda reason, failed: reported.append(reason))
     with rank.watch as watch:
         watch._terminated(signal.SIGTERM, None)
-        assert (told, rank.left(), watch.tells_end) == ([], TERMINATED, False)
-        watch._conclude(Gone("rank 0 died"), says=True)
-        assert watch.tells_end
+        assert (reported, rank.left(), watch.reports_end) == ([], TERMINATED, False)
+        watch._conclude(Loss("rank 0 died"), prints=True)
+        assert watch.reports_end
         watch._terminated(signal.SIGTERM, None)
-    assert told == ["rank 0 died"]
+    assert reported == ["rank 0 died"]
