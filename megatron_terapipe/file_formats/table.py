@@ -57,7 +57,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "profile": FileFormat(
             "Measured times, which `terapipe search measure --json` writes and `--profile` reads.",
-            f"{_SEARCH}.price.profile:ProfileEntry",
+            f"{_SEARCH}.price.profile:Profile",
         ),
         "strategy": FileFormat(
             "A strategy, which `terapipe search rank --output` writes and `--strategy` reads; in files of "

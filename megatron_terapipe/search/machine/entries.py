@@ -198,6 +198,7 @@ _RULES = {
     "string_type": ("is not a text", "give one"),
     "string_pattern_mismatch": ("is not a text", "give one"),
     "list_type": ("is not a list", "write one in [ ]"),
+    "tuple_type": ("is not a list", "write one in [ ]"),
     "too_short": ("is an empty list", "write one entry or more in [ ]"),
     "model_type": ("is not an object of fields and values", "write one"),
     "dict_type": ("is not an object of fields and values", "write one"),

@@ -20,6 +20,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.launcher import free_ports
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, Nodes
 from megatron_terapipe.search.price.profile import (
+    FORMAT,
     LayerShape,
     OpPoint,
     Profile,
@@ -245,12 +246,13 @@ def _profile(
 
     name = get_accelerator().device_name()
     return Profile(
+        format=FORMAT,
         device=_processor() if name == "cpu" else str(torch.cuda.get_device_name()),
         accelerator=name,
         num_devices=max(map(len, nodes)),
         num_nodes=len(nodes),
-        precision=precision,
-        software=tuple((package, version(package)) for package in ("torch", "deepspeed", "numpy")),
+        precision=precision,  # type: ignore[arg-type]
+        software={package: version(package) for package in ("torch", "deepspeed", "numpy")},
         layers=layers,
         links=links,
         engine=engine,

@@ -301,7 +301,7 @@ class MeasuredProfile:
     def _surfaces(self) -> Mapping[tuple[LayerShape, int], tuple[Surface, ...]]:
         return {
             (each.shape, each.tensor_parallel_size): tuple(
-                Surface.through([Point(*point[:3], point[op]) for point in each.points], each.shape.window)
+                Surface.through([Point(*point[:3], point[op]) for point in each.points], each.shape.sliding_window)
                 for op in (3, 4, 5)
             )
             for each in self.profile.layers

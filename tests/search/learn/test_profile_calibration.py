@@ -48,13 +48,16 @@ STRATEGIES = [
 def slower(factor: float) -> Profile:
     """What a machine would measure on which every op takes so much longer."""
     layers = [
-        replace(
-            layer,
-            points=tuple(point._replace(**{op: factor * getattr(point, op) for op in OPS}) for point in layer.points),
+        layer.model_copy(
+            update={
+                "points": tuple(
+                    point._replace(**{op: factor * getattr(point, op) for op in OPS}) for point in layer.points
+                )
+            }
         )
         for layer in PROFILE.layers
     ]
-    return replace(PROFILE, layers=tuple(layers))
+    return PROFILE.model_copy(update={"layers": tuple(layers)})
 
 
 OPS = ("forward_s", "input_gradient_s", "weight_gradient_s")

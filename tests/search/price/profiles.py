@@ -2,6 +2,7 @@
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.price.profile import (
+    FORMAT,
     LayerShape,
     OpPoint,
     Profile,
@@ -57,11 +58,12 @@ def profile(
                 )
     messages = tuple((size, 2e-4 + size / 1e9) for size in (2**10, 2**14, 2**18, 2**22))
     return Profile(
+        format=FORMAT,
         device="a processor",
         accelerator="cpu",
         num_devices=2,
         precision="fp32",
-        software=(("torch", "2"),),
+        software={"torch": "2"},
         layers=tuple(layers),
         links=(
             ProfiledLink(where="inside", what="all_reduce", num_ranks=2, points=messages),

@@ -75,7 +75,7 @@ def on_hosts(cards: int) -> tuple[Profile, Cluster]:
         return ProfiledLink(where="network", what=what, num_ranks=2, points=points, flows=flows)
 
     network = [link("all_reduce", 1, 0), link("transfer", 1, 1), link("all_reduce", 1, 0, 2), link("transfer", 1, 1, 2)]
-    measured = replace(profile(), num_nodes=2, links=(*profile().links, *network))
+    measured = profile().model_copy(update={"num_nodes": 2, "links": (*profile().links, *network)})
     card = Link(bandwidth=1.25e9, latency_s=5e-6)
     node = replace(CLUSTER.nodes[0], network=card, num_network_cards=cards)
     return measured, Cluster(nodes=tuple(replace(node, name=f"host-{index}") for index in range(4)))
@@ -115,7 +115,7 @@ def test_a_mixed_cluster_is_priced_by_its_measured_machine_wherever_it_stands() 
     (note,) = profile_notes(measured, mixed)
     assert note == ("the profile was measured on a processor: ops on A100-SXM4-80GB are priced as if they took as long")
     # The same accelerator by another of its names.
-    named = replace(measured, accelerator="cuda", device="NVIDIA A100-SXM4-80GB")
+    named = measured.model_copy(update={"accelerator": "cuda", "device": "NVIDIA A100-SXM4-80GB"})
     assert measured_node(named, Cluster(nodes=(*sheet.nodes, other))) == other
 
 
@@ -123,7 +123,7 @@ def test_an_all_reduce_that_links_inside_hold_up_says_nothing_of_the_network() -
     measured, sheet = on_hosts(1)
     points = tuple((size, 2e-4 + size * 1e-9) for size in SIZES)
     everyone = ProfiledLink(where="network", what="all_reduce", num_ranks=4, points=points, ranks_per_node=2)
-    more = replace(measured, links=(*measured.links, everyone))
+    more = measured.model_copy(update={"links": (*measured.links, everyone)})
     assert measured_efficiency(more, sheet) == measured_efficiency(measured, sheet)
 
 
@@ -141,12 +141,12 @@ def test_one_host_says_nothing_of_the_network_and_a_note_says_so() -> None:
 def test_a_note_names_sizes_of_which_one_alone_was_measured() -> None:
     measured, sheet = on_hosts(1)
     layers = [
-        replace(each, points=tuple(point for point in each.points if point.end - point.start == 64))
+        each.model_copy(update={"points": tuple(point for point in each.points if point.end - point.start == 64)})
         if each.tensor_parallel_size == 2
-        else replace(each, points=each.points[:1])
+        else each.model_copy(update={"points": each.points[:1]})
         for each in measured.layers
     ]
-    assert list(profile_notes(replace(measured, layers=tuple(layers)), sheet)) == [
+    assert list(profile_notes(measured.model_copy(update={"layers": tuple(layers)}), sheet)) == [
         f"the profile was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
         "longer --budget-s"
         for sizes in (
@@ -169,7 +169,7 @@ def test_an_all_reduce_of_two_full_nodes_is_then_priced_as_measured() -> None:
     points = tuple((size, 1e-3 + size * 4 * NETWORK_BYTE_S) for size in SIZES)
     link = ProfiledLink(where="network", what="all_reduce", num_ranks=8, points=points, ranks_per_node=4)
     nodes = tuple(replace(CLUSTER.nodes[0], name=name, num_devices=4) for name in ("a", "b"))
-    measured = replace(profile(), num_nodes=2, links=(*profile().links, link))
+    measured = profile().model_copy(update={"num_nodes": 2, "links": (*profile().links, link)})
     efficiency = measured_efficiency(measured, Cluster(nodes=nodes))
     topology = GroupTopology(8, 2, LINK.bandwidth, 0.0, LINK.bandwidth, 0.0)
     assert float(all_reduce_s(2**24, topology, efficiency)) == pytest.approx(2**24 * 4 * NETWORK_BYTE_S, rel=0.05)

@@ -142,12 +142,12 @@ def test_other_sizes_are_refused() -> None:
     other = gpt_workload(
         ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, vocab_size=256)
     )
-    measured = MeasuredProfile(replace(profile(), source="P.json"))
+    measured = MeasuredProfile(profile())
     with pytest.raises(ConfigError) as caught:
         times(measured, other.layers[1])
     assert str(caught.value) == (
-        "the profile P.json has no block of hidden size 128, 4 heads, MLP of 512; it has a block of hidden size 64, "
-        "4 heads, MLP of 256: measure this model, or give no profile"
+        "the profile just measured has no block of hidden size 128, 4 heads, MLP of 512; it has a block of hidden "
+        "size 64, 4 heads, MLP of 256: measure this model, or give no profile"
     )
     longer = gpt_workload(replace(MODEL, seq_length=128, max_position_embeddings=128))
     assert times(measured, longer.layers[1], end=128).forward > times(measured).forward
