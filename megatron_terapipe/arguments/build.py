@@ -120,7 +120,7 @@ def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
 
 NOT_SEARCHED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "no_pipeline_parallel"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("model_chunk_placement", "pipeline_model_parallel_layout", "schedule_memory_limit"),
     *("gradient_accumulation_steps", "rampup_batch_size", "recompute_method", "recompute_num_layers"),
 )
@@ -208,7 +208,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         take_model_from_checkpoint(given)
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
-    given |= file.values()
+    given |= file.values
     with file.named_in_errors():
         _check_accepted(line)
         searched = _take_found_strategy(given, find_strategy) if given.get("strategy") == AUTO else ()

@@ -216,7 +216,7 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
     yield [own, *each.option.aliases], settings
     for spelling, meaning in each.option.also.items():
         match meaning:
-            case str():
+            case str() | int():
                 yield [spelling], {"nargs": 0, "const": meaning, "help": f"The same as {own} {meaning}."}
             case Otherwise(value):
                 text = f"{own} {value}, unless something else sets it."

@@ -1,6 +1,6 @@
-"""Flags of Megatron that say in its own way what flags of ours say; their values become those of our fields.
+"""Flags of Megatron that lay out stages in its own way; their values become those of our fields.
 
-Layers of stages come from a number of layers, from weights, or from Megatron's text:
+The layers of stages come from a number of layers, from weights, or from Megatron's text:
 
 Et*3|(tt|)*6t|L      stages are divided by |
 E  t t t | t t | ... | L      E embedding, t transformer layer, L loss; x*3 is xxx, (x)*3 too; commas mean nothing
@@ -19,7 +19,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spellings:
-    """Other spellings of the layout and of the data."""
+    """Other spellings of the layout."""
 
     num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
     """Transformer layers of each stage, instead of `--num-model-chunks`."""
@@ -41,38 +41,19 @@ class Spellings:
     account_for_loss_in_pipeline_split: bool = False
     """Count the output layer as a layer of the last stage, where all stages have equally many."""
 
-    no_pipeline_parallel: bool = False
-    """Use no pipeline. The pipeline-parallel size must be 1."""
-
-    data_impl: str = option("mmap", metavar="{mmap,infer}")
-    """Kind of the data files: the `.bin` and `.idx` that Megatron calls mmap."""
-
-    dataloader_type: str = option("single", metavar="{single}")
-    """Order of the samples: one after the other, through epochs that are each shuffled separately."""
-
     def __post_init__(self) -> None:
-        """Check the ranges, and what there is one of."""
+        """Check the ranges."""
         check_bounds(self)
-        if self.data_impl not in ("mmap", "infer"):
-            raise ConfigError(
-                f"--data-impl {self.data_impl} is not read, only Megatron's mmap format: write the data again with "
-                "megatron_terapipe.data.preprocess, and use mmap"
-            )
-        if self.dataloader_type != "single":
-            raise ConfigError(
-                f"--dataloader-type {self.dataloader_type} is not offered, because its order depends on the number of "
-                "data-parallel ranks, and epochs are shuffled anew in any case: use single"
-            )
 
     @property
     def ends(self) -> dict[str, int]:
-        """Flags that give layers to an end of the pipeline, and how many."""
+        """Number of layers by flag, for the flags that set the layers of the first or last pipeline rank."""
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
         return {name: number for name, number in ends.items() if number is not None}
 
     def stages(self, num_layers: int, num_ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the number of model chunks and the stage partition, where one of these flags says them.
+        """Return the number of model chunks and the stage partition, where one of these flags sets them.
 
         Args:
             given: values of fields of ours.
@@ -108,24 +89,24 @@ class Spellings:
     def _check_layers_of_each(
         self, each: int, counted: int, num_ranks: int, partition: str, model_chunks: int | None
     ) -> None:
-        said = f"--num-layers-per-virtual-pipeline-stage {each}"
+        words = f"--num-layers-per-virtual-pipeline-stage {each}"
         if model_chunks is not None:
             raise ConfigError(
-                f"{said} and --num-model-chunks {model_chunks} both say how many stages a rank owns: drop one of them"
+                f"{words} and --num-model-chunks {model_chunks} both set the stages of a rank: drop one of them"
             )
         if partition != "uniform":
             raise ConfigError(
-                f"{said} and --stage-partition {partition} both deal layers to stages: drop the former, and give "
+                f"{words} and --stage-partition {partition} both deal layers to stages: drop the former, and give "
                 "--num-model-chunks"
             )
         if counted % (each * num_ranks):
             raise ConfigError(
-                f"--num-layers {counted} is not a multiple of {said} x --pipeline-model-parallel-size {num_ranks} = "
+                f"--num-layers {counted} is not a multiple of {words} x --pipeline-model-parallel-size {num_ranks} = "
                 f"{each * num_ranks}: change one of them, or give --num-model-chunks, which deals layers unevenly"
             )
 
     def _check_ends(self, partition: str, num_ranks: int, model_chunks: int, placement: str) -> None:
-        """Hold what is said of the first and the last pipeline rank against each other, and against the stages."""
+        """Check the layers of the first and the last pipeline rank against each other, and against the stages."""
         names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         counted = [flag(name) for name in names if getattr(self, name)]
         words = [f"{name} {number}" for name, number in self.ends.items()]
@@ -142,7 +123,7 @@ class Spellings:
         if words and model_chunks > 1 and placement != "looped":
             raise ConfigError(
                 f"{words[0]} with --model-chunk-placement {placement}, where one rank has the first and the last "
-                "stage, does not say which of them it means: use --stage-partition with a list"
+                "stage, is ambiguous: use --stage-partition with a list"
             )
         for name, number in self.ends.items():
             if number % model_chunks:
@@ -170,16 +151,12 @@ class Spellings:
 
 
 def in_our_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields of ours that values say, those of `Spellings` among them."""
+    """Return the values of fields of ours, with those that `Spellings` stand for."""
     names = {each.name for each in fields(Spellings)}
     spellings = Spellings(**{name: value for name, value in given.items() if name in names})
     ours = {name: value for name, value in given.items() if name not in names}
     num_layers, num_ranks = given.get("num_layers") or 0, given.get("pipeline_model_parallel_size", 1)
-    if spellings.no_pipeline_parallel and num_ranks != 1:
-        raise ConfigError(
-            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {num_ranks}: drop one of them"
-        )
-    # Sizes that are none are refused by their sections.
+    # The sections refuse sizes below 1.
     sizes = (num_layers, num_ranks, given.get("num_model_chunks") or 1)
     return ours | (spellings.stages(num_layers, num_ranks, given) if min(sizes) > 0 else {})
 

@@ -64,21 +64,8 @@ class CheckpointConfig:
     no_load_optim: bool = False
     """Do not load the optimizer state."""
 
-    no_load_rng: bool = False
-    """Do not load the state of random generators. There is none: random numbers depend on the seed and on the position
-    of a sample or a token."""
-
-    no_load_lr_state: bool = False
-    """Do not load the state of the learning rate. There is none: it follows from the flags and the iteration."""
-
     no_save_optim: bool = False
     """Do not save the optimizer state. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
-
-    no_save_rng: bool = False
-    """Do not save the state of random generators. There is none."""
-
-    universal_checkpoint: bool = False
-    """Load a checkpoint of another layout. Every checkpoint loads onto every layout, with this flag or without it."""
 
     exit_on_missing_checkpoint: bool = False
     """Fail if `--load` holds no checkpoint."""

@@ -1,7 +1,7 @@
 """DeepSpeed's own settings: the section, the file that `--deepspeed-config` names, and the fields that it sets.
 
 SETTINGS          settings of a DeepSpeed file that are fields of ours, too
-DeepSpeedValues   values that a file gives to fields that nothing else sets
+DeepSpeedValues   values that a file gives to fields that no flag sets
 """
 
 import json
@@ -23,9 +23,6 @@ BUCKET_ELEMENTS = 50_000_000
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:
     """DeepSpeed."""
-
-    deepspeed: bool = False
-    """Accepted for scripts that pass it. Training always runs on DeepSpeed."""
 
     deepspeed_config: str | None = option(None, metavar="FILE")
     """JSON file with further DeepSpeed settings. `auto` leaves a setting to the trainer. A setting that contradicts a
@@ -56,54 +53,40 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         **{
             f"activation_checkpointing.{name}": "layers are recomputed with --recompute-granularity"
             for name in (
-                "partition_activations",
-                "cpu_checkpointing",
-                "contiguous_memory_optimization",
-                "synchronize_checkpoint_boundary",
-                "number_checkpoints",
-                "profile",
+                *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "profile"),
+                *("synchronize_checkpoint_boundary", "number_checkpoints"),
             )
         },
     }
 )
-"""Settings that concern operation only and do nothing here, and why."""
+"""Settings that concern operation only and have no effect here, and why."""
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("a number")
-    return float(value)
+KINDS: Mapping[type[Any], str] = MappingProxyType(
+    {int: "a whole number", float: "a number", bool: "true or false", str: "a name", list: "a list of two numbers"}
+)
+"""Types of settings, in words."""
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("a whole number")
+def _typed(value: Any, kind: type[Any]) -> Any:
+    """Return a value of a file as one of a type; raise ValueError with the words for the type if it has another."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(KINDS[kind])
     return value
 
 
-def _switch(value: Any) -> bool | None:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value or None
-
-
-def _power(value: Any) -> float:
-    if not 0 <= _whole(value) < 64:
+def _power(exponent: int) -> float:
+    if not 0 <= exponent < 64:
         raise ValueError("a power from 0 to 63")
-    return float(2**value)
+    return float(2**exponent)
 
 
-def _two_numbers(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("a list of two numbers")
-    return tuple(map(_number, value))
-
-
-def _optimizer(value: Any) -> str | None:
-    if not isinstance(value, str):
-        raise ValueError("a name")
-    name = {"adamw": "adam", "fusedadam": "adam"}.get(value.lower(), value.lower())
-    return name if name in ("adam", "sgd") else None
+def _two_numbers(values: list[Any]) -> tuple[float, ...]:
+    if len(values) != 2:
+        raise ValueError(KINDS[list])
+    return tuple(_typed(each, float) for each in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +94,13 @@ class Setting:
     """A setting that is decided by fields of ours."""
 
     field: str
-    """The field; of several, with commas between them."""
+    """The field; several have commas between them."""
 
-    read: Callable[[Any], Any] | None = None
-    """Value of the field by that of the setting, None for nothing; raises ValueError with the kind of value that it has
-    to be. None if the file cannot set the field."""
+    kind: type[Any] | None = None
+    """Type of its values; None if the file cannot set the field."""
+
+    convert: Callable[[Any], Any] = lambda value: value
+    """Value of the field by the value of the setting; None = the setting sets nothing."""
 
     decided_by: str = ""
     """Flag that decides it, if that is not the flag of the field."""
@@ -130,62 +115,70 @@ class Setting:
         """Flags that decide it, in words."""
         return self.decided_by or " or ".join(map(flag, self.fields))
 
+    def read(self, value: Any) -> dict[str, Any]:
+        """Return the values of the fields; raises ValueError with the kind of value that the setting takes."""
+        if self.kind is None:
+            return {}
+        ours = self.convert(_typed(value, self.kind))
+        values = ours if isinstance(ours, tuple) else (ours,)
+        return {} if ours is None else dict(zip(self.fields, values, strict=True))
+
+
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}
+_ZERO = ("reduce_bucket_size", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients")
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
-        "train_batch_size": Setting("global_batch_size", _whole),
-        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", _whole),
-        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", _whole, "--global-batch-size"),
-        "sequence_parallel_size": Setting("ds_sequence_parallel_size", _whole),
-        "gradient_clipping": Setting("clip_grad", _number),
-        "zero_optimization.stage": Setting("zero_stage", _whole),
-        "zero_optimization.reduce_bucket_size": Setting("zero_reduce_bucket_size"),
-        "zero_optimization.allgather_bucket_size": Setting("zero_allgather_bucket_size"),
-        "zero_optimization.reduce_scatter": Setting("zero_reduce_scatter"),
-        "zero_optimization.contiguous_gradients": Setting("zero_contiguous_gradients"),
-        "bf16.enabled": Setting("bf16", _switch),
-        "fp16.enabled": Setting("fp16", _switch),
-        # 0 is DeepSpeed's word for a scale that adapts.
-        "fp16.loss_scale": Setting("loss_scale", lambda scale: _number(scale) if scale else None),
-        "fp16.initial_scale_power": Setting("initial_loss_scale", _power),
-        "fp16.loss_scale_window": Setting("loss_scale_window", _whole),
-        "fp16.hysteresis": Setting("hysteresis", _whole),
-        "fp16.min_loss_scale": Setting("min_loss_scale", _number),
+        "train_batch_size": Setting("global_batch_size", int),
+        "train_micro_batch_size_per_gpu": Setting("micro_batch_size", int),
+        "gradient_accumulation_steps": Setting("gradient_accumulation_steps", int, decided_by="--global-batch-size"),
+        "sequence_parallel_size": Setting("ds_sequence_parallel_size", int),
+        "gradient_clipping": Setting("clip_grad", float),
+        "zero_optimization.stage": Setting("zero_stage", int),
+        **{f"zero_optimization.{name}": Setting(f"zero_{name}") for name in _ZERO},
+        "bf16.enabled": Setting("bf16", bool, lambda on: on or None),
+        "fp16.enabled": Setting("fp16", bool, lambda on: on or None),
+        # In DeepSpeed 0 stands for a scale that adapts.
+        "fp16.loss_scale": Setting("loss_scale", float, lambda scale: scale or None),
+        "fp16.initial_scale_power": Setting("initial_loss_scale", int, _power),
+        "fp16.loss_scale_window": Setting("loss_scale_window", int),
+        "fp16.hysteresis": Setting("hysteresis", int),
+        "fp16.min_loss_scale": Setting("min_loss_scale", float),
         "data_types.grad_accum_dtype": Setting(
-            "accumulate_allreduce_grads_in_fp32", lambda dtype: True if dtype == "fp32" else None
+            "accumulate_allreduce_grads_in_fp32", str, lambda dtype: True if dtype == "fp32" else None
         ),
         "pipeline.token_slices": Setting("token_slices"),
         "pipeline.schedule": Setting("pipeline_schedule"),
-        "optimizer.type": Setting("optimizer", _optimizer),
-        "optimizer.params.lr": Setting("lr", _number),
-        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", _two_numbers),
-        "optimizer.params.eps": Setting("adam_eps", _number),
-        "optimizer.params.weight_decay": Setting("weight_decay", _number),
-        "optimizer.params.momentum": Setting("sgd_momentum", _number),
+        "optimizer.type": Setting("optimizer", str, lambda name: _OPTIMIZERS.get(name.lower())),
+        "optimizer.params.lr": Setting("lr", float),
+        "optimizer.params.betas": Setting("adam_beta1,adam_beta2", list, _two_numbers),
+        "optimizer.params.eps": Setting("adam_eps", float),
+        "optimizer.params.weight_decay": Setting("weight_decay", float),
+        "optimizer.params.momentum": Setting("sgd_momentum", float),
     }
 )
 """Each setting that fields of ours decide, by its name with dots."""
 
 
 def read_deepspeed_settings(path: str) -> dict[str, Any]:
-    """Read the file that `--deepspeed-config` names. What it leaves to us, by `auto` or null, is not in the answer."""
+    """Read the file that `--deepspeed-config` names, without the settings that it leaves to us by `auto` or null."""
     document = read_json(path, FLAG)
     if not isinstance(document, dict):
         raise ConfigError(f"{FLAG} {path} is not a JSON object: write one")
-    if "bfloat16" in document:  # DeepSpeed's older name; under it the conflict with --bf16 would go unseen.
+    if "bfloat16" in document:  # DeepSpeed's older name; with it the conflict with --bf16 would not be found.
         document["bf16"] = document.pop("bfloat16")
     return _without_auto(document)
 
 
 def switched_on(value: object) -> bool:
-    """Whether a setting or a section asks for anything."""
+    """Whether a setting or a section switches anything on."""
     if not isinstance(value, Mapping):
         return bool(value)
     if "enabled" in value:
         return bool(value["enabled"])
     if "device" in value:
         return bool(value["device"] != "none")
-    # A section whose params are all left to us says nothing.
+    # A section may leave all of its params to us.
     return bool(value.get("params") if "params" in value else value)
 
 
@@ -210,63 +203,58 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedValues:
-    """Values of our fields that a DeepSpeed file gives. What contradicts the rest is found when the run is prepared."""
+    """Values that a DeepSpeed file gives to our fields. What contradicts flags is found when the run is prepared."""
 
     path: str | None
     """The file; None if there is none."""
 
-    fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Name of the setting, and value of the field, by field that nothing else sets."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Value of each field that only the file sets."""
+
+    set_by: Mapping[str, str] = field(default_factory=dict)
+    """Name of the setting, by field."""
 
     without_effect: tuple[str, ...] = ()
-    """Settings that are switched on and do nothing here, each with the reason."""
+    """Settings that are switched on and have no effect here, each with the reason."""
 
     @classmethod
     def read(cls, path: str | None, given: Mapping[str, Any]) -> "DeepSpeedValues":
-        """Read a file, if there is one; `given` are the values of fields that something else sets."""
+        """Read a file, if there is one; `given` are the values of fields from flags and other files."""
         if path is None:
             return cls(path=None)
         settings = read_deepspeed_settings(path)
-        found: dict[str, tuple[str, Any]] = {}
+        values: dict[str, Any] = {}
+        set_by: dict[str, str] = {}
         for name, setting in SETTINGS.items():
             value = _value(settings, name)
-            if value is None or setting.read is None:
+            if value is None:
                 continue
             try:
-                ours = setting.read(value)
+                found = setting.read(value)
             except ValueError as error:
-                wrong = f"{FLAG} {path} sets {name} to {json.dumps(value)}, not to {error}: mend it"
+                wrong = f"{FLAG} {path} sets {name} to {json.dumps(value)}, not to {error}: fix it"
                 raise ConfigError(wrong) from None
-            if ours is not None:
-                values = ours if isinstance(ours, tuple) else (ours,)
-                found |= {each: (name, part) for each, part in zip(setting.fields, values, strict=True)}
-        if "global_batch_size" in {*given, *found}:
+            values |= {each: part for each, part in found.items() if each not in given}
+            set_by |= dict.fromkeys(found, name)
+        if "global_batch_size" in {*given, *values}:
             # The number of micro-batches follows from it.
-            found.pop("gradient_accumulation_steps", None)
+            values.pop("gradient_accumulation_steps", None)
         idle = (f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(_value(settings, name)))
-        only_here = {name: pair for name, pair in found.items() if name not in given}
-        return cls(path=path, fields=only_here, without_effect=tuple(idle))
-
-    def values(self) -> dict[str, Any]:
-        """Return the value of each field that only the file sets."""
-        return {name: value for name, (_, value) in self.fields.items()}
+        return cls(path=path, values=values, set_by=set_by, without_effect=tuple(idle))
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Name the setting in an error about a field that the file may have set: nobody typed its flag."""
+        """Name the setting in an error about a field that the file sets, as its flag is not on the command line."""
         try:
             yield
         except ConfigError as error:
-            named = [
-                setting
-                for name, (setting, _) in self.fields.items()
-                if re.search(rf"{flag(name)}(?![\w-])", str(error))
-            ]
+            flags = {name: rf"{flag(name)}(?![\w-])" for name in self.values}
+            named = [self.set_by[name] for name, pattern in flags.items() if re.search(pattern, str(error))]
             if not named:
                 raise
             raise ConfigError(f"{error} ({FLAG} {self.path} sets {', '.join(named)})") from None
 
     def notices(self) -> Iterator[str]:
-        """Yield a line about settings that do nothing here."""
+        """Yield a line about settings without effect."""
         if self.without_effect:
             yield f"These settings of {FLAG} {self.path} have no effect here: {'; '.join(self.without_effect)}"

@@ -18,7 +18,7 @@ class Otherwise:
     value: str
 
 
-Also = str | Otherwise | Mapping[str, str | None] | Callable[[str], object]
+Also = str | int | Otherwise | Mapping[str, str | None] | Callable[[str], object]
 """Value that a flag without values stands for; or its words, and what they mean here; or what reads its value."""
 
 

@@ -39,7 +39,9 @@ class ParallelConfig:
     of the heads to all tokens, as DeepSpeed-Ulysses does. This needs less memory, and exchanges tokens for heads around
     attention. They are not the ranks of `--sequence-parallel`, which share matrices."""
 
-    pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",), least=1, most=10_000)
+    pipeline_model_parallel_size: int = option(
+        1, aliases=("--pipe-parallel-size",), also={"--no-pipeline-parallel": 1}, least=1, most=10_000
+    )
     """Ranks of the pipeline, each with its part of the layers."""
 
     num_model_chunks: int = option(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from deepspeed_ext.plan.ops import OpKind, Placement
 from deepspeed_ext.plan.programs.program import Content
@@ -45,13 +45,13 @@ class TokenBytesFile(Part):
     """Bytes that one token of a micro-batch keeps on a stage. A list has one number for each stage."""
 
     activation: Amount | list[Amount]
-    """What autograd keeps from forward to backward, without keys and values."""
+    """Tensors that autograd keeps from forward to backward, without keys and values."""
     key_value: Amount | list[Amount] = ABSENT
     """Keys and values. If left out: 0."""
     key_value_gradient: Amount | list[Amount] = ABSENT
     """Gradients of keys and values. If left out: 0."""
     logits: Amount = ABSENT
-    """Logits and what the loss keeps, on the last stage. If left out: 0."""
+    """Logits and tensors that the loss keeps, on the last stage. If left out: 0."""
     freed_by_input_gradient: Annotated[float, Field(ge=0, le=1)] = ABSENT
     """Share of `activation` that a BI frees, where the backward is in two parts. If left out: 0."""
     logits_limit: Amount = ABSENT
@@ -79,28 +79,27 @@ OpText = Annotated[str, Field(pattern=rf"^[0-9]+({'|'.join(OpKind)})[0-9]+\.[0-9
 Index = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Curve = list[tuple[float, float]]
-"""Times, and what is held from each of them on."""
+"""Times, and the value from each of them on."""
+Spans = list[list[tuple[OpText, float, float]]]
+"""For each pipeline rank its ops, each with its start and end."""
 
 
-class Chunks(Part):
-    """How stages are dealt to pipeline ranks."""
+class _Shape(Part):
+    """Shape of a pipeline."""
 
+    num_stages: Count
+    """Number of stages."""
+    num_micro_batches: Count
+    """Micro-batches of the step."""
+    num_token_slices: Count
+    """Token slices of a micro-batch."""
     num_model_chunks: Count = ABSENT
     """Stages of each pipeline rank. If left out: 1."""
     placement: Placement = ABSENT
     """Which stages a rank owns. If left out: one each."""
 
 
-class Makespan(Part):
-    """The two figures of a timeline."""
-
-    makespan: float
-    """Time from the first op's start to the last op's end."""
-    bubble_ratio: float
-    """Idle time / (pipeline ranks x makespan), in [0, 1)."""
-
-
-class TimelineFile(Chunks):
+class TimelineFile(_Shape):
     """A step: when each op ran. The trainer's `--timeline` writes one for each measured step."""
 
     schedule: str | None
@@ -109,15 +108,9 @@ class TimelineFile(Chunks):
     """Number of the step in its run; null = it was simulated."""
     token_slices: list[float]
     """Tokens of each token slice, or their shares of a sequence; empty = unknown."""
-    num_stages: Count
-    """Number of stages."""
-    num_micro_batches: Count
-    """Micro-batches of the step."""
-    num_token_slices: Count
-    """Token slices of a micro-batch."""
     unit: str
     """Unit of all times: `s` where they were measured; empty = that of the costs."""
-    spans: list[list[tuple[OpText, float, float]]]
+    spans: Spans
     """For each pipeline rank its ops, in the order it ran them, each with its start and end."""
     transfers: list[tuple[OpText, float, float, float]] = ABSENT
     """Results on their way to another rank, each with its start, its end, and when the next message could leave. The
@@ -125,13 +118,17 @@ class TimelineFile(Chunks):
     reductions: list[tuple[Index, Index, float, float]] = ABSENT
     """Sums of gradients over replicas: stage, number of the piece, start and end."""
     host_copies: list[tuple[Content, Index, Index, Index, float, float, float, float, float]] = ABSENT
-    """What went to the host and back: what it is, stage, micro-batch, token slice; start and end of the copy to the
-    host, when the device dropped it, start and end of the copy back."""
+    """Tensors that went to the host and back: content, stage, micro-batch, token slice; start and end of the copy to
+    the host, when the device dropped it, start and end of the copy back."""
 
 
-class _Figures(TimelineFile, Makespan):
-    """Figures of a timeline in all answers."""
+class PlannedStep(TimelineFile):
+    """A schedule, simulated; or a measured step, compared with its simulation."""
 
+    makespan: float
+    """Time from the first op's start to the last op's end."""
+    bubble_ratio: float
+    """Idle time / (pipeline ranks x makespan), in [0, 1)."""
     peak_live_token_slices: list[int]
     """For each rank, the most token slices whose forward is done and whose backward is not complete."""
     peak_activation: list[float]
@@ -150,113 +147,48 @@ class _Figures(TimelineFile, Makespan):
     """The ops that decide the makespan, first to last."""
     orders: list[list[OpText]]
     """For each rank its ops, in their order."""
-
-
-class SimulatedPlan(_Figures):
-    """A schedule, simulated."""
-
     duration: float = ABSENT
     """Time until the optimizer may step; with reductions."""
     lower_bound: float = ABSENT
     """No schedule has a smaller makespan; where a schedule was searched for."""
     stage_partition: list[Index] = ABSENT
     """First layer of each stage, and the number of layers; with `--solve-stages`."""
-
-
-class SimulatedBeside(Makespan):
-    """Simulation of a measured step, with mean op times."""
-
-    makespan_with_transfer_and_overhead: float
-    """The same with the estimated transfer and overhead of the host."""
-    makespan_with_own_op_times: float
-    """The same where each op takes its own measured time."""
-    spans: list[list[tuple[OpText, float, float]]]
-    """The simulated ops, as in the timeline."""
-
-
-class MeasuredStep(Makespan):
-    """One of the steps."""
-
-    iteration: int | None
-    """Its number."""
-
-
-class MeanTimes(Part):
-    """Mean time of the ops of one kind."""
-
-    measured: float
-    """In the measured step."""
-    simulated: float
-    """In its simulation."""
-
-
-class RankTime(Part):
-    """What a rank spent the step on."""
-
-    busy: float
-    """In ops."""
-    dependency: float
-    """Waiting for ops of others."""
-    transfer: float
-    """Waiting for transfers."""
-    host_overhead: float
-    """Between ops that need not wait."""
-
-
-class OpDifference(Part):
-    """An op that took longer or shorter than simulated."""
-
-    op: OpText
-    """The op."""
-    duration: float
-    """Measured less simulated time."""
-    late: float
-    """Measured less simulated start."""
-
-
-class MeasuredPlan(_Figures):
-    """A measured step beside its simulation."""
-
-    eta: float
-    """Simulated over measured makespan."""
-    simulated: SimulatedBeside
-    """The simulation."""
-    costs: CostsFile
-    """Mean op times of which it was made, and the estimated time from the end of an op until a waiting one starts."""
-    host_overhead: float
+    eta: float = ABSENT
+    """Simulated over measured makespan; this and all below with `--timeline`."""
+    simulated: dict[str, float | Spans] = ABSENT
+    """The simulation with mean op times: `makespan`, `bubble_ratio` and `spans`, as above; the makespan
+    `..._with_transfer_and_overhead`, the same with the estimated transfer and overhead of the host, and
+    `..._with_own_op_times`, where each op takes its own measured time."""
+    costs: CostsFile = ABSENT
+    """Mean op times of the simulation, and the estimated time from the end of an op until a waiting one starts."""
+    host_overhead: float = ABSENT
     """Estimated overhead of the host between ops."""
-    steps: list[MeasuredStep]
-    """All measured steps; the figures are those of the median one."""
-    mean_times: dict[str, MeanTimes]
-    """By kind of op."""
-    time_by_rank: list[RankTime]
-    """For each rank, what the step was spent on."""
-    largest_differences: list[OpDifference]
-    """The ops that differ most from the simulation."""
+    steps: list[dict[str, float | None]] = ABSENT
+    """`iteration`, `makespan` and `bubble_ratio` of all measured steps; the figures are those of the median one."""
+    mean_times: dict[str, dict[Literal["measured", "simulated"], float]] = ABSENT
+    """Mean time, by kind of op."""
+    time_by_rank: list[dict[Literal["busy", "dependency", "transfer", "host_overhead"], float]] = ABSENT
+    """For each rank, its time in ops, waiting for ops of others, waiting for transfers, and between ops that need not
+    wait."""
+    largest_differences: list[dict[str, OpText | float]] = ABSENT
+    """The ops that differ most from the simulation: `op`, and measured less simulated `duration` and start (`late`)."""
 
 
-class Deadlock(Chunks):
-    """A schedule that deadlocks; keys of its shape are left out where the order itself is not sound."""
+class Deadlock(Part):
+    """A schedule that deadlocks, with the shape of its pipeline and its `orders` where the order itself is sound."""
 
+    model_config = ConfigDict(extra="allow")
     schedule: str
     """Name of the schedule, or its file."""
     deadlock_free: Literal[False]
     """That ranks wait for ever."""
     reason: str
-    """Which ranks wait for what."""
-    num_stages: Count = ABSENT
-    """Number of stages."""
-    num_micro_batches: Count = ABSENT
-    """Micro-batches."""
-    num_token_slices: Count = ABSENT
-    """Token slices of a micro-batch."""
-    orders: list[list[OpText]] = ABSENT
-    """For each rank its ops, in their order."""
+    """The ranks that wait, and for which ops."""
 
 
 def plan_schema() -> dict[str, Any]:
-    """Return the JSON Schema of what `terapipe plan --json` writes."""
-    return class_schema(SimulatedPlan | MeasuredPlan | Deadlock) | {"title": "Answer of plan"}
+    """Return the JSON Schema of the answer of `terapipe plan --json`."""
+    return class_schema(PlannedStep | Deadlock) | {"title": "Answer of plan"}
 
 
 class Converted(Part):

@@ -62,18 +62,18 @@ def of_file(directory: Path, file: object, words: str) -> Config:
         (
             "",
             {"gradient_clipping": "much"},
-            '--deepspeed-config FILE sets gradient_clipping to "much", not to a number: mend it',
+            '--deepspeed-config FILE sets gradient_clipping to "much", not to a number: fix it',
         ),
-        ("", {"fp16": {"enabled": 1}}, "--deepspeed-config FILE sets fp16.enabled to 1, not to true or false: mend it"),
+        ("", {"fp16": {"enabled": 1}}, "--deepspeed-config FILE sets fp16.enabled to 1, not to true or false: fix it"),
         (
             "",
             {"fp16": {"initial_scale_power": 400}},
-            "--deepspeed-config FILE sets fp16.initial_scale_power to 400, not to a power from 0 to 63: mend it",
+            "--deepspeed-config FILE sets fp16.initial_scale_power to 400, not to a power from 0 to 63: fix it",
         ),
         (
             "",
             {"optimizer": {"params": {"betas": [0.9]}}},
-            "--deepspeed-config FILE sets optimizer.params.betas to [0.9], not to a list of two numbers: mend it",
+            "--deepspeed-config FILE sets optimizer.params.betas to [0.9], not to a list of two numbers: fix it",
         ),
     ],
 )

@@ -17,24 +17,24 @@ GIVEN = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 GIVEN |= {"train_iters": 10, "lr": 1e-3, "mock_data": True}
 
 
-def rows() -> Iterator[tuple[str, str]]:
-    """Yield the words of each command line, and how the line about it begins."""
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield the words of each command line, and the flags and values that the line about it names."""
     more = ""
-    text = Path(__file__).with_name("refusals.txt").read_text().replace(" =>\n   ", " =>")
-    for row in text.splitlines():
+    for row in Path(__file__).with_name("refusals.txt").read_text().splitlines():
         if row.startswith("["):
             more = row.strip("[]")
         elif row and not row.startswith("#"):
-            words, _, line = row.partition(" => ")
-            yield f"{BASE} {more} {words}", line
+            words, _, parts = row.partition(" => ")
+            yield f"{BASE} {more} {words}", parts.split(" | ")
 
 
-@pytest.mark.parametrize(("words", "line"), list(rows()))
-def test_a_refusal_is_one_line(words: str, line: str) -> None:
+@pytest.mark.parametrize(("words", "parts"), list(rows()))
+def test_a_refusal_is_one_line(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_arguments(shlex.split(words))
-    assert str(caught.value).startswith(line)
-    assert ": " in str(caught.value) and "\n" not in str(caught.value)
+    line = str(caught.value)
+    assert all(part in line for part in parts), line
+    assert ": " in line and "\n" not in line
 
 
 NUMBERS = [each for each in flags() if each.kind in (int, float) and not each.choices]
