@@ -1,33 +1,30 @@
 r"""Finds op orders that are better than the fixed schedules, for any costs, and under a memory limit.
 
-What there is to decide. On every stage the forwards have one order, the input gradients another, and the weight
-gradients that same one: micro-batches first to last (ADR 0005), token slices first to last forward and last to first
-backward. A rank only decides from which of its queues the next op comes, 3 queues for each of its stages:
+On every stage the forwards have one order, and the input gradients and the weight gradients share another:
+micro-batches first to last (ADR 0005), token slices first to last forward and last to first backward. A rank only
+decides from which of its queues the next op comes, 3 queues for each of its stages:
 
     rank 1, stages 1 and 6     F  of stage 1   F0.2 F0.3 F1.0 ...    \
                                BI of stage 1   BI0.3 BI0.2 ...        |   which of the heads
                                BW of stage 1   BW0.3 BW0.2 ...        |   is the next op?
                                F, BI, BW of stage 6                  /
 
-1.  `list_schedule` decides by priorities: the most urgent op that can start now. It reserves room for the oldest
-    micro-batch, so it neither breaks the memory limit nor runs into a deadlock, whatever the priorities.
+1.  `list_schedule` decides by priorities: the most urgent op that can start now. It reserves memory for the oldest
+    micro-batch, so it never breaks the memory limit and never deadlocks, for any priorities.
 2.  `PriorityRule` makes all priorities from seven numbers: how closely token slices follow each other, when backwards
     become more urgent than forwards, how long weight gradients wait for a gap. `search_rules` draws thousands of rules,
-    keeps the best, and varies these (an evolution strategy); then it leaves the rules and makes some ops of the best
-    more urgent, or less, as long as that helps. Each try costs one list schedule, some tenths of a microsecond
-    for each op.
-3.  `anneal` takes the best orders, or those of a fixed schedule if they are better, and moves single ops that lie on
-    the critical path. Rules see the steady state; this sees every corner of the warmup and the cooldown.
-4.  `merged` joins input and weight gradients that stand next to each other into whole backwards, where it costs
-    no time.
-5.  `bound.lower_bound` says what no order can beat, so that one knows when to stop.
+    keeps the best, and varies these (an evolution strategy); then single ops of the best become more or less urgent,
+    as long as that helps. Each try costs one list schedule, some tenths of a microsecond for each op.
+3.  `anneal` takes the best orders, or those of a fixed schedule if they are better, and moves single ops that are on
+    the critical path. Rules describe the steady state; moves also improve the warmup and the cooldown.
+4.  `merged` joins neighbouring input and weight gradients into whole backwards, where it costs no time.
+5.  `lower_bound` is a makespan that no order can beat.
 
-The fixed schedules that keep the limit compete, so the result is never worse than the best of them. It depends on the
-arguments alone, not on the clock. Copies to the host are no part of it: costs and memory limit know none, and they are
-planned on what it finds (`programs.host_copies`). `problem` holds everything as arrays and replays orders as
-`simulate` does. Other ways to the same end: zero-bubble's automatic scheduler (arXiv 2401.10241
-section 3.1), which is a greedy pass without token slices; integer programs (OptPipe, arXiv 2510.05186), which are exact
-for tens of ops.
+The fixed schedules that keep the limit compete, so the result is never worse than the best of them. It depends only on
+the arguments, not on the clock. Copies to the host are not part of the problem; they are planned for the orders that
+are found (`programs.host_copies`). `problem` stores everything as arrays and replays orders as `simulate` does. Other
+methods: zero-bubble's automatic scheduler (arXiv 2401.10241 section 3.1), which is a greedy pass without token slices;
+integer programs (OptPipe, arXiv 2510.05186), which are exact for tens of ops.
 """
 
 from collections.abc import Sequence
@@ -41,7 +38,6 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, parts
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
-from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
 from deepspeed_ext.plan.solve.problem import (
     BACKWARD,
@@ -71,35 +67,34 @@ SEARCHED = "search"
 MERGE_SLACK = 1e-12
 """Rounding of makespans that merging backwards must keep, relative."""
 MERGED_OPS, FEWEST_REPLAYS = 20e6, 100
-"""Ops that all tries of merging replay together, about a second of one core; what has not been tried by then stays in
-two parts."""
+"""Ops that all tries of merging replay together, about a second of one core; untried backwards stay in two parts."""
 
 
 @dataclass(frozen=True)
 class OptimisedSchedule:
-    """Op orders, and how good they are."""
+    """Op orders with their figures."""
 
     shape: PipelineShape
     orders: tuple[tuple[Op, ...], ...]
     makespan: float
-    """With the costs they were optimised for."""
+    """Makespan with the costs they were optimised for."""
     bubble_ratio: float
     """Idle time over ranks x makespan."""
     lower_bound: float
-    """Makespan that no order can beat under the memory limit; see `bound`."""
+    """Makespan that no order can beat; see `lower_bound`."""
     peak_activation: tuple[float, ...]
-    """Per rank the most it holds, in activations of one micro-batch."""
+    """Per rank its peak, in activations of one micro-batch."""
     start: str
-    """What the search went out from: the name of a fixed schedule, or `search`."""
+    """Origin of the orders that were annealed: the name of a fixed schedule, or `search`."""
 
     @property
     def schedule(self) -> Schedule:
-        """The orders as a schedule, for their shape alone."""
+        """The orders as a schedule, only for their shape."""
         return fixed(self.orders)
 
 
 MOST_SEARCHED_OPS = 2**18
-"""Ops on all ranks for which an order is looked for: minutes."""
+"""Ops on all ranks for which an order is searched at most: minutes."""
 
 
 def optimise(
@@ -278,3 +273,34 @@ def _joined(row: Numbers, positions: Numbers, per_kind: int) -> Numbers:
     joined = row.copy()
     joined[positions] += (BACKWARD - INPUT_GRADIENT) * per_kind
     return np.delete(joined, positions + 1)
+
+
+def lower_bound(problem: SchedulingProblem) -> float:
+    """Makespan that no order can beat, whatever the memory limit: the largest of three sums over the ranks.
+
+    No rank starts before its first forward has its input (start), nor turns back before the last token slice of the
+    first micro-batch has gone forward and its gradient has come back (turn). After its last input gradient, those of
+    the stages before it and a weight gradient follow (tail).
+
+        start + all its ops        start + its forwards and input gradients + tail        turn + its backwards
+    """
+    (forward, backward, weight), tables = problem.tables.times, problem.tables
+    travel = tables.sending + tables.latency[..., None]
+    later = range(1, problem.shape.num_stages)
+    # By stage: when its first forward can start, and when its forward of the last token slice can end.
+    starts, ends = [0.0], [forward[0].sum()]
+    tails = [weight[0, 0]]
+    for stage in later:
+        starts.append(starts[-1] + forward[stage - 1, 0] + travel[0, stage - 1, 0])
+        arrived = ends[-1] + travel[0, stage - 1, -1]
+        ends.append(max(arrived, starts[-1] + forward[stage, :-1].sum()) + forward[stage, -1])
+        tails.append(tails[-1] + backward[stage - 1, 0] + travel[1, stage, 0])
+    turns = ends[-1:]
+    for stage in reversed(later):
+        turns.insert(0, turns[0] + backward[stage, -1] + travel[1, stage, -1])
+    longest = 0.0
+    for stages in tables.stages:
+        work = tables.times[:, stages].sum(axis=(1, 2)) * problem.shape.num_micro_batches
+        start, turn, tail = (min(each[stage] for stage in stages) for each in (starts, turns, tails))
+        longest = max(longest, start + work.sum(), start + work[:2].sum() + tail, turn + work[1:].sum())
+    return float(longest)
