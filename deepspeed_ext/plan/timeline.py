@@ -1,12 +1,12 @@
 """A timeline: when each op ran. The simulator predicts one, the engine measures one, drawings show either.
 
-Its critical path is the chain of ops, transfers and host copies that ends last; all others have slack.
+Its critical path is the chain of ops, transfers and host copies that ends last; all other events have slack.
 
     rank 0 | [F0.0]*[F0.1]                    [B0.1] [B0.0]*
                   '--->* transfer           .--------'
     rank 1 |            [F0.0]*[F0.1]*[B0.1]*[B0.0]*          * = on the critical path
 
-From the op that ends last the path goes back, each time to what ended last of all that the event waited for.
+The path is followed back from the op that ends last, each time to the last end among the events that had to end before.
 """
 
 import json
@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -26,7 +25,7 @@ from deepspeed_ext.plan.programs.host_copies import TimedCopy
 from deepspeed_ext.plan.programs.program import Channel, Content, Reduction
 from deepspeed_ext.plan.text_files import parse_json
 
-__all__ = ["CriticalPath", "PathStep", "Reason", "Span", "Timeline", "Transfer", "critical_path", "executed_order"]
+__all__ = ["CriticalPath", "Span", "Timeline", "Transfer", "critical_path", "executed_order"]
 
 
 class Span(NamedTuple):
@@ -44,11 +43,11 @@ class Transfer(NamedTuple):
     """The result, named as `ops.result` names it: `0F0.1` is an activation, `1BI0.1` a gradient."""
     channel: Channel
     start: float
-    """When it leaves: as its op ends, or once the channel is free."""
+    """Departure: as its op ends, or once the channel is free."""
     end: float
-    """When it is there."""
+    """Arrival."""
     sent: float
-    """When the channel is free for the next: a latency before the end."""
+    """Time from which the channel is free for the next: a latency before the end."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,13 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]
     """Per rank, its spans by start."""
     unit: str = ""
-    """What the times count, for axis labels: `s` when measured."""
+    """Unit of the times, for axis labels: `s` when measured."""
     transfers: tuple[Transfer, ...] = ()
-    """By channel and start; none where they take no time, or nobody measured them."""
+    """By channel and start; none where they take no time, or were not measured."""
     reductions: tuple[Reduction, ...] = ()
-    """By rank and start; none where there is one replica, or nobody measured them."""
+    """By rank and start; none where there is one replica, or they were not measured."""
     host_copies: tuple[TimedCopy, ...] = ()
-    """By rank and start; none where nothing goes to the host, or nobody measured it."""
+    """By rank and start; none where nothing is copied to the host, or copies were not measured."""
 
     @cached_property
     def start(self) -> float:
@@ -101,7 +100,7 @@ class Timeline:
 
     @property
     def peak_live_token_slices(self) -> tuple[int, ...]:
-        """Per rank, the most token slices, of any of its stages, that had gone forward and not yet all backward."""
+        """Per rank, the most token slices, of any of its stages, that were forward and not yet all backward."""
         return tuple(max(accumulate(LIVE_CHANGE[span.op.kind] for span in rank), default=0) for rank in self.spans)
 
     def to_json(self) -> str:
@@ -174,97 +173,68 @@ def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:
 
 
 def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:
-    """Per rank, the ops of a timeline without their times: to hold against a schedule."""
+    """Per rank, the ops of a timeline without their times, to compare with a schedule."""
     return [[span.op for span in rank] for rank in timeline.spans]
 
 
 class CopyRun(NamedTuple):
-    """One way of a host copy."""
+    """One direction of a host copy."""
 
     copy: TimedCopy
     is_fetch: bool
-    """Whether it is the way back."""
+    """Whether it is the copy back."""
     start: float
     end: float
 
 
-class Reason(StrEnum):
-    """Kinds of events that a step of the critical path waited for."""
-
-    START = "start"
-    """Nothing: it is the first."""
-    RANK = "rank"
-    """Its rank was busy with the op before."""
-    DATA = "data"
-    """A result: of its own rank, or of another whose transfer took no time or was not recorded."""
-    TRANSFER = "transfer"
-    """A result that was on its way."""
-    CHANNEL = "channel"
-    """The transfer before it on its channel."""
-    COPY = "copy"
-    """A copy to the host that lets memory go, or one back that the op reads."""
-    LANE = "lane"
-    """The copy before it, in the same direction."""
-
-
 Event = Span | Transfer | CopyRun
-"""What a timeline consists of."""
-
-
-class PathStep(NamedTuple):
-    """One op, transfer or host copy on the critical path."""
-
-    event: Event
-    reason: Reason
-    """Kind of dependency between it and the step before."""
-    idle: float
-    """Time between the end of what it waited for and its start. Where times are measured: what nobody accounts for."""
+"""Things that take time in a timeline."""
 
 
 @dataclass(frozen=True)
 class CriticalPath:
     """The critical path of a timeline."""
 
-    steps: tuple[PathStep, ...]
-    """First to last. If all times are simulated, each starts where the one before it ends, and together they take the
-    makespan."""
+    events: tuple[Event, ...]
+    """First to last. If all times are simulated, each starts at the end of the one before it, and together they take
+    the makespan."""
     slack: dict[Op, float]
-    """By how much each op could end later without a longer makespan, if all else keeps its order and length."""
+    """Time by which each op could end later without a longer makespan, if all else keeps its order and length."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
         """The ops on the path."""
-        return tuple(step.event.op for step in self.steps if isinstance(step.event, Span))
+        return tuple(event.op for event in self.events if isinstance(event, Span))
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
-    """Find the chain that determines the makespan, and what may come later without harm.
+    """Find the chain that determines the makespan, and the slack of all ops.
 
     Where several chains end at the same time, the one that stays on its rank longest is taken.
     """
     waits = _waits(timeline)
-    slack = _slack(timeline, waits)  # first, since it sees whether there is a path at all
+    slack = _slack(timeline, waits)  # first, since it finds out whether there is a path at all
     event: Event = max((span for spans in timeline.spans for span in spans), key=lambda span: span.end)
-    steps = []
+    events = [event]
     while (wait := max(waits[event], key=lambda each: each.time, default=None)) is not None:
-        steps.append(PathStep(event, wait.reason, event.start - wait.time))
         event = wait.event
-    steps.append(PathStep(event, Reason.START, event.start - timeline.start))
-    return CriticalPath(tuple(reversed(steps)), slack)
+        events.append(event)
+    return CriticalPath(tuple(reversed(events)), slack)
 
 
 class _Wait(NamedTuple):
-    """An event cannot start before `time`, because of another event."""
+    """An event that another one waits for, and the time from which it no longer waits."""
 
-    time: float
-    lag: float
-    """How long after the end of that event, or before it if negative."""
-    reason: Reason
     event: Event
+    time: float
+
+
+def _end_of(event: Event) -> _Wait:
+    return _Wait(event, event.end)
 
 
 def _waits(timeline: Timeline) -> dict[Event, list[_Wait]]:
-    """The events of a timeline, and what each waits for; of several at the same time, the first counts."""
+    """The events of a timeline, and those that each waits for; of several at the same time, the first counts."""
     shape = timeline.shape
     spans = {result(span.op): span for spans in timeline.spans for span in spans}
     transfers = {transfer.op: transfer for transfer in timeline.transfers}
@@ -277,21 +247,20 @@ def _waits(timeline: Timeline) -> dict[Event, list[_Wait]]:
     for row in timeline.spans:
         before: Span | None = None
         for span in row:
-            waits[span] = [] if before is None else [_Wait(before.end, 0.0, Reason.RANK, before)]
-            waits[span] += [_Wait(copy.end, 0.0, Reason.COPY, copy) for copy in copies_read.get(span.op, ())]
+            waits[span] = [] if before is None else [_end_of(before)]
+            waits[span] += map(_end_of, copies_read.get(span.op, ()))
             for needed in prerequisites(span.op, shape):
                 transfer = transfers.get(needed)
                 if transfer is not None and needed.stage != span.op.stage:
-                    waits[span].append(_Wait(transfer.end, 0.0, Reason.TRANSFER, transfer))
+                    waits[span].append(_end_of(transfer))
                 elif needed in spans:
-                    waits[span].append(_Wait(spans[needed].end, 0.0, Reason.DATA, spans[needed]))
+                    waits[span].append(_end_of(spans[needed]))
             before = span
     last_on: dict[Channel, Transfer] = {}
     for transfer in sorted(timeline.transfers, key=lambda each: (each.start, each.sent)):
-        producer = spans[transfer.op]
-        waits[transfer] = [_Wait(producer.end, 0.0, Reason.DATA, producer)]
+        waits[transfer] = [_end_of(spans[transfer.op])]
         if (ahead := last_on.get(transfer.channel)) is not None:
-            waits[transfer].append(_Wait(ahead.sent, ahead.sent - ahead.end, Reason.CHANNEL, ahead))
+            waits[transfer].append(_Wait(ahead, ahead.sent))
         last_on[transfer.channel] = transfer
     return waits | of_copies
 
@@ -302,7 +271,7 @@ def _add_copies(
     waits: dict[CopyRun, list[_Wait]],
     copies_read: dict[Op, list[CopyRun]],
 ) -> None:
-    """Add what the host copies of one rank wait for, and what its ops read of them.
+    """Add the events that the host copies of one rank wait for, and the copies that its ops read.
 
         rank       | [0F0.0]*[0F0.1]    other stages    [0B0.1]*[0B0.0]
         to host             '[ 0.0 ]                       |
@@ -310,7 +279,7 @@ def _add_copies(
 
     A copy to the host waited for its forward, a copy back for the op after which it was posted; both for the one
     before them in their direction. An op waited for the copies back that it reads, and after a drop for the copy to
-    the host. A timeline does not say where copies were posted and which op read them: the last op that had ended
+    the host. A timeline has no record of where copies were posted and which op read them: the last op that had ended
     counts, and the first backward that may read it and began after its end. Both are never earlier than the true
     ones.
     """
@@ -322,7 +291,7 @@ def _add_copies(
             backwards[op.stage, op.micro_batch].append(place)
 
     def reader(copy: TimedCopy) -> int:
-        """Place of the first backward that reads what was copied; after all ops if there is none."""
+        """Place of the first backward that reads the copy; after all ops if there is none."""
         may_read = [
             place
             for place in backwards[copy.stage, copy.micro_batch]
@@ -334,11 +303,8 @@ def _add_copies(
 
     def add(run: CopyRun, posted: int, lane: list[CopyRun], place: int) -> None:
         """Add a copy that was posted after the op at one place, and that the op at another waited for."""
-        of_run = waits[run] = []
-        if posted >= 0:
-            of_run.append(_Wait(ends[posted], 0.0, Reason.DATA, spans[posted]))
-        if lane:
-            of_run.append(_Wait(lane[-1].end, 0.0, Reason.LANE, lane[-1]))
+        waits[run] = [_end_of(spans[posted])] if posted >= 0 else []
+        waits[run] += map(_end_of, lane[-1:])
         if place < len(spans):
             copies_read[spans[place].op].append(run)
         lane.append(run)
@@ -354,9 +320,9 @@ def _add_copies(
     for copy in sorted(known, key=lambda each: (each.fetch_start, reader(each))):
         run = CopyRun(copy, True, copy.fetch_start, copy.fetch_end)
         add(run, min(bisect_right(ends, copy.fetch_start), reader(copy)) - 1, from_host, reader(copy))
-        # Both may be posted at one place, and then nothing makes the way back wait.
+        # Both may be posted at one place, and then the copy back need not wait.
         if (there := offloads[copy]).end <= copy.fetch_start:
-            waits[run].append(_Wait(there.end, 0.0, Reason.COPY, there))
+            waits[run].append(_end_of(there))
 
 
 def _slack(timeline: Timeline, waits: Mapping[Event, Sequence[_Wait]]) -> dict[Op, float]:
@@ -366,13 +332,13 @@ def _slack(timeline: Timeline, waits: Mapping[Event, Sequence[_Wait]]) -> dict[O
         allowed = latest.setdefault(event, timeline.end)
         for wait in waits[event]:
             # The event it waits for must have ended early enough for this one to start in time.
-            due = allowed - (event.end - event.start) - wait.lag
+            due = allowed - (event.end - event.start) - (wait.time - wait.event.end)
             latest[wait.event] = min(latest.get(wait.event, timeline.end), due)
     return {span.op: max(latest[span] - span.end, 0.0) for spans in timeline.spans for span in spans}
 
 
 def _in_order(waits: Mapping[Event, Sequence[_Wait]]) -> list[Event]:
-    """All events, each after all that it waits for: also those that take no time, whose starts do not tell."""
+    """All events, each after all that it waits for, by counting: events that take no time cannot be sorted by start."""
     followers: dict[Event, list[Event]] = defaultdict(list)
     for event, needed in waits.items():
         for wait in needed:
@@ -386,5 +352,5 @@ def _in_order(waits: Mapping[Event, Sequence[_Wait]]) -> list[Event]:
                 ordered.append(follower)
     if len(ordered) < len(waits):
         op = next(event.op for event in waits if missing[event] and isinstance(event, Span | Transfer))
-        raise PlanError(f"op {op} stands before what it waits for: give the timeline of a run that ended")
+        raise PlanError(f"op {op} is earlier than an op that it needs: give the timeline of a run that ended")
     return ordered

@@ -8,7 +8,6 @@ from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import compiled, simulate
 from deepspeed_ext.plan.solve import problem as arrays
-from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
 from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
 
@@ -29,13 +28,12 @@ def makespans() -> tuple[float, float]:
     for orders, expected in named:
         assert simulate(orders, SHAPE, COSTS).makespan == expected
         assert compiled.CompiledOrders.of(orders, SHAPE).simulate(COSTS).makespan == expected
-    assert lower_bound(problem) <= min(makespan, listed, annealed)
     return makespan, listed
 
 
 @pytest.mark.parametrize("missing", ["stage", "token_slice"])
 def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    before, bound = makespans(), lower_bound(SchedulingProblem.of(SHAPE, COSTS))
+    before = makespans()
     backward = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
     table = [row for row in ops.DEPENDENCIES if not (row.op in backward and getattr(row, missing))]
     assert len(table) == len(ops.DEPENDENCIES) - 2
@@ -46,7 +44,7 @@ def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytes
     monkeypatch.setattr(ops, "_WAY", {row.needed: -row.stage for row in received.values()})
     after = makespans()
     if missing == "stage":
-        assert after[0] < before[0] and after[1] < before[1] and lower_bound(SchedulingProblem.of(SHAPE, COSTS)) < bound
+        assert after[0] < before[0] and after[1] < before[1]
     else:
         # Token slices may turn back in any order now, so they keep that of their forwards.
         assert not SchedulingProblem.of(SHAPE, COSTS).flow.is_reversed.any()

@@ -316,7 +316,7 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
     ("step 1 has the shape", [lambda: Comparison((STEP, IN_TURN))]),
     ("step 1 ran its ops in another order", [lambda: Comparison((FORWARDS_FIRST, IN_TURN))]),
     ("no measured step", [lambda: Comparison(())]),
-    ("op 0B0.0 stands before what it waits for", [lambda: critical_path(Timeline(ALONE, (spans("0B0", "0F0"),)))]),
+    ("op 0B0.0 is earlier than an op", [lambda: critical_path(Timeline(ALONE, (spans("0B0", "0F0"),)))]),
     (
         "2 timelines in 2 units on one axis",
         [

@@ -131,7 +131,7 @@ def _check_measured(timeline: Timeline, rank: int, number: int) -> None:
         times = [forward.end, *copy[4:], backward.start]
         assert times == sorted(times) and copy.offload_start < copy.offload_end and copy.fetch_start < copy.fetch_end
     path = critical_path(timeline)
-    assert path.steps[-1].event.end == timeline.end and all(slack >= 0 for slack in path.slack.values())
+    assert path.events[-1].end == timeline.end and all(slack >= 0 for slack in path.slack.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
