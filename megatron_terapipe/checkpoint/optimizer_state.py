@@ -1,15 +1,14 @@
 """The optimizer state of a checkpoint: the files that hold each parameter's part of it, and what is in them.
 
-A checkpoint of many ranks has many files, and no name of a file says which parameters are in it: that depends on the
-stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ranks. `save` writes what the ranks know
-into `index.json`; of a checkpoint without one, the first rank looks into the files.
+Which parameters a file holds depends on the stages, and on how DeepSpeed partitioned the parameters of a stage over the
+data-parallel ranks: `save` writes both into `index.json`.
 
-DeepSpeed flattens the parameters of a group into one tensor and deals that to the data-parallel ranks. A parameter's
-fragments, in the order of the ranks, are the parameter again. A file is opened when something in it is wanted.
+DeepSpeed flattens the parameters of a group into one tensor and partitions it over the data-parallel ranks. The
+fragments of a parameter, in the order of the ranks, are the parameter. A file is opened when it is first used.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,8 +65,16 @@ def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> S
 
 
 def index_text(places: Iterable[tuple[str, Place]]) -> str:
-    """Return the text of `index.json`, from the parameters that each rank saved, stage by stage, replica by replica."""
-    return json.dumps(_joined(places))
+    """Return the text of `index.json`, from the parameters that each rank saved, stage by stage, replica by replica.
+
+    The fragments of each parameter are those of the first stage that has it: tied weights are on several.
+    """
+    joined: dict[str, Place] = {}
+    for name, place in places:
+        first = joined.setdefault(name, Place(place.stage))
+        if place.stage == first.stage:
+            joined[name] = Place(first.stage, first.fragments + place.fragments)
+    return json.dumps(joined)
 
 
 def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
@@ -80,8 +87,8 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
         known = False
     if not known:
         raise CheckpointError(
-            f"{path} does not say where the state of each parameter lies: put the file back, or remove it, and the "
-            "places are looked up"
+            f"{path} does not list the optimizer state of each parameter: put the file back, or load the weights only "
+            "with --no-load-optim"
         )
     return places
 
@@ -105,15 +112,10 @@ def _is_known(place: Place, info: CheckpointInfo) -> bool:
 def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
     first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
     prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
-    path = directory / INDEX_FILE
     try:
         saved = load_file(directory / state_file(0, 0, info.tensor_parallel_size))
-        if path.exists():
-            places = parse_index(path, info)
-        else:
-            places = _joined(_looked_up(directory, info, prefix) if info.partitioned else _listed(directory, info))
         return SavedRun(
-            places=places,
+            places=parse_index(directory / INDEX_FILE, info),
             prefix=prefix,
             counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
             loss_scaler=load_file(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
@@ -129,34 +131,6 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
             f"checkpoint {directory} cannot be read ({first_line(error)}): load another, or the weights alone with "
             "--no-load-optim"
         ) from error
-
-
-def _joined(places: Iterable[tuple[str, Place]]) -> dict[str, Place]:
-    """The fragments of each parameter put together, of the first stage that has it: tied weights are on several."""
-    joined: dict[str, Place] = {}
-    for name, place in places:
-        known = joined.setdefault(name, Place(place.stage))
-        if place.stage == known.stage:
-            joined[name] = Place(known.stage, known.fragments + place.fragments)
-    return joined
-
-
-def _listed(directory: Path, info: CheckpointInfo) -> Iterator[tuple[str, Place]]:
-    """Yield each parameter that a stage saved in one piece, with its place."""
-    for stage in range(info.num_stages):
-        groups = load_file(directory / state_file(stage, 0, info.tensor_parallel_size))[PARAMETER_NAMES]
-        yield from ((name, Place(stage)) for names in groups for name in names)
-
-
-def _looked_up(directory: Path, info: CheckpointInfo, prefix: str) -> Iterator[tuple[str, Place]]:
-    """Yield each parameter of which a stage and replica saved a fragment, with its place."""
-    for stage in range(info.num_stages):
-        names = optimizer_files(stage, 0, info.tensor_parallel_size, info.num_replicas)
-        for replica, name in enumerate(names):
-            partition = load_file(directory / f"{prefix}{name}")["optimizer_state_dict"]
-            for addresses in partition["param_slice_mappings"]:
-                for parameter, address in addresses.items():
-                    yield parameter, Place(stage, (Fragment(replica, address.numel),))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

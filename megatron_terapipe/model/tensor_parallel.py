@@ -22,10 +22,10 @@ gradient of its output and its own input, as this rank has it:
                          it too; to keep the raw input instead would cost a third computation
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,35 +168,13 @@ class _SumParts(torch.autograd.Function):
         return ranks.start_gather(output_gradient)() if ranks.sequence_parallel else output_gradient, None
 
 
-class WeightGradients(Protocol):
-    """Takes the products that are deferred; whoever runs the backwards provides it."""
-
-    @property
-    def collecting(self) -> bool:
-        """Whether the backward that runs now defers products."""
-
-    def add(self, product: Callable[[], None]) -> None:
-        """Compute a product later, without autograd, after all that were added before."""
-
-
-class AccumulatedGradient(Protocol):
-    """Adds a weight's gradients up apart from the weight; whoever keeps the sums provides it."""
-
-    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Add `output_gradient.T @ inputs`, of [rows, out] and [rows, in], to the accumulated gradient."""
-
-    def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
-        """Add each row of `output_gradient` [rows, width] to the accumulated gradient's row in `indices` [rows]."""
-
-
 def linear(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     ranks: TensorParallelRanks | None = None,
-    before: Callable[[Tensor], Tensor] | None = None,
-    parameters_before: Iterable[nn.Parameter] = (),
+    before: nn.Module | None = None,
 ) -> Tensor:
     """`inputs @ weight.T + bias`, the weight's gradient accumulated in place.
 
@@ -205,13 +183,13 @@ def linear(
         weight: [..., in], a matrix once its first dimensions are taken together.
         bias: bias of the weight's shape without its last dimension.
         ranks: that hold the other rows of the weight and need the gradient of the same inputs; None for none.
-        before: function applied to the inputs first; it is recomputed in the backward.
+        before: layer applied to the inputs first; it is recomputed in the backward.
 
     Returns:
         [..., out], of all tokens.
     """
     ranks = ranks or TensorParallelRanks()
-    return _Linear.apply(inputs, weight, bias, ranks, before, *parameters_before)
+    return _Linear.apply(inputs, weight, bias, ranks, before, *(() if before is None else before.parameters()))
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -234,15 +212,15 @@ def _accumulates_in_place(weight: Tensor) -> bool:
     return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
 
 
-def _accumulated(weight: Tensor) -> AccumulatedGradient | None:
-    """Where the gradient of a weight adds up, if that is not `weight.grad`."""
-    accumulated: AccumulatedGradient | None = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
+def _accumulated(weight: Tensor) -> Any | None:
+    """The `AccumulatedGradient` of the runtime to which the gradient of a weight is added; None for `weight.grad`."""
+    accumulated = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
     return None if accumulated is None or _is_watched(weight) else accumulated
 
 
-def _wgrad_queue(weight: Tensor) -> WeightGradients | None:
-    """The queue that takes the product of a weight, if it is deferred."""
-    queue: WeightGradients | None = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
+def _wgrad_queue(weight: Tensor) -> Any | None:
+    """The `WeightGradients` of the runtime that takes the product of a weight; None if it is not deferred."""
+    queue = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
     return queue if queue is not None and queue.collecting and not _is_watched(weight) else None
 
 
@@ -325,9 +303,7 @@ def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weigh
     return of_weight
 
 
-def _defer(
-    queue: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
-) -> None:
+def _defer(queue: Any, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks) -> None:
     """Have the product computed later; a function of its own, so that nothing else is kept."""
 
     def product() -> None:
@@ -405,14 +381,7 @@ class ColumnParallelLinear(nn.Module):
         Args:
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
-        return linear(
-            inputs,
-            self.weight,
-            self.bias,
-            ranks=self.ranks,
-            before=recomputed,
-            parameters_before=() if recomputed is None else recomputed.parameters(),
-        )
+        return linear(inputs, self.weight, self.bias, ranks=self.ranks, before=recomputed)
 
 
 class RowParallelLinear(nn.Module):
@@ -442,13 +411,7 @@ class RowParallelLinear(nn.Module):
         """
         # One rank alone adds the bias inside the product; of several, each would.
         alone = self.ranks.size == 1
-        part = linear(
-            inputs,
-            self.weight,
-            self.bias if alone else None,
-            before=recomputed,
-            parameters_before=() if recomputed is None else recomputed.parameters(),
-        )
+        part = linear(inputs, self.weight, self.bias if alone else None, before=recomputed)
         return self.complete(part, self.bias) if completed else part
 
     def complete(self, part: Tensor, *biases: Tensor | None) -> Tensor:

@@ -25,9 +25,6 @@ from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedR
 from megatron_terapipe.checkpoint.restore import load_checkpoint
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
-from tests.checkpoint.runs import BEFORE, Way, info_of, run_of
-from tests.checkpoint.test_reshape import BF16_DATA, EVERYTHING, ONE
-from tests.checkpoint.test_save import _save
 from tests.distributed import run_distributed
 from tests.inference.checkpoints import checkpoint_info
 
@@ -123,28 +120,3 @@ def test_other_ranks_take_the_first_ones_word(tmp_path: Path) -> None:
     assert told(tmp_path, [known, None]) is known
     with pytest.raises(CheckpointError, match="is damaged"):
         told(tmp_path, [None, "checkpoint x is damaged: layer_00"])
-
-
-def indexed(way: Way, folder: Path) -> tuple[dict[str, Place], dict[str, Place]]:
-    """Where parameters lie, from the index that was saved and from the files alone."""
-    _save(way, str(folder), [BEFORE], None, True)
-    run = run_of(way, folder)
-    directory, info = run.checkpoint
-    first = saved_run(directory, info, weights_only=False)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (directory / optimizer_state.INDEX_FILE).unlink()
-    dist.barrier()
-    second = saved_run(directory, info, weights_only=False)
-    assert (first.prefix, first.counters) == (second.prefix, second.counters)
-    assert info == replace(info_of(run), has_manifest=True)
-    return dict(first.places), dict(second.places)
-
-
-@pytest.mark.parametrize("way", [ONE, BF16_DATA, EVERYTHING], ids=lambda way: way.name)
-def test_the_index_says_what_the_files_do(way: Way, tmp_path: Path) -> None:
-    for saved, looked_up in run_distributed(indexed, way.world_size, way, tmp_path):
-        assert saved == looked_up
-        assert len(saved) > 20
-        pieces = {len(place.fragments) for place in saved.values()}
-        assert pieces == {0} if way is ONE else max(pieces) >= 1

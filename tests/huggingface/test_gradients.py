@@ -30,8 +30,8 @@ TRAINED = [
     *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
     *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
     "phi3-longrope",
-    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
-    *("falcon-11b", "opt", "gpt_bigcode"),
+    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron"),
+    *("opt", "gpt_bigcode"),
 ]
 """Of each family all whose layers compute something of their own. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite"]

@@ -47,9 +47,7 @@ def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool,
         for step in range(STEPS):
             inputs = inputs_of(name, 30 + step, dtype)
             if recomputed:
-                output = tensor_parallel.linear(
-                    inputs, weight, bias, before=before, parameters_before=before.parameters()
-                )
+                output = tensor_parallel.linear(inputs, weight, bias, before=before)
             else:
                 output = tensor_parallel.linear(before(inputs), weight, bias)
             loss = output.square().sum()
@@ -93,7 +91,7 @@ def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
     weight_gradients = attached(weight)
     inputs = inputs_of(name, 3)
     middle = inputs * 1  # the product has it alone
-    output = tensor_parallel.linear(middle, weight, bias, before=before, parameters_before=before.parameters())
+    output = tensor_parallel.linear(middle, weight, bias, before=before)
     raw = weakref.ref(middle)
     del middle
     loss = output.square().sum()

@@ -64,9 +64,7 @@ def test_outputs_and_gradients_are_the_same_bits(name: str, dtype: torch.dtype) 
         for step in range(4):
             inputs = inputs_of(name, 30 + step, dtype)
             if recompute:
-                output = tensor_parallel.linear(
-                    inputs, weight, bias, before=before, parameters_before=before.parameters()
-                )
+                output = tensor_parallel.linear(inputs, weight, bias, before=before)
             else:
                 output = tensor_parallel.linear(before(inputs), weight, bias)
             output.square().sum().backward()
@@ -82,7 +80,7 @@ def test_gradients_are_those_of_plain_autograd(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
     wanted = [inputs, weight, bias, *parameters]
-    found = tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    found = tensor_parallel.linear(inputs, weight, bias, before=before)
     expected = before(inputs) @ weight.T + bias
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(each.square().sum(), wanted) for each in (found, expected)]
@@ -94,7 +92,7 @@ def test_what_is_kept_is_the_input_and_parameters(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
     with tensors_kept() as recomputing:
-        tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+        tensor_parallel.linear(inputs, weight, bias, before=before)
     assert {each.data_ptr() for each in recomputing} == {each.data_ptr() for each in (inputs, weight, *parameters)}
     with tensors_kept() as keeping:
         tensor_parallel.linear(before(inputs), weight, bias)
@@ -109,7 +107,7 @@ def test_norm_weights_get_gradients_where_their_input_needs_none(name: str) -> N
     """As in a first layer behind frozen embeddings."""
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3).detach(), list(before.parameters())
-    found = tensor_parallel.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    found = tensor_parallel.linear(inputs, weight, bias, before=before)
     of_found = torch.autograd.grad(found.square().sum(), [weight, *parameters])
     of_expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [weight, *parameters])
     torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12)
@@ -121,9 +119,7 @@ def test_frozen_norm_weights_get_no_gradient_and_stop_no_other(frozen: int) -> N
     inputs = inputs_of("layernorm", 3)
     for parameter in list(before.parameters())[:frozen]:
         parameter.requires_grad_(False)
-    tensor_parallel.linear(
-        inputs, weight, bias, before=before, parameters_before=before.parameters()
-    ).square().sum().backward()
+    tensor_parallel.linear(inputs, weight, bias, before=before).square().sum().backward()
     expected = inputs.detach().requires_grad_()
     (before(expected) @ weight.detach().T + bias.detach()).square().sum().backward()
     torch.testing.assert_close(inputs.grad, expected.grad, rtol=1e-12, atol=1e-12)
@@ -134,9 +130,7 @@ def test_frozen_norm_weights_get_no_gradient_and_stop_no_other(frozen: int) -> N
 def test_a_frozen_product_passes_the_gradient_on() -> None:
     before, weight, bias = layers_of("rmsnorm")
     inputs = inputs_of("rmsnorm", 3)
-    tensor_parallel.linear(
-        inputs, weight.detach(), bias.detach(), before=before, parameters_before=before.parameters()
-    ).square().sum().backward()
+    tensor_parallel.linear(inputs, weight.detach(), bias.detach(), before=before).square().sum().backward()
     found = inputs.grad, before.weight.grad
     expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [inputs, before.weight])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

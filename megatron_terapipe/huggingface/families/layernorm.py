@@ -1,20 +1,15 @@
 """Families with LayerNorm.
 
 With learned positions: GPT-2, GPT-BigCode (SantaCoder, StarCoder), OPT. With rotary positions: GPT-NeoX and Pythia,
-StarCoder 2, StableLM, Nemotron, Falcon.
+StarCoder 2, StableLM, Nemotron.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all
 from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
 from megatron_terapipe.huggingface.families.settings import (
-    COUNT,
     NUMBER,
     SWITCH,
     UNGATED,
@@ -35,26 +30,18 @@ from megatron_terapipe.huggingface.families.settings import (
 
 _LEARNED = always(position_embedding_type="learned_absolute", normalization="layernorm")
 
+_GPT2_SIZES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
+
 
 def _gpt2_settings(activation: str) -> tuple[Setting, ...]:
     return (
-        *sizes(
-            {
-                "hidden_size": "n_embd",
-                "num_hidden_layers": "n_layer",
-                "num_attention_heads": "n_head",
-                "max_position_embeddings": "n_positions",
-                "intermediate_size": "n_inner",
-            },
-            tied=True,
-            vocab_size=50257,
-            n_embd=768,
-            n_inner=None,
-            n_layer=12,
-            n_head=12,
-            n_positions=1024,
-            initializer_range=0.02,
-        ),
+        *sizes((50257, 1024, 768, None, 12, 12, 0.02), _GPT2_SIZES, tied=True),
         _LEARNED,
         same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
         biases(True, True, True),
@@ -125,21 +112,13 @@ def _check_equal_widths(file: SettingsFile, fields: Fields) -> Fields:
     return {}
 
 
+_OPT_SIZES = {"intermediate_size": "ffn_dim", "initializer_range": "init_std"}
+
 OPT = Family(
     name="opt",
     architecture="OPTForCausalLM",
     settings=(
-        *sizes(
-            {"intermediate_size": "ffn_dim", "initializer_range": "init_std"},
-            tied=True,
-            vocab_size=50272,
-            hidden_size=768,
-            ffn_dim=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            max_position_embeddings=2048,
-            init_std=0.02,
-        ),
+        *sizes((50272, 2048, 768, 3072, 12, 12, 0.02), _OPT_SIZES, tied=True),
         _LEARNED,
         always(layernorm_epsilon=1e-5),
         biases("enable_bias", "enable_bias", "enable_bias", default=True),
@@ -173,15 +152,7 @@ GPT_NEOX = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     settings=(
-        *sizes(
-            vocab_size=50432,
-            hidden_size=6144,
-            intermediate_size=24576,
-            num_hidden_layers=44,
-            num_attention_heads=64,
-            max_position_embeddings=2048,
-            initializer_range=0.02,
-        ),
+        *sizes((50432, 2048, 6144, 24576, 44, 64, 0.02)),
         rotations(base_key="rotary_emb_base", part=0.25, part_key="rotary_pct"),
         _LAYERNORM,
         same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
@@ -211,16 +182,7 @@ STARCODER2 = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
     settings=(
-        *sizes(
-            tied=True,
-            vocab_size=49152,
-            hidden_size=3072,
-            intermediate_size=12288,
-            num_hidden_layers=30,
-            num_attention_heads=24,
-            max_position_embeddings=4096,
-            initializer_range=0.018042,
-        ),
+        *sizes((49152, 4096, 3072, 12288, 30, 24, 0.018042), tied=True),
         heads_of_keys(2),
         head_width(),
         rotations(),
@@ -246,15 +208,7 @@ STABLELM = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
     settings=(
-        *sizes(
-            vocab_size=50304,
-            hidden_size=2560,
-            intermediate_size=6912,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            max_position_embeddings=4096,
-            initializer_range=0.02,
-        ),
+        *sizes((50304, 4096, 2560, 6912, 32, 32, 0.02)),
         heads_of_keys(32),
         rotations(part=0.25),
         _LAYERNORM,
@@ -277,15 +231,7 @@ NEMOTRON = Family(
     name="nemotron",
     architecture="NemotronForCausalLM",
     settings=(
-        *sizes(
-            vocab_size=256000,
-            hidden_size=6144,
-            intermediate_size=24576,
-            num_hidden_layers=32,
-            num_attention_heads=48,
-            max_position_embeddings=4096,
-            initializer_range=0.0134,
-        ),
+        *sizes((256000, 4096, 6144, 24576, 32, 48, 0.0134)),
         heads_of_keys(None),
         head_width(),
         rotations(part=0.5),
@@ -296,93 +242,4 @@ NEMOTRON = Family(
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(up=("mlp.up_proj",)),
-)
-
-
-def _read_falcon_layers(file: SettingsFile, fields: Fields) -> Fields:
-    """Return the key heads and norms of Falcon, whose 40 B has an architecture of its own.
-
-    The first has one key head, or as many as query heads, and one norm for attention and MLP side by side. The new one
-    has any number of key heads, and two norms unless the file says one.
-    """
-    file.expect("alibi", (False, None), False)
-    file.expect("n_embed", (None, fields["hidden_size"]))
-    new = file.value("new_decoder_architecture", SWITCH, False)
-    parallel = file.value("parallel_attn", SWITCH, True)
-    heads = file.value("num_kv_heads", COUNT, None, nullable=True)
-    if not new:
-        heads = 1 if file.value("multi_query", SWITCH, True) else None
-    norms = file.value("num_ln_in_parallel_attn", COUNT, None, nullable=True) or (2 if new else 1)
-    if (new and not parallel) or norms > (2 if new else 1):
-        raise ConfigError(
-            f"{file.where} has parallel_attn {parallel} and num_ln_in_parallel_attn {norms} with "
-            f"new_decoder_architecture {new}, for which transformers has no layer: get the file again"
-        )
-    found = {"parallel_residual": parallel, "shared_block_norm": parallel and norms == 1}
-    return found if heads is None else {**found, "num_key_value_heads": heads}
-
-
-def _write_falcon_layers(model: ModelConfig) -> Mapping[str, Any]:
-    """Return the keys, in the first architecture where it has the model."""
-    key_heads, heads = model.num_key_value_heads, model.num_attention_heads
-    several = key_heads not in (1, heads) or (model.parallel_residual and not model.shared_block_norm)
-    return {
-        "new_decoder_architecture": several,
-        "multi_query": key_heads == 1,
-        "parallel_attn": model.parallel_residual,
-        "num_kv_heads": key_heads,
-        "num_ln_in_parallel_attn": (1 if model.shared_block_norm else 2) if several else None,
-        "alibi": False,
-    }
-
-
-def _falcon_tensors(model: ModelConfig) -> TensorNames:
-    two_side_by_side = model.parallel_residual and not model.shared_block_norm
-    return TensorNames(
-        prefix="transformer.",
-        words="word_embeddings",
-        blocks="h",
-        query_key_value=("self_attention.query_key_value",),
-        grouped=True,
-        projection="self_attention.dense",
-        up=("mlp.dense_h_to_4h",),
-        down="mlp.dense_4h_to_h",
-        attention_norm="ln_attn" if two_side_by_side else "input_layernorm",
-        mlp_norm="ln_mlp" if two_side_by_side else "post_attention_layernorm",
-        final_norm="ln_f",
-    )
-
-
-FALCON = Family(
-    name="falcon",
-    architecture="FalconForCausalLM",
-    settings=(
-        *sizes(
-            {"intermediate_size": "ffn_hidden_size"},
-            tied=True,
-            vocab_size=65024,
-            hidden_size=4544,
-            ffn_hidden_size=None,
-            num_hidden_layers=32,
-            num_attention_heads=71,
-            max_position_embeddings=2048,
-            initializer_range=0.02,
-        ),
-        rotations(),
-        _LAYERNORM,
-        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-        biases(qkv="bias", projection="bias", mlp="bias"),
-        word("activation", "activation", UNGATED, "gelu"),
-        Setting(
-            (
-                *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads"),
-                *("num_ln_in_parallel_attn", "alibi", "n_embed"),
-            ),
-            _read_falcon_layers,
-            _write_falcon_layers,
-        ),
-        written(hidden_dropout="hidden_dropout"),
-        ATTENTION_DROPOUT,
-    ),
-    tensors=_falcon_tensors,
 )

@@ -37,11 +37,11 @@ ATTENTION_DROPOUT = written(attention_dropout="attention_dropout")
 
 _USUAL_SIZES: dict[str, Any] = {
     "vocab_size": 32000,
+    "max_position_embeddings": 2048,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
     "initializer_range": 0.02,
 }
 
@@ -70,7 +70,7 @@ def llama_like(
         name=name,
         architecture=architecture,
         settings=(
-            *sizes(tied=tied, **_USUAL_SIZES | defaults),
+            *sizes(tuple((_USUAL_SIZES | defaults).values()), tied=tied),
             heads_of_keys(key_heads),
             head_width(head_size),
             rotation or rotations(),

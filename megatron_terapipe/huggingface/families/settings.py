@@ -4,7 +4,7 @@ First the file, whose values are checked as they are read; then the settings, ea
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -284,10 +284,13 @@ UNGATED: Mapping[str, str] = {
 """Our activation functions of MLPs without a gate, by their names there."""
 
 
-def sizes(renamed: Mapping[str, str] | None = None, /, *, tied: bool = False, **defaults: Any) -> tuple[Setting, ...]:
+def sizes(
+    defaults: Sequence[int | float | None], renamed: Mapping[str, str] | None = None, *, tied: bool = False
+) -> tuple[Setting, ...]:
     """Return the settings of the sizes that every family has.
 
     Args:
+        defaults: values of keys that the file leaves out, in the order of the table below.
         renamed: keys by those of most families, where they differ.
     """
     usual = (
@@ -299,9 +302,11 @@ def sizes(renamed: Mapping[str, str] | None = None, /, *, tied: bool = False, **
         ("num_attention_heads", "num_attention_heads", COUNT),
         ("initializer_range", "init_method_std", NUMBER),
     )
-    named = (((renamed or {}).get(key, key), field, kind) for key, field, kind in usual)
     return (
-        *(same(key, field, kind, defaults[key]) for key, field, kind in named),
+        *(
+            same((renamed or {}).get(key, key), field, kind, default)
+            for (key, field, kind), default in zip(usual, defaults, strict=True)
+        ),
         opposite("tie_word_embeddings", "untie_embeddings_and_output_weights", tied),
     )
 
