@@ -3,18 +3,20 @@
 A small Llama trained on one long sequence: peak memory beside its closed form, and the time of two stages.
 
     python -m benchmarks.long_sequences memory --tokens 131072 --token-slices 64
-    python -m benchmarks.long_sequences memory --tokens 1048576 --token-slices 256 --window 4096 --only stage
+    python -m benchmarks.long_sequences memory --tokens 1048576 --token-slices 128 --window 1024 --width 64 --stages 2 \
+        --only stage
     python -m benchmarks.long_sequences speed --tokens 16384 --token-slices 16
 
-`memory` trains one step on one rank, once in each way, each in a process of its own: token slices with stages computed
-again; the same with gradients of keys and values in bf16; with what is not read waiting in a second buffer, which
-stands for the host; and whole sequences with every layer computed again. It counts the bytes of all tensors that torch
-makes in the step, less those of weight gradients; what kernels allocate for themselves is in the process alone. `speed`
-trains on two ranks, with one token slice and with several, in turns.
+`memory` trains one step, once in each way, with a process for each of `--stages` (1): token slices with stages computed
+again; the same with gradients of keys and values in bf16; with tensors that are not read in a second buffer, in place
+of a host's memory; and whole sequences with every layer computed again. It counts the bytes of all tensors that torch
+allocates in the step, without those of weight gradients; the buffers of kernels are in the process only. `speed` trains
+on two ranks, with one token slice and with several, in turns.
 
 Closed form of the peak, which the second backward reaches in the last layer: keys and values of all tokens; gradients
 of keys and values of all but the last token slice; activations of one token slice on the stage; and gradients under
-way, in attention those that its kernel finds for all keys and values that it is given.
+way, in attention those that its kernel finds for all keys and values that it is given. A stage after the first also
+keeps its input of all tokens.
 
 Llama-3 with long sequences on H100: our best strategy beside ZeRO-3 with Ulysses, all predicted.
 
@@ -52,7 +54,7 @@ from benchmarks.measuring.command import Parser, run_named
 from benchmarks.measuring.counters import LiveBytes
 from benchmarks.measuring.report import Section, progress
 from benchmarks.measuring.workload import batches, join, our_engine
-from benchmarks.measuring.worlds import World
+from benchmarks.measuring.worlds import RankFailed, World
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
@@ -84,7 +86,7 @@ from megatron_terapipe.strategy import Strategy
 
 FP32_BYTES = 4
 BREADTH_FIRST = "breadth-first"
-HIDDEN, HEADS, KEY_HEADS = 256, 8, 2
+HIDDEN, HEAD_DIM, KEY_HEADS = 256, 32, 2
 
 
 @dataclass(frozen=True)
@@ -100,16 +102,17 @@ class Way:
     """Whether what is not read waits on the host; with two model chunks, breadth-first."""
 
 
-def long_model(tokens: int, num_layers: int, window: int | None) -> ModelConfig:
+def long_model(tokens: int, num_layers: int, window: int | None, width: int = HIDDEN) -> ModelConfig:
     """A Llama with grouped keys and a byte-sized vocabulary.
 
     Args:
         window: tokens that a token attends to, itself included; None for all before it.
+        width: hidden size, a multiple of 64.
     """
     return ModelConfig(
         num_layers=num_layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
+        hidden_size=width,
+        num_attention_heads=width // HEAD_DIM,
         num_key_value_heads=KEY_HEADS,
         seq_length=tokens,
         vocab_size=256,
@@ -145,9 +148,9 @@ def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
     return HostCopySettings(cut.lengths, inputs, (key_value,) * 2, windows=windows)
 
 
-def closed_form(model: ModelConfig, way: Way) -> float:
-    """Bytes of the peak of a step on one sequence and one rank, weights and their gradients aside."""
-    block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers
+def closed_form(model: ModelConfig, way: Way, stages: int = 1, stage: int = 0) -> float:
+    """Bytes of the peak of a step on one sequence and one stage, without weights and their gradients."""
+    block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers // stages
     key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
     activations = flops.block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
     of_mlp = flops.block_activation_bytes_per_token(model, replace(block, num_key_value_heads=0), FP32_BYTES)
@@ -168,7 +171,8 @@ def closed_form(model: ModelConfig, way: Way) -> float:
     put_together = found if way.offloads or in_reach < tokens - length else 0
     under_way = max(length * in_mlp, length * in_attention + found + put_together)
     if not way.offloads:
-        return layers * (tokens * key_value + gradients + length * activations) + under_way
+        inputs = tokens * hidden if stage else 0.0
+        return layers * (tokens * key_value + gradients + length * activations) + under_way + inputs
     cut = TokenSlices.uniform(tokens, way.num_token_slices)
     shape, copies = PipelineShape(2, 1, len(cut), 2), host_copies(model, cut)
     orders, costs = rank_orders(SCHEDULES[BREADTH_FIRST], shape), lowering_costs(shape)
@@ -182,7 +186,7 @@ def closed_form(model: ModelConfig, way: Way) -> float:
     return peak(memory_over_time(timeline, cut.lengths, token_bytes)[0]) + passed + under_way
 
 
-def build_way(model: ModelConfig, way: Way, threads: int) -> tuple[Any, Iterator[Any]]:
+def build_way(model: ModelConfig, way: Way, stages: int, threads: int) -> tuple[Any, Iterator[Any]]:
     """Return the engine of a way on this rank, and its batches."""
     import torch
 
@@ -195,7 +199,7 @@ def build_way(model: ModelConfig, way: Way, threads: int) -> tuple[Any, Iterator
         model,
         cut,
         1,
-        num_stages=1,
+        num_stages=stages,
         recompute=way.recompute,
         **more,
     )
@@ -218,8 +222,8 @@ def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, floa
 
 def memory(options: argparse.Namespace) -> Section:
     """Measure each way once."""
-    model = long_model(options.tokens, options.layers, options.window)
-    count = options.token_slices
+    model = long_model(options.tokens, options.layers, options.window, options.width)
+    count, stages = options.token_slices, options.stages
     ways = [
         Way("stage", count, "stage"),
         Way("bf16", count, "stage", key_value_gradients="bf16"),
@@ -227,7 +231,8 @@ def memory(options: argparse.Namespace) -> Section:
         Way("whole", 1, "full"),
     ]
     window = f", window {options.window}" if options.window else ""
-    title = f"{model.seq_length:,} tokens{window}, {model.num_layers} layers of {HIDDEN}, {count} token slices, fp32"
+    sizes = f"{model.num_layers} layers of {options.width}, {stages} stages, {count} token slices"
+    title = f"{model.seq_length:,} tokens{window}, {sizes}, fp32"
     columns = ("way", "peak MB", "closed form MB", "error", "host MB", "process MB", "seconds", "loss")
     section = Section(title, columns)
     section.notes.append(
@@ -237,19 +242,20 @@ def memory(options: argparse.Namespace) -> Section:
     for way in ways:
         if options.only and way.name not in options.only:
             continue
-
-        def row(way: Way = way) -> Sequence[object]:
-            with World(
-                1, build_way, model, way, options.threads, variables=[{"OMP_NUM_THREADS": str(options.threads)}]
-            ) as world:
-                ((found, host, resident, seconds, loss),) = world.run(measured_peak)
-            expected = closed_form(model, way)
-            compared = f"{expected / 1e6:,.0f}", f"{expected / found - 1:+.1%}"
-            others = (f"{host / 1e6:,.0f}", f"{resident / 1e6:,.0f}", f"{seconds:.1f}", f"{loss:.6f}")
-            return (f"{found / 1e6:,.0f}", *compared, *others)
-
-        section.guarded(way.name, row)
-        progress(" | ".join(section.rows[-1]))
+        variables = [{"OMP_NUM_THREADS": str(options.threads)}] * stages
+        try:
+            with World(stages, build_way, model, way, stages, options.threads, variables=variables) as world:
+                measured = world.run(measured_peak)
+        except RankFailed as error:
+            section.fail(way.name, error)
+            continue
+        for stage, (found, host, resident, seconds, loss) in enumerate(measured):
+            expected = closed_form(model, way, stages, stage)
+            name = way.name if stages == 1 else f"{way.name}, rank {stage}"
+            compared = f"{found / 1e6:,.0f}", f"{expected / 1e6:,.0f}", f"{expected / found - 1:+.1%}"
+            others = f"{host / 1e6:,.0f}", f"{resident / 1e6:,.0f}", f"{seconds:.1f}", f"{loss:.6f}"
+            section.add(name, *compared, *others)
+            progress(" | ".join(section.rows[-1]))
     return section
 
 
@@ -306,6 +312,8 @@ def sequences(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--token-slices", type=int, default=16, metavar="S")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=HIDDEN, help="hidden size of `memory`, a multiple of 64")
+    parser.add_argument("--stages", type=int, default=1, help="of `memory`, each in a process of its own")
     parser.add_argument("--window", type=int, metavar="W", help="sliding window of all layers")
     parser.add_argument("--only", nargs="+", choices=("stage", "bf16", "offload", "whole"), help="ways of `memory`")
     parser.add_argument("--threads", type=int, default=1, help="of the rank of `memory`")
