@@ -1,92 +1,61 @@
 """The answer of a search, as all reports read it: beside its runner-up, and as a JSON document."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
-from megatron_terapipe.search.answer.json_schema import (
-    AdvicePart,
-    ClusterPart,
-    Document,
-    Entry,
-    LaunchPart,
-    ModelPart,
-    PredictDocument,
-    Predicted,
-    RankDocument,
-    SearchPart,
-    Speed,
-)
-from megatron_terapipe.search.machine.cluster import Cluster, cluster_document, model_document
-from megatron_terapipe.search.price.prediction import Prediction, TimeBreakdown
-from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.answer.json_schema import ClusterPart, Document, Entry, ModelPart, Predicted
+from megatron_terapipe.search.machine.cluster import cluster_document, model_document
+from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A ranking, and what it is about."""
-
-    problem: SearchProblem
-    entries: Sequence[Ranked]
-    """Best first, then those that cannot run."""
-    global_batch_size: int | None = None
-    """Sequences of one optimizer step; None = each strategy has its own."""
-    constraints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    counts: SearchCounts | None = None
-    """Strategies that were looked at; None = nothing was searched."""
-    proven: bool = False
-    """Whether no other strategy can be faster than the winner, under this model."""
-    could_save: float = 0.0
-    """Share of the winner's time that a strategy that was not simulated could save at most."""
-    search_s: float | None = None
-    """Seconds that the search took; None = they were not measured."""
-    advice: AdvicePart = field(default_factory=AdvicePart.of)
-    notes: tuple[str, ...] = ()
-    """Assumptions, advice and warnings, a line each."""
-    why_none: str = ""
-    """Why no strategy can run; empty where one can."""
-
-    @property
-    def workload(self) -> Workload:
-        """The model."""
-        return self.problem.workload
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster, in the order of its hostfile."""
-        return self.problem.cluster
-
-    @property
-    def priced(self) -> list[Ranked]:
-        """Entries that can run and have a price, best first."""
-        return [entry for entry in self.entries if entry.feasible and entry.prediction is not None]
-
-    def speed(self, entry: Ranked) -> Speed:
-        """Return the published figures that follow from the predicted time of an entry."""
-        return speed_of(entry.strategy, self.workload, self.cluster, entry.iteration_time_s, self.problem.precision)
+def entries_of(problem: SearchProblem, entries: Iterable[Ranked]) -> list[Entry]:
+    """Return strategies with their prices as a document has them."""
+    return [
+        Entry(
+            rank=each.rank,
+            index=each.index,
+            strategy=each.strategy.to_json(),
+            predicted=None if each.prediction is None else predicted_part(problem, each.strategy, each.prediction),
+            feasible=each.feasible,
+            reason=each.reason,
+        )
+        for each in entries
+    ]
 
 
-def all_notes(answer: Answer) -> list[str]:
-    """Return assumptions, and warnings about the winner, each once."""
-    of_winner = [f"rank 1: {note}" for entry in answer.priced[:1] for note in entry.price.notes]
-    return list(dict.fromkeys([*_impossible(answer), *answer.notes, *of_winner]))
+def ranking(
+    problem: SearchProblem,
+    entries: Iterable[Ranked],
+    notes: Iterable[str],
+    *,
+    global_batch_size: int | None,
+    constraints: Mapping[str, Sequence[Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the fields that the documents of `rank` and `predict` share."""
+    found = entries_of(problem, entries)
+    winner = next((each for each in found if each.rank == 1 and each.feasible and each.predicted), None)
+    of_winner = [] if winner is None else [f"rank 1: {note}" for note in winner.price.notes]
+    return {
+        **question(problem, global_batch_size, constraints),
+        "notes": list(dict.fromkeys([*_impossible(found), *notes, *of_winner])),
+        "entries": found,
+    }
 
 
-def _impossible(answer: Answer) -> list[str]:
-    """Return a warning if an entry takes more FLOP/s than there are, which no trial can confirm."""
-    shares = [(answer.speed(entry).mfu_causal or 0.0, entry) for entry in answer.entries if entry.prediction]
-    share, entry = max(shares, key=lambda each: each[0], default=(0.0, None))
-    if entry is None or share <= 1:
+def _impossible(entries: Sequence[Entry]) -> list[str]:
+    """Return a warning if an entry takes more FLOP/s than the devices have."""
+    shares = [(entry.predicted.mfu_causal or 0.0, entry.rank) for entry in entries if entry.predicted]
+    share, rank = max(shares, key=lambda each: each[0], default=(0.0, 0))
+    if share <= 1:
         return []
     return [
-        f"rank {entry.rank} would take {share:.0%} of the devices' peak, and no device does more than its peak: "
+        f"rank {rank} would take {share:.0%} of the devices' peak, and no device does more than its peak: "
         "correct the FLOP/s of the device, the profile, the calibration or the measured seconds, whichever is wrong"
     ]
 
@@ -118,7 +87,7 @@ class StrategyComparison(NamedTuple):
     """Seconds and bytes that differ, in words."""
 
 
-def runners_up(priced: Sequence[Ranked]) -> list[Ranked]:
+def runners_up(priced: Sequence[Entry]) -> list[Entry]:
     """Return the second best; and, if it is much like the best, the first with other parallel sizes or schedule."""
     if len(priced) < 2:
         return []
@@ -127,27 +96,26 @@ def runners_up(priced: Sequence[Ranked]) -> list[Ranked]:
     return [runner_up] if other is None or other is runner_up else [runner_up, other]
 
 
-def _layout(entry: Ranked) -> list[object]:
+def _layout(entry: Entry) -> list[object]:
     """Return the parallel sizes and the schedule."""
-    strategy = entry.strategy
-    return [*(getattr(strategy, each.name) for each in DIMENSIONS if each.ranks), strategy.schedule]
+    return [entry.strategy[each.name] for each in DIMENSIONS if each.ranks or each.name == "schedule"]
 
 
-def compare(winner: Ranked, other: Ranked) -> StrategyComparison:
+def compare(winner: Entry, other: Entry) -> StrategyComparison:
     """Compare the winner with another strategy."""
     changes = [
         (words, dimension_text(winner.strategy, each), dimension_text(other.strategy, each))
         for each, words in in_places(DIMENSIONS, "label")
-        if getattr(winner.strategy, each.name) != getattr(other.strategy, each.name)
+        if winner.strategy[each.name] != other.strategy[each.name]
     ]
-    first, second = winner.price.breakdown, other.price.breakdown
-    saved = [(each.name, getattr(second, each.name) - getattr(first, each.name)) for each in fields(TimeBreakdown)]
-    worth = _WORTH_SAYING * winner.iteration_time_s
+    first, second = winner.price, other.price
+    saved = [(name, second.breakdown[name] - seconds) for name, seconds in first.breakdown.items()]
+    worth = _WORTH_SAYING * first.iteration_time_s
     saved = sorted((part for part in saved if abs(part[1]) >= worth), key=lambda part: -abs(part[1]))
-    return StrategyComparison(changes, _sentences(winner.price, other.price, saved))
+    return StrategyComparison(changes, _sentences(first, second, saved))
 
 
-def _sentences(first: Prediction, second: Prediction, saved: Sequence[tuple[str, float]]) -> list[str]:
+def _sentences(first: Predicted, second: Predicted, saved: Sequence[tuple[str, float]]) -> list[str]:
     gain = second.iteration_time_s - first.iteration_time_s
     share = gain / second.iteration_time_s if second.iteration_time_s else 0.0
     if gain <= 0:
@@ -160,7 +128,7 @@ def _sentences(first: Prediction, second: Prediction, saved: Sequence[tuple[str,
         if parts:
             *others, last = parts
             lines.append(f"{words} {', '.join(others)} and {last}." if others else f"{words} {last}.")
-    if first.memory and second.memory:
+    if first.memory_per_rank and second.memory_per_rank:
         difference = second.peak_memory_bytes - first.peak_memory_bytes
         word = "less" if difference >= 0 else "more"
         lines.append(f"The fullest rank holds {bytes_text(abs(difference))} {word}.")
@@ -169,12 +137,12 @@ def _sentences(first: Prediction, second: Prediction, saved: Sequence[tuple[str,
     return lines
 
 
-def dimension_text(strategy: Strategy, dimension: Dimension) -> str:
+def dimension_text(strategy: Mapping[str, Any], dimension: Dimension) -> str:
     """Return the value of a dimension in words."""
-    value = getattr(strategy, dimension.name)
+    value = strategy[dimension.name]
     if value is None:
         return dimension.none
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return numbers_text(value)
     return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
@@ -182,7 +150,7 @@ def dimension_text(strategy: Strategy, dimension: Dimension) -> str:
 def question(
     problem: SearchProblem, global_batch_size: int | None, constraints: Mapping[str, Sequence[Any]] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of every document that say what was asked."""
+    """Return the fields of every document with the question."""
     workload, cluster = problem.workload, problem.cluster
     return {
         "model": ModelPart(
@@ -206,53 +174,10 @@ def question(
     }
 
 
-def predicted_part(prediction: Prediction, speed: Speed) -> Predicted:
+def predicted_part(problem: SearchProblem, strategy: Strategy, prediction: Prediction) -> Predicted:
     """Return a prediction as a document has it."""
+    speed = speed_of(problem, strategy, prediction.iteration_time_s)
     return Predicted(**{**prediction.to_json(), **speed.model_dump()})
-
-
-def _of_answer(answer: Answer, entries: Sequence[Ranked]) -> dict[str, Any]:
-    """Return the fields that the documents of `rank` and `predict` share."""
-    return {
-        **question(answer.problem, answer.global_batch_size, answer.constraints),
-        "notes": all_notes(answer),
-        "entries": [
-            Entry(
-                rank=entry.rank,
-                index=entry.index,
-                strategy=entry.strategy.to_json(),
-                predicted=None if entry.prediction is None else predicted_part(entry.prediction, answer.speed(entry)),
-                feasible=entry.feasible,
-                reason=entry.reason,
-            )
-            for entry in entries
-        ],
-    }
-
-
-def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
-    """Return the document of `rank`."""
-    counts = answer.counts
-    assert counts is not None
-    return RankDocument(
-        **_of_answer(answer, answer.entries),
-        advice=answer.advice,
-        search=SearchPart(
-            considered=counts.total,
-            rejected={name: number for name, number in counts.rejected.items() if number},
-            priced=counts.priced,
-            simulated=counts.simulated,
-            proven=answer.proven,
-            could_save=answer.could_save,
-        ),
-        why_none=answer.why_none or None,
-        launch=launch,
-    )
-
-
-def predict_document(answer: Answer) -> PredictDocument:
-    """Return the document of `predict`, entries in the order of their file."""
-    return PredictDocument(**_of_answer(answer, sorted(answer.entries, key=lambda entry: entry.index)))
 
 
 def document_text(document: Document) -> str:

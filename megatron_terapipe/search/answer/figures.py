@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_terapipe.dimensions import in_places
-from megatron_terapipe.search.answer.json_schema import Speed
+from megatron_terapipe.search.answer.json_schema import Predicted, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.library import is_guess
-from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.workload import Workload
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 GIGABYTE = 1e9
@@ -57,13 +57,12 @@ def flops_utilization(
     return flops / (iteration_time_s * peak) if peak else 0.0
 
 
-def speed_of(
-    strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
-) -> Speed:
+def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float) -> Speed:
     """Return the published figures that follow from the seconds of an iteration."""
+    workload, cluster = problem.workload, problem.cluster
     tokens_per_s = sequences(strategy) * workload.seq_length / iteration_time_s
     flops = model_flops(workload) * sequences(strategy) / iteration_time_s
-    asked = strategy, workload, cluster, iteration_time_s, precision
+    asked = strategy, workload, cluster, iteration_time_s, problem.precision
     peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
     return Speed(
         iteration_time_s=iteration_time_s,
@@ -89,7 +88,7 @@ def time_text(seconds: float) -> str:
     raise AssertionError
 
 
-def interval_text(prediction: Prediction) -> str:
+def interval_text(prediction: Predicted) -> str:
     """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
     if prediction.interval_s is None or not prediction.iteration_time_s:
         return ""

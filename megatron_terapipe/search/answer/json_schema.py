@@ -309,7 +309,7 @@ class Predicted(Speed):
 
 
 class Entry(Part):
-    """A strategy and its price."""
+    """A strategy, its price and its place in a ranking."""
 
     rank: int
     """Place in the ranking from 1; strategies that cannot run come last."""
@@ -323,6 +323,12 @@ class Entry(Part):
     """Whether it can run."""
     reason: str | None
     """Why it cannot run; null where it can."""
+
+    @property
+    def price(self) -> Predicted:
+        """The prediction of a strategy that could be priced."""
+        assert self.predicted is not None
+        return self.predicted
 
 
 class SearchPart(Part):
@@ -374,13 +380,23 @@ class Document(Part):
     """Assumptions and warnings, as they stand below the table."""
 
 
-class RankDocument(Document):
+class Ranking(Document):
+    """Strategies with their prices."""
+
+    entries: list[Entry]
+    """The strategies: those of `rank` best first, those of `predict` in the order of their file."""
+
+    @property
+    def priced(self) -> list[Entry]:
+        """Entries that can run and have a price, best first."""
+        return sorted((each for each in self.entries if each.feasible and each.predicted), key=lambda each: each.rank)
+
+
+class RankDocument(Ranking):
     """Answer of `rank`."""
 
     command: Literal["rank"] = "rank"
     """Command that wrote it."""
-    entries: list[Entry]
-    """The best strategies, best first."""
     advice: AdvicePart
     """What to change, and what to doubt; the notes have it in words."""
     search: SearchPart
@@ -391,13 +407,11 @@ class RankDocument(Document):
     """What runs the winner."""
 
 
-class PredictDocument(Document):
+class PredictDocument(Ranking):
     """Answer of `predict`."""
 
     command: Literal["predict"] = "predict"
     """Command that wrote it."""
-    entries: list[Entry]
-    """The strategies in the order of their file."""
 
 
 class Cut(Speed):

@@ -1,7 +1,7 @@
 """The files of an answer: its JSON, its page, and what launches the winner.
 
 launch_of -> Launch.write      strategy.json, hostfile in the order of ranks, ds_config.json, launch.sh
-write_answer, write_page       ranking.json, report.html with simulated timelines
+write_files, write_page        ranking.json, report.html with simulated timelines
 """
 
 import json
@@ -23,14 +23,15 @@ from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER
-from megatron_terapipe.search.answer.answer import Answer, document_text, rank_document, runners_up
+from megatron_terapipe.search.answer.answer import document_text, runners_up
 from megatron_terapipe.search.answer.figures import sequences, strategy_text
-from megatron_terapipe.search.answer.json_schema import Document, LaunchPart
+from megatron_terapipe.search.answer.json_schema import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
 from megatron_terapipe.search.machine.hostfile import hostfile_text
 from megatron_terapipe.search.machine.launcher import SHELL_CHECK, check_remote_words
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 TRAIN_ITERATIONS = 100
@@ -223,11 +224,7 @@ MOST_OPS = 12_000  # ops that are drawn at most: a page of them is 2 MB and open
 
 
 def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:
-    """Return the simulated timeline of a strategy, to draw it.
-
-    Returns:
-        otherwise); None if the schedule is none of those that have a name.
-    """
+    """Return the simulated timeline of a strategy, and a note if it is not drawn whole; None for a found order."""
     if strategy.schedule not in SCHEDULES:
         return None
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
@@ -253,18 +250,17 @@ def write_document(path: str, document: Document) -> None:
     write_json(path, document_text(document))
 
 
-def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
-    """Return what launches the winner, or None and why nothing does."""
-    problem = answer.problem
-    if not answer.priced:
+def winner_launch(document: RankDocument, problem: SearchProblem) -> tuple[Launch | None, str]:
+    """Return what launches the winner, or None and the reason."""
+    if not document.priced:
         return None, "no strategy can run"
     if problem.software.name != TERAPIPE.name:
         return None, f"these are strategies of {problem.software.name}, which nothing here launches"
+    winner = Strategy.from_json(document.priced[0].strategy)
     try:
-        launch = launch_of(answer.priced[0].strategy, problem.workload.config, problem.cluster, problem.precision)
+        return launch_of(winner, problem.workload.config, problem.cluster, problem.precision), ""
     except ConfigError as error:
         return None, str(error)
-    return launch, ""
 
 
 def script_command(directory: str) -> str:
@@ -272,45 +268,51 @@ def script_command(directory: str) -> str:
     return shlex.join(["bash", str(Path(directory) / "launch.sh")])
 
 
-def how_to_run(directory: str | None, command: str) -> str:
-    """Return what a page says of running the winner.
+def write_files(
+    document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, directory: str | None, html: str | None
+) -> RankDocument:
+    """Write the files of an answer, and return it with the command and the files that launch the winner.
 
     Args:
-        directory: where its files are; None = they were not written, and --output DIR writes them.
+        directory: of `ranking.json`, `report.html` and, for the winner, what launches it; None = they are not written.
+        html: another file for the page; None = none.
     """
-    written = "" if directory is not None else "# with --output DIR, which writes the files:\n"
-    return f"{written}{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
+    launch, why_not = winner_launch(document, problem)
+    command = None if launch is None else launch.command(directory or "DIR")
+    pages, files = [] if html is None else [html], []
+    if directory is not None:
+        files = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
+        pages.append(files[1])
+    how_to_run = ""
+    if command is not None:
+        how_to_run = "" if directory is not None else "# with --output DIR, which writes the files:\n"
+        how_to_run += f"{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
+    for path in pages:
+        write_page(path, document, problem, op_costs, command=how_to_run)
+    if directory is not None and launch is not None:
+        files += launch.write(directory)
+        if (found := document.advice.found_order) is not None:
+            strategy = Strategy.from_json(found.strategy)
+            other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
+            files += other.write(str(Path(directory) / FOUND_ORDER))
+    launched = LaunchPart(command=command, files=files, why_not=why_not or None)
+    document = document.model_copy(update={"launch": launched})
+    if directory is not None:
+        write_document(files[0], document)
+    return document
 
 
-def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchPart:
-    """Write `ranking.json`, `report.html` and, for the winner, what launches it; return what was written.
-
-    Args:
-        directory: where to; made where there is none.
-    """
-    ranking, page = (str(Path(directory) / name) for name in ("ranking.json", "report.html"))
-    launch, why_not = winner_launch(answer)
-    command = None if launch is None else launch.command(directory)
-    write_page(page, answer, op_costs, command="" if command is None else how_to_run(directory, command))
-    files = [ranking, page, *([] if launch is None else launch.write(directory))]
-    if launch is not None and (found := answer.advice.found_order) is not None:
-        problem, strategy = answer.problem, Strategy.from_json(found.strategy)
-        other = launch_of(strategy, problem.workload.config, problem.cluster, problem.precision)
-        files += other.write(str(Path(directory) / FOUND_ORDER))
-    written = LaunchPart(command=command, files=files, why_not=why_not or None)
-    write_document(ranking, rank_document(answer, written))
-    return written
-
-
-def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:
-    """Write the page alone; `command`: what launches the winner; empty = nothing does."""
+def write_page(
+    path: str, document: RankDocument, problem: SearchProblem, op_costs: OpCostsOf, *, command: str = ""
+) -> None:
+    """Write the page; `command`: launches the winner; empty = none does."""
     panels, notes = [], []
     # The winner, and below it the one that differs from it more.
-    for entry in [*answer.priced[:1], *runners_up(answer.priced)[-1:]]:
-        drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
+    for entry in [*document.priced[:1], *runners_up(document.priced)[-1:]]:
+        strategy = Strategy.from_json(entry.strategy)
+        drawn = timeline_of(strategy, op_costs(strategy))
         if drawn is not None:
-            panels.append(Panel(f"rank {entry.rank}: {strategy_text(entry.strategy)}", drawn[0]))
+            panels.append(Panel(f"rank {entry.rank}: {strategy_text(strategy)}", drawn[0]))
             notes += [f"rank {entry.rank}: {drawn[1]}"] if drawn[1] else []
-    write_text(
-        path, render_page(answer, command=command, panels=panels, panels_note="; ".join(notes)), make_folder=True
-    )
+    page = render_page(document, problem, command=command, panels=panels, panels_note="; ".join(notes))
+    write_text(path, page, make_folder=True)

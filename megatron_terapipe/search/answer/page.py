@@ -1,7 +1,7 @@
 """The report as one HTML page that needs nothing else: what wins, why, what it costs, what was rejected."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 from html import escape
 from itertools import pairwise
 
@@ -18,76 +18,81 @@ from megatron_terapipe.page.document import (
     stacked_bars,
     timelines,
 )
-from megatron_terapipe.search.answer.answer import TIME_NAMES, Answer, all_notes, compare, runners_up
+from megatron_terapipe.search.answer.answer import TIME_NAMES, compare, runners_up
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
-    count_text,
     interval_text,
     numbers_text,
     share_text,
     strategy_text,
     time_text,
 )
+from megatron_terapipe.search.answer.json_schema import Entry, RankDocument, SearchPart
 from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
 from megatron_terapipe.search.machine.cluster import Cluster
-from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
-from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
+
+MOST_ROWS = 30  # strategies that a page lists
 
 
 def render_page(
-    answer: Answer, *, command: str = "", panels: Sequence[Panel] = (), panels_note: str = "", rows: int = 30
+    document: RankDocument,
+    problem: SearchProblem,
+    *,
+    command: str = "",
+    panels: Sequence[Panel] = (),
+    panels_note: str = "",
 ) -> str:
     """Return the report.
 
     Args:
-        command: launches the winner; empty = nothing can.
+        command: launches the winner; empty = none can.
         panels: timelines, on one axis.
-        panels_note: what of them is left out; empty = nothing.
-        rows: strategies that the page lists.
+        panels_note: the parts of them that are not drawn; empty = none.
     """
-    priced, title = answer.priced, f"{answer.workload.name} on {answer.cluster.name or 'the cluster'}"
-    listed = "".join(f"<li>{escape(note)}</li>" for note in all_notes(answer))
+    priced, title = document.priced, f"{document.model.name} on {document.cluster.name or 'the cluster'}"
+    listed = "".join(f"<li>{escape(note)}</li>" for note in document.notes)
     notes = [section("Notes", f"<ul>{listed}</ul>")] if listed else []
-    body = [f"<header><h1>{escape(title)}</h1></header>", f'<p class="sub">{escape(heading(answer))}</p>']
+    body = [f"<header><h1>{escape(title)}</h1></header>", f'<p class="sub">{escape(heading(document))}</p>']
     if priced:
-        body += [section("", _winner(answer, priced[0])), *notes]
+        body += [section("", _winner(priced[0])), *notes]
         if command:
             body.append(section("How to run it", f"<pre>{escape(command)}</pre>"))
         for other, over in zip(runners_up(priced), ("the runner-up", "the best of another kind"), strict=False):
             body.append(section(f"Why it wins over {over}", _why(priced[0], other)))
     else:
-        reason = escape(answer.why_none or "no strategy can run; below is why")
+        reason = escape(document.why_none or "no strategy can run; below is why")
         body += [section("", f'<p class="winner">{reason[:1].upper()}{reason[1:]}</p>'), *notes]
-    body.append(section("Ranking", _ranking(answer, rows)))
+    body.append(section("Ranking", _ranking(document)))
     if priced:
         body.append(section("Where an iteration goes", _times(priced[:10])))
-        body.append(section("Memory of each pipeline rank", _memory(answer, priced[0])))
+        body.append(section("Memory of each pipeline rank", _memory(problem, priced[0])))
     if panels:
         note = f'<p class="sub">{escape(panels_note)}</p>' if panels_note else ""
         body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
-    if answer.counts is not None:
-        body.append(section("What was rejected", _rejections(answer)))
+    body.append(section("What was rejected", _rejections(document.search)))
     return html_document(title, "\n".join(body))
 
 
-def _winner(answer: Answer, entry: Ranked) -> str:
+def _winner(entry: Entry) -> str:
     """Return the best strategy and its figures."""
-    prediction, strategy = entry.price, entry.strategy
-    speed = answer.speed(entry)
+    prediction, strategy = entry.price, Strategy.from_json(entry.strategy)
     interval = ""
     if prediction.interval_s is not None:
         low, high = prediction.interval_s
         interval = f", {prediction.interval_coverage:.0%} within {time_text(low)} to {time_text(high)}"
     figures = [
         (time_text(prediction.iteration_time_s), f"an iteration{interval}"),
-        (f"{speed.tokens_per_s:,.0f}", f"tokens a second, {speed.tokens_per_s_per_device:,.0f} a device"),
+        (f"{prediction.tokens_per_s:,.0f}", f"tokens a second, {prediction.tokens_per_s_per_device:,.0f} a device"),
     ]
-    if speed.mfu is not None:
-        figures.append((share_text(speed.mfu), "MFU: share of the devices' peak, counted as published figures are"))
-        figures.append((share_text(speed.mfu_causal), "causal MFU: only scores that are computed"))
+    if prediction.mfu is not None:
+        figures.append(
+            (share_text(prediction.mfu), "MFU: share of the devices' peak, counted as published figures are")
+        )
+        figures.append((share_text(prediction.mfu_causal), "causal MFU: only scores that are computed"))
     figures.append((f"{prediction.bubble_ratio:.1%}", "bubble ratio"))
-    if prediction.memory:
+    if prediction.memory_per_rank:
         figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
     lengths = ""
     if strategy.token_slices is not None:
@@ -95,8 +100,8 @@ def _winner(answer: Answer, entry: Ranked) -> str:
     return f'<p class="winner">{escape(strategy_text(strategy))}</p>{facts(figures)}{lengths}'
 
 
-def _why(first: Ranked, second: Ranked) -> str:
-    """Return the winner beside another strategy: what differs, and what that changes."""
+def _why(first: Entry, second: Entry) -> str:
+    """Return the differences between the winner and another strategy."""
     found = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
@@ -109,17 +114,17 @@ def _why(first: Ranked, second: Ranked) -> str:
     )
 
 
-def _ranking(answer: Answer, most: int) -> str:
+def _ranking(document: RankDocument) -> str:
     """Return the table of the ranking."""
-    entries = list(answer.entries[:most])
-    names, rows = rows_of(answer, entries)
+    entries = document.entries[:MOST_ROWS]
+    names, rows = rows_of(entries, document.model.seq_length)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
     lines = []
     for entry, row in zip(entries, rows, strict=True):
         kind = "out" if not entry.feasible else "first" if entry.rank == 1 else ""
         cells = "".join(_cell(name, text) for name, text in zip(names, row, strict=True))
         lines.append(f'<tr class="{kind}">{cells}</tr>')
-    more = len(answer.entries) - len(entries)
+    more = len(document.entries) - len(entries)
     rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
 
@@ -129,43 +134,42 @@ def _cell(name: str, text: str) -> str:
     return f'<td class="{kind}">{escape(text)}</td>'
 
 
-def _times(entries: list[Ranked]) -> str:
+def _times(entries: list[Entry]) -> str:
     """Return a bar for each strategy, of the parts of its iteration in seconds."""
     palette = colours(list(TIME_NAMES.values()))
     bars = []
     for entry in entries:
         prediction = entry.price
-        parts = {TIME_NAMES[each.name]: getattr(prediction.breakdown, each.name) for each in fields(TimeBreakdown)}
+        parts = {TIME_NAMES[name]: seconds for name, seconds in prediction.breakdown.items()}
         figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
-        bars.append(Bar(f"{entry.rank}: {strategy_text(entry.strategy)}", parts, figure))
+        bars.append(Bar(f"{entry.rank}: {strategy_text(Strategy.from_json(entry.strategy))}", parts, figure))
     return chart(bars, palette, lambda s, bar: f"{time_text(s)} ({s / sum(bar.parts.values()):.1%})")
 
 
-def _memory(answer: Answer, entry: Ranked) -> str:
+def _memory(problem: SearchProblem, entry: Entry) -> str:
     """Return a bar for each pipeline rank, of the parts of its memory in bytes."""
-    if not entry.price.memory:
+    if not entry.price.memory_per_rank:
         return "<p>Not predicted.</p>"
     palette = colours(list(MEMORY_NAMES.values()))
-    bars = []
-    layers = _layers_of_ranks(answer, entry.strategy)
-    for index, rank in enumerate(entry.price.memory):
-        parts = {MEMORY_NAMES[each.name]: getattr(rank, each.name) for each in fields(RankMemory)}
-        device = _smallest_device(answer.cluster, entry.strategy, index)
+    bars, strategy = [], Strategy.from_json(entry.strategy)
+    layers = _layers_of_ranks(problem, strategy)
+    for index, rank in enumerate(entry.price.memory_per_rank):
+        parts = {words: rank[name] for name, words in MEMORY_NAMES.items()}
+        device = _smallest_device(problem.cluster, strategy, index)
         label = f"rank {index}, {layers[index]}"
-        if len({node.device for node in answer.cluster.nodes}) > 1:
+        if len({node.device for node in problem.cluster.nodes}) > 1:
             label += f", {device.name}"
-        figure = f"{bytes_text(rank.total)} of {bytes_text(device.memory_bytes)}"
+        figure = f"{bytes_text(rank['total'])} of {bytes_text(device.memory_bytes)}"
         bars.append(Bar(label, parts, figure, limit=device.memory_bytes))
     return chart(bars, palette, lambda amount, _: bytes_text(amount))
 
 
-def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
+def _layers_of_ranks(problem: SearchProblem, strategy: Strategy) -> list[str]:
     """Return the layers of each pipeline rank, counted as a stage partition counts them."""
     ranks = strategy.pipeline_parallel_size
-    partition = answer.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
-    bounds = partition.bounds
+    partition = problem.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
     words: list[list[str]] = [[] for _ in range(ranks)]
-    for stage, (first, end) in enumerate(pairwise(bounds)):
+    for stage, (first, end) in enumerate(pairwise(partition.bounds)):
         words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
     return [f"layers {', '.join(each)}" for each in words]
 
@@ -180,18 +184,9 @@ def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -
     )
 
 
-def _rejections(answer: Answer) -> str:
-    """Return how many strategies were considered, and how many each rule rejected."""
-    counts = answer.counts
-    assert counts is not None
-    palette = colours(["rejected"])
-    bars = [
-        Bar(reason, {"rejected": float(count)}, f"{count:,}")
-        for reason, count in counts.rejected.most_common()
-        if count
-    ]
-    took = "" if answer.search_s is None else f" in {time_text(answer.search_s)}"
-    text = f"{counts.total:,} strategies were considered{took}, and {counts.num_rejected:,} rejected."
-    if answer.search_s and counts.total:
-        text += f" That is {count_text(counts.total / answer.search_s)} a second."
-    return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, lambda _, bar: bar.figure)}'
+def _rejections(search: SearchPart) -> str:
+    """Return the number of strategies that were considered, and a bar for the rejections of each rule."""
+    rejected = Counter(search.rejected)
+    bars = [Bar(rule, {"rejected": float(count)}, f"{count:,}") for rule, count in rejected.most_common()]
+    text = f"{search.considered:,} strategies were considered, and {rejected.total():,} rejected."
+    return f'<p class="sub">{text}</p>{stacked_bars(bars, colours(["rejected"]), lambda _, bar: bar.figure)}'

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.batch import MOST_SEQUENCES
-from megatron_terapipe.search.answer.answer import Answer, predict_document
+from megatron_terapipe.search.answer.answer import ranking
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
@@ -17,6 +17,7 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_strategies,
 )
+from megatron_terapipe.search.answer.json_schema import PredictDocument
 from megatron_terapipe.search.answer.output_files import write_document
 from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.costs import costs_of
@@ -73,14 +74,10 @@ def run(options: argparse.Namespace) -> int:
             if entry.feasible:
                 entry = replace(entry, prediction=costs.with_interval(strategy, entry.price, pricing))
             entries.append(entry)
-    answer = Answer(
-        problem=problem,
-        global_batch_size=batch,
-        entries=ranked_in_order(entries),
-        notes=(*notes, *costs.notes),
-    )
+    in_file = sorted(ranked_in_order(entries), key=lambda entry: entry.index)
+    document = PredictDocument(**ranking(problem, in_file, (*notes, *costs.notes), global_batch_size=batch))
     if options.json is not None:
-        write_document(options.json, predict_document(answer))
+        write_document(options.json, document)
     if options.json != STANDARD_OUTPUT:
-        print_table(answer)
+        print_table(document)
     return 0

@@ -1,13 +1,12 @@
 """Command `rank`: the best strategies of a model on a cluster, why, and what to change or doubt.
 
-run -> search -> advise -> Answer -> show_answer; --explain: explain_space, explain_strategy
+run -> search -> advise -> RankDocument -> write_files, show_answer; --explain: explain_space, explain_strategy
 """
 
 import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text, rival_note
-from megatron_terapipe.search.answer.answer import Answer, compare, rank_document
+from megatron_terapipe.search.answer.answer import compare, entries_of, ranking
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
@@ -33,15 +32,11 @@ from megatron_terapipe.search.answer.flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart
+from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.answer.output_files import (
-    OpCostsOf,
-    how_to_run,
     script_command,
-    winner_launch,
-    write_answer,
     write_document,
-    write_page,
+    write_files,
 )
 from megatron_terapipe.search.answer.table import print_table
 from megatron_terapipe.search.learn.cluster_calibrations import propose_strategies
@@ -139,7 +134,6 @@ def run(options: argparse.Namespace) -> int:
     choices = all_choices(problem).constrained(constraints)
     costs = costs_of(options, problem)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
-    start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         result = search(
             problem,
@@ -157,34 +151,39 @@ def run(options: argparse.Namespace) -> int:
             proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     # Placements of strategies are those of the cluster in the order of its hostfile.
     pricing = costs.pricing_on(problem.cluster)
-    answer = Answer(
-        problem=problem,
-        global_batch_size=options.global_batch_size,
-        constraints=constraints,
-        entries=[
-            replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing))
-            for entry in result.entries
-        ],
-        counts=result.counts,
-        proven=result.proven and bool(result.entries),
-        could_save=result.could_save,
-        search_s=time.perf_counter() - start,
-        advice=advice,
-        notes=(
-            *(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
-            *(rival_note(rival, problem.cluster.num_devices) for rival in advice.rivals),
-        ),
-        why_none="" if result.entries else nothing_fits(result, advice, problem),
+    entries = (
+        replace(entry, prediction=costs.with_interval(entry.strategy, entry.price, pricing)) for entry in result.entries
     )
-    show_answer(options, answer, pricing.cost_model.pipeline_costs)
+    all_notes = (
+        *(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
+        *(rival_note(rival, problem.cluster.num_devices) for rival in advice.rivals),
+    )
+    counts = result.counts
+    document = RankDocument(
+        **ranking(problem, entries, all_notes, global_batch_size=options.global_batch_size, constraints=constraints),
+        advice=advice,
+        search=SearchPart(
+            considered=counts.total,
+            rejected={name: number for name, number in counts.rejected.items() if number},
+            priced=counts.priced,
+            simulated=counts.simulated,
+            proven=result.proven and bool(result.entries),
+            could_save=result.could_save,
+        ),
+        why_none=None if result.entries else nothing_fits(result, advice, problem),
+        launch=LaunchPart(command=None, files=[], why_not=None),
+    )
+    op_costs = pricing.cost_model.pipeline_costs
+    document = write_files(document, problem, op_costs, directory=options.output, html=options.html)
+    show_answer(options, document)
     lines = [] if options.explain is None else explain_space(result)
     if asked is not None:
         lines += explain_strategy(asked, problem, result, costs, choices=choices, constraints=constraints)
     # JSON on the terminal is the only text there.
     out = sys.stderr if options.json == STANDARD_OUTPUT else sys.stdout
     print("\n".join(lines), file=out, end="\n" if lines else "")
-    if answer.why_none:
-        print(f"error: {answer.why_none}", file=sys.stderr)
+    if document.why_none:
+        print(f"error: {document.why_none}", file=sys.stderr)
         return 1
     return 0
 
@@ -231,28 +230,21 @@ def nothing_fits(result: SearchResult, advice: AdvicePart, problem: SearchProble
     )
 
 
-def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf) -> None:
-    """Print an answer and write the files that were asked for, with the timelines of `op_costs`."""
-    launch, why_not = winner_launch(answer)
-    command = "" if launch is None else launch.command(options.output or "DIR")
-    if options.html is not None:
-        write_page(options.html, answer, op_costs, command=command and how_to_run(options.output, command))
-    if options.output is None:
-        written = LaunchPart(command=command or None, files=[], why_not=why_not or None)
-    else:
-        written = write_answer(options.output, answer, op_costs)
+def show_answer(options: argparse.Namespace, document: RankDocument) -> None:
+    """Write the JSON, and print the table and the commands that launch the winner."""
     if options.json is not None:
-        write_document(options.json, rank_document(answer, written))
+        write_document(options.json, document)
     if options.json == STANDARD_OUTPUT:
         return
-    print_table(answer)
-    if written.files:
-        print(f"\nwritten: {', '.join(written.files)}")
-    if launch is None:
-        print(f"\nno command to launch it: {why_not}")
-    elif written.files:
+    launch = document.launch
+    print_table(document)
+    if launch.files:
+        print(f"\nwritten: {', '.join(launch.files)}")
+    if launch.command is None:
+        print(f"\nno command to launch it: {launch.why_not}")
+    elif launch.files:
         print(f"\nto run the winner, from any directory:\n  {script_command(options.output)}")
-        print(f"which runs, where pretrain_gpt.py is:\n  {command}")
+        print(f"which runs, where pretrain_gpt.py is:\n  {launch.command}")
     else:
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
 
@@ -296,7 +288,7 @@ def explain_strategy(
         lines.append(f"{words}." if left_out else f"{words}: the search did not come to it; more --effort does.")
     elif time_s <= best_s * (1 + ROUNDING):
         return [*lines, "  It is as fast as the winner."]
-    comparison = compare(winner, entry)
+    comparison = compare(*entries_of(problem, [winner, entry]))
     lines += [f"  {words}: the winner has {value}, and it {other}" for words, value, other in comparison.changes]
     if time_s > best_s:
         lines += ["  The winner beside it:", *(f"    {sentence}" for sentence in comparison.sentences)]

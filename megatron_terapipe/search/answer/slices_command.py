@@ -120,9 +120,8 @@ def token_slices_document(
 
     def cut(found: "SolvedCut | PricedCut") -> Cut:
         time_s = found.iteration_time_s
-        speed = speed_of(strategy, problem.workload, problem.cluster, time_s, problem.precision)
         return Cut(
-            **speed.model_dump(),
+            **speed_of(problem, strategy, time_s).model_dump(),
             num_token_slices=len(found.token_slices),
             token_slices=list(found.token_slices),
             speedup=None if without_s is None else without_s / time_s,

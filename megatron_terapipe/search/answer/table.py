@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.pipeline import granularity_of
 from megatron_terapipe.dimensions import Dimension, in_places
-from megatron_terapipe.search.answer.answer import Answer, all_notes
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
     count_text,
-    devices_of,
     interval_text,
     share_text,
     time_text,
 )
+from megatron_terapipe.search.answer.json_schema import Entry, Ranking
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
-from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -47,12 +45,11 @@ SHORT = 4  # letters of a name of a column that has to be explained are fewer
 LONGEST = 23  # letters of a list of numbers; the JSON has all of it
 
 
-def print_table(answer: Answer, console: "Console | None" = None) -> None:
+def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     """Print the ranking, the strategies that cannot run below it, and the notes.
 
     Args:
         console: where; None = standard output, as wide as the terminal.
-        top: lines at most; None = all.
     """
     import rich.console
 
@@ -60,12 +57,13 @@ def print_table(answer: Answer, console: "Console | None" = None) -> None:
         console = rich.console.Console()
         if not console.is_terminal:
             console = rich.console.Console(width=WIDTH_OF_FILES)
-    console.print(heading(answer), markup=False, highlight=False)
-    shown, rows = _fitting(*rows_of(answer, answer.entries), console.width)
-    console.print(_table(answer.entries, shown, rows))
+    entries = sorted(ranking.entries, key=lambda entry: entry.rank)
+    console.print(heading(ranking), markup=False, highlight=False)
+    shown, rows = _fitting(*rows_of(entries, ranking.model.seq_length), console.width)
+    console.print(_table(entries, shown, rows))
     if rows and (explained := legend(shown)):
         console.print(f"columns: {explained}", markup=False, highlight=False)
-    for note in all_notes(answer):
+    for note in ranking.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
 
 
@@ -78,42 +76,38 @@ def legend(names: Sequence[str]) -> str:
     )
 
 
-def heading(answer: Answer) -> str:
+def heading(ranking: Ranking) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
-    workload, nodes = answer.workload, answer.cluster.nodes
-    batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
-    trainer = "" if answer.problem.software.name == TERAPIPE.name else f", trainer {answer.problem.software.name}"
-    listed = " + ".join(f"{count} x {name}" for name, count in devices_of(answer.cluster).items())
+    model, nodes = ranking.model, ranking.cluster.num_nodes
+    batch = "" if ranking.global_batch_size is None else f", {ranking.global_batch_size} sequences a step"
+    trainer = "" if ranking.software == TERAPIPE.name else f", trainer {ranking.software}"
+    listed = " + ".join(f"{count} x {name}" for name, count in ranking.cluster.devices.items())
     return (
-        f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
-        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.problem.precision}{trainer}"
+        f"{model.name} ({count_text(model.parameters)} parameters, {model.seq_length} tokens{batch}) on "
+        f"{listed} in {nodes} node{'s' if nodes > 1 else ''}, {ranking.precision}{trainer}"
     )
 
 
-def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
+def cells(entry: Entry, seq_length: int) -> dict[str, str]:
     """Return the text of each column for an entry, by its name."""
-    strategy, prediction = entry.strategy, entry.prediction
-    row = {
-        "rank": str(entry.rank),
-        **{name: _cell(each, strategy, answer.workload.seq_length) for each, name in COLUMNS},
-    }
+    strategy, prediction = Strategy.from_json(entry.strategy), entry.predicted
+    row = {"rank": str(entry.rank), **{name: _cell(each, strategy, seq_length) for each, name in COLUMNS}}
     if prediction is not None:
-        speed = answer.speed(entry)
         row |= {
             "time": time_text(prediction.iteration_time_s),
             "interval": interval_text(prediction),
-            "tokens/s": f"{speed.tokens_per_s:,.0f}",
-            "MFU": share_text(speed.mfu),
-            "causal MFU": share_text(speed.mfu_causal),
+            "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+            "MFU": share_text(prediction.mfu),
+            "causal MFU": share_text(prediction.mfu_causal),
             "bubble": f"{prediction.bubble_ratio:.1%}",
-            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory else "",
+            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory_per_rank else "",
         }
     return row | {"why not": entry.reason or ""}
 
 
-def rows_of(answer: Answer, entries: Sequence[Ranked]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that say something, and the rows."""
-    found = [cells(answer, entry) for entry in entries]
+def rows_of(entries: Sequence[Entry], seq_length: int) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns with any text, and the rows."""
+    found = [cells(entry, seq_length) for entry in entries]
     names = list(dict.fromkeys(name for row in found for name in row))
     # Prices stand before the reason, also where the first row has none.
     names.sort(key=lambda name: name == "why not")
@@ -160,7 +154,7 @@ def _short(value: tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(entries: Sequence[Ranked], names: list[str], rows: list[list[str]]) -> "Table":
+def _table(entries: Sequence[Entry], names: list[str], rows: list[list[str]]) -> "Table":
     import rich.box
     import rich.table
     import rich.text

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import predicted_part, question
-from megatron_terapipe.search.answer.figures import speed_of, strategy_text
+from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.json_schema import Errors, Predicted, TrialDocument, TrialEntry
 from megatron_terapipe.search.answer.output_files import Launch, launch_of
 from megatron_terapipe.search.learn.costs import Costs
@@ -371,11 +371,9 @@ def print_trials(document: TrialDocument) -> None:
 
 
 def _predicted(trial: Trial, journal: Journal, costs: Costs) -> Predicted:
-    asked = journal.problem
-    pricing = costs.pricing_on(asked.cluster)
+    pricing = costs.pricing_on(journal.problem.cluster)
     prediction = costs.with_interval(trial.strategy, pricing.predict(trial.strategy), pricing)
-    time_s = prediction.iteration_time_s
-    return predicted_part(prediction, speed_of(trial.strategy, asked.workload, asked.cluster, time_s, asked.precision))
+    return predicted_part(journal.problem, trial.strategy, prediction)
 
 
 def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:

@@ -1,13 +1,15 @@
 """A small answer of a search, made by hand."""
 
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from megatron_terapipe.search.answer.answer import Answer
+from megatron_terapipe.search.answer.answer import ranking
+from megatron_terapipe.search.answer.json_schema import AdvicePart, LaunchPart, RankDocument, SearchPart
 from megatron_terapipe.search.machine.cluster_files import parse_cluster
 from megatron_terapipe.search.price.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.price.workload_files import parse_workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.rules import SearchCounts
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
@@ -37,43 +39,52 @@ def prediction(compute_s: float, bubble_s: float, *, ranks: int, peak: float = 8
     )
 
 
-def answer(name: str = "tiny") -> Answer:
+def small_problem(name: str = "tiny") -> SearchProblem:
+    """Sixteen devices on two nodes."""
+    model = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 257}
+    nodes = [{"name": "a", "count": 2, "device": "A100-80GB"}]
+    return SearchProblem(
+        workload=parse_workload(model, "m.json"),
+        cluster=parse_cluster({"name": name, "nodes": nodes}, "c.json")[0],
+        global_batch_size=8,
+    )
+
+
+SECOND = Strategy(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=4, global_batch_size=8)
+BEST = replace(SECOND, num_token_slices=2, token_slices=(80, 48))
+
+
+def strategies() -> list[Ranked]:
     """Two strategies that run and one that does not."""
-    workload = parse_workload(
-        {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 257}, "m.json"
-    )
-    cluster, notes = parse_cluster(
-        {"name": name, "nodes": [{"name": "a", "count": 2, "device": "A100-80GB"}]}, "c.json"
-    )
-    best = Strategy(
-        data_parallel_size=2,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=4,
-        num_token_slices=2,
-        token_slices=(80, 48),
-        micro_batch_size=1,
-        global_batch_size=8,
-    )
-    second = Strategy(
-        data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=4, micro_batch_size=1, global_batch_size=8
-    )
-    return Answer(
-        problem=SearchProblem(workload=workload, cluster=cluster, global_batch_size=8),
-        global_batch_size=8,
-        entries=[
-            Ranked(rank=1, strategy=best, prediction=prediction(1.0, 0.2, ranks=4)),
-            Ranked(rank=2, strategy=second, prediction=prediction(0.9, 0.8, ranks=4)),
-            Ranked(
-                rank=3,
-                strategy=Strategy(data_parallel_size=16, global_batch_size=16),
-                prediction=None,
-                feasible=False,
-                reason="[why] <it> falls",
-            ),
-        ],
-        counts=SearchCounts(
-            total=5000, rejected=Counter({"does not fit <memory>": 3000, "batch": 1000, "nothing": 0}), priced=1000
+    return [
+        Ranked(rank=1, strategy=BEST, prediction=prediction(1.0, 0.2, ranks=4)),
+        Ranked(rank=2, strategy=SECOND, prediction=prediction(0.9, 0.8, ranks=4)),
+        Ranked(
+            rank=3,
+            strategy=Strategy(data_parallel_size=16, global_batch_size=16),
+            prediction=None,
+            feasible=False,
+            reason="[why] <it> falls",
         ),
-        search_s=0.5,
-        notes=notes,
-    )
+    ]
+
+
+def answer(
+    problem: SearchProblem | None = None,
+    entries: Sequence[Ranked] | None = None,
+    notes: Sequence[str] = (),
+    **more: Any,
+) -> RankDocument:
+    """Return the document of a ranking."""
+    rejected = {"does not fit <memory>": 3000, "batch": 1000}
+    fields: dict[str, Any] = {
+        "advice": AdvicePart.of(),
+        "search": SearchPart(
+            considered=5000, rejected=rejected, priced=1000, simulated=0, proven=False, could_save=0.0
+        ),
+        "why_none": None,
+        "launch": LaunchPart(command=None, files=[], why_not=None),
+    }
+    found = strategies() if entries is None else entries
+    shared = ranking(problem or small_problem(), found, notes, global_batch_size=8)
+    return RankDocument(**shared, **(fields | more))

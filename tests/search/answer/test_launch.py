@@ -26,7 +26,14 @@ from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from tests.architecture.sources import ROOT as REPOSITORY
 from tests.end_to_end.conftest import SECRETS
 from tests.model.configs import MODELS
-from tests.search.answer.answers import answer
+from tests.search.answer.answers import BEST, small_problem
+
+PROBLEM = small_problem()
+
+
+def launched(precision: str = "bf16") -> Launch:
+    """Of sixteen ranks on two hosts."""
+    return launch_of(BEST, PROBLEM.workload.config, PROBLEM.cluster, precision)
 
 
 def words_of(command: str) -> list[str]:
@@ -53,8 +60,7 @@ def test_flags_rebuild_the_model_of_every_family(name: str) -> None:
 
 
 def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
-    shown = answer()
-    launch = launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "bf16")
+    launch = launched()
     paths = launch.write(str(tmp_path / "out"))
     assert [Path(path).name for path in paths] == ["strategy.json", "hostfile", "ds_config.json", "launch.sh"]
     command = launch.command(str(tmp_path / "out"))
@@ -63,15 +69,14 @@ def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
     assert config.token_slices().lengths == (80, 48)
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.precision.bf16
-    assert config.model == shown.workload.config
+    assert config.model == PROBLEM.workload.config
     # The file says nothing that contradicts a flag.
     assert deepspeed_config(config, config.parallel.layout(16))["train_batch_size"] == 8
     assert (tmp_path / "out" / "hostfile").read_text() == "a-1 slots=8\na-2 slots=8\n"
 
 
 def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
-    shown = answer()
-    launch = launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "fp16")
+    launch = launched("fp16")
     launch.write(str(tmp_path))
     script = (tmp_path / "launch.sh").read_text()
     (launcher,) = re.findall(r"^launch=\((.*)\)$", script, re.MULTILINE)
@@ -87,8 +92,7 @@ def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
 )
 def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program: str) -> None:
     """The script of sixteen ranks on many hosts: with `--dry-run` it starts no launcher, which would ask for them."""
-    shown = answer()
-    launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "fp16").write(str(tmp_path))
+    launched("fp16").write(str(tmp_path))
     for name in ("python", "deepspeed"):
         fake = tmp_path / "bin" / name
         fake.parent.mkdir(exist_ok=True)
@@ -104,8 +108,7 @@ def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program
 
 
 def test_the_script_finds_the_trainer_or_says_how_to_name_it(tmp_path: Path) -> None:
-    shown = answer()
-    launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "bf16").write(str(tmp_path / "plan"))
+    launched().write(str(tmp_path / "plan"))
     script = tmp_path / "plan" / "launch.sh"
     (tmp_path / "python").write_text('#!/bin/sh\necho "$1"\n')
     (tmp_path / "python").chmod(0o755)
@@ -128,7 +131,7 @@ def test_the_script_finds_the_trainer_or_says_how_to_name_it(tmp_path: Path) -> 
 
 def test_one_machine_needs_no_hostfile() -> None:
     cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "c.json")
-    launch = launch_of(Strategy(pipeline_parallel_size=2), answer().workload.config, cluster, "fp32")
+    launch = launch_of(Strategy(pipeline_parallel_size=2), PROBLEM.workload.config, cluster, "fp32")
     command = launch.command("out")
     assert command.startswith("DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 pretrain_gpt.py")
     assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
@@ -138,7 +141,7 @@ def test_hosts_stand_in_the_order_of_the_ranks() -> None:
     cluster, _ = parse_cluster({"nodes": [{"hosts": ["a", "b", "c"], "device": "T4", "devices": 2}]}, "c.json")
     strategy = Strategy(pipeline_parallel_size=3, placement=(4, 0, 1))
     assert [(node.name, node.num_devices) for node in nodes_in_order(strategy, cluster)] == [("c", 1), ("a", 2)]
-    assert launch_of(strategy, answer().workload.config, cluster, "fp16").strategy.placement is None
+    assert launch_of(strategy, PROBLEM.workload.config, cluster, "fp16").strategy.placement is None
     with pytest.raises(ConfigError, match="placement comes back to node a"):
         nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 1)), cluster)
     with pytest.raises(ConfigError, match=re.escape("placement names 3 devices up to 6")):
@@ -149,19 +152,19 @@ def test_a_schedule_that_the_trainer_finds_is_found_for_the_same_cluster(tmp_pat
     nodes = [{"hosts": ["a"], "device": "T4", "devices": 2}, {"hosts": ["b"], "machine": "dgx-a100"}]
     cluster, _ = parse_cluster({"nodes": nodes}, "c.json")
     strategy = Strategy(pipeline_parallel_size=4, schedule="optimised", placement=(2, 3, 0, 1))
-    launch = launch_of(strategy, answer().workload.config, cluster, "fp16")
+    launch = launch_of(strategy, PROBLEM.workload.config, cluster, "fp16")
     assert [Path(path).name for path in launch.write(str(tmp_path))][-1] == "cluster.json"
     assert f"--cluster {tmp_path}/cluster.json" in launch.command(str(tmp_path))
     assert '--cluster "$here/cluster.json"' in (tmp_path / "launch.sh").read_text()
     copying = Strategy(pipeline_parallel_size=2, recompute="stage", offload=True)
-    assert launch_of(copying, answer().workload.config, cluster, "fp16").needs_cluster
+    assert launch_of(copying, PROBLEM.workload.config, cluster, "fp16").needs_cluster
     # In the order of the ranks, every figure as it was.
     assert read_cluster(str(tmp_path / "cluster.json")).nodes == launch.nodes
 
 
 def test_models_that_the_trainer_cannot_build() -> None:
     with pytest.raises(ConfigError, match="given by layers"):
-        launch_of(Strategy(), None, answer().cluster, "bf16")
+        launch_of(Strategy(), None, PROBLEM.cluster, "bf16")
 
 
 OPTION = "-oProxyCommand=touch${IFS}hit"
@@ -186,12 +189,6 @@ done
 eval "echo sent ${words[*]}"
 """
 """Stands for DeepSpeed's launcher: words with blanks between double quotes, all others as they are, read by a shell."""
-
-
-def launch() -> Launch:
-    """Of sixteen ranks on two hosts."""
-    shown = answer()
-    return launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "bf16")
 
 
 def run(script: Path, *words: str, work: Path) -> subprocess.CompletedProcess[str]:
@@ -219,8 +216,8 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str)
 def test_an_output_folder_runs_nothing_here_or_on_other_hosts(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
-        launch().command(str(folder))  # that people would copy
-    launch().write(str(folder))
+        launched().command(str(folder))  # that people would copy
+    launched().write(str(folder))
     done = run(folder / "launch.sh", work=tmp_path)
     assert done.returncode == 2 and "which the shells of other hosts would read" in done.stderr
     assert not list(tmp_path.rglob("hit"))
@@ -232,7 +229,7 @@ def test_an_output_folder_runs_nothing_here_or_on_other_hosts(tmp_path: Path, na
 
 
 def test_a_plain_folder_is_launched_and_no_password_is_sent(tmp_path: Path) -> None:
-    launch().write(str(tmp_path / "a plan"))
+    launched().write(str(tmp_path / "a plan"))
     done = run(tmp_path / "a plan" / "launch.sh", "--data-path", "x_1,y", work=tmp_path)
     assert done.stdout.startswith("password: none\nsent --hostfile"), done
     assert "a plan/strategy.json" in done.stdout and "x_1,y" in done.stdout
@@ -240,7 +237,7 @@ def test_a_plain_folder_is_launched_and_no_password_is_sent(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_words_and_folders_that_shells_read(tmp_path: Path, word: str) -> None:
-    launch().write(str(tmp_path))
+    launched().write(str(tmp_path))
     done = run(tmp_path / "launch.sh", "--data-path", word, work=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "hit").exists()
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
@@ -265,7 +262,7 @@ def test_of_a_users_secrets_deepspeed_sends_none_but_those_of_mlflow(tmp_path: P
 def test_the_script_has_the_permissions_that_the_user_gives_to_files(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        launch().write(str(tmp_path))
+        launched().write(str(tmp_path))
     finally:
         os.umask(before)
     assert (tmp_path / "launch.sh").stat().st_mode & 0o777 == mode

@@ -11,7 +11,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER, advice_notes, found_order_part
 from megatron_terapipe.search.answer.json_schema import AdvicePart
-from megatron_terapipe.search.answer.output_files import write_answer
+from megatron_terapipe.search.answer.output_files import write_files
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.trainers import DEEPSPEED
 from megatron_terapipe.search.price.cost_model import Pricing
@@ -20,7 +20,8 @@ from megatron_terapipe.search.rank.alternatives import sizes_of_parts, with_foun
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
-from tests.search.answer.answers import answer
+from tests.search.answer import answers
+from tests.search.answer.answers import BEST, answer
 from tests.search.problems import FAST, SLOW, node, small_cluster
 
 LARGE_VOCABULARY = ModelConfig(
@@ -88,11 +89,10 @@ def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
     assert part.strategy == found.strategy.to_json() and part.could_save == pytest.approx(0.2)
     (line,) = advice_notes(AdvicePart.of(found_order=part), problem)
     assert "(--pipeline-schedule optimised --vocabulary-stages) rank 1 takes " in line and ", 20% less: " in line
-    shown = answer()
-    other = found_order_part(replace(found, strategy=replace(shown.entries[0].strategy, schedule=OPTIMISED)), winner)
-    shown = replace(shown, advice=AdvicePart.of(found_order=other))
-    pricing = Pricing(shown.workload, shown.cluster)
-    written = write_answer(str(tmp_path), shown, pricing.cost_model.pipeline_costs)
+    other = found_order_part(replace(found, strategy=replace(BEST, schedule=OPTIMISED)), winner)
+    document, asked = answer(advice=AdvicePart.of(found_order=other)), answers.small_problem()
+    costs = Pricing(asked.workload, asked.cluster).cost_model.pipeline_costs
+    written = write_files(document, asked, costs, directory=str(tmp_path), html=None).launch
     folder = tmp_path / FOUND_ORDER
     assert {str(folder / name) for name in ("strategy.json", "cluster.json", "launch.sh")} <= set(written.files)
     assert Strategy.from_json(json.loads((folder / "strategy.json").read_text())).schedule == OPTIMISED
