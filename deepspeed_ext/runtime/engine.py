@@ -199,7 +199,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         collectives.name(self.grid.get_pipe_parallel_group(), "pipeline ranks")
         collectives.name(self.grid.get_model_parallel_group(), "ranks of a replica")
         collectives.name(dist.group.WORLD, "all ranks")
-        collectives.start_anew()
+        collectives.reset()
 
     # ------------------------------------------------------------------ batches
 

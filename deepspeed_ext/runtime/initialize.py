@@ -174,7 +174,7 @@ def initialize(
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, a generator of your own, or `optimised`, which
             is found for the costs of the ops before the first batch.
         timeout: longest time that a rank may wait for another. If the run stands still for longer, one line says which
-            rank is behind, and all processes end with the code `stall_watch.STANDS_STILL`.
+            rank is behind, and all processes end with the code `stall_watch.STALLED`.
         ledger_directory: directory to which every rank then writes what it has done and what it waits for.
         watch: looks after this rank already, with a timeout and a directory of its own; None to make one.
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step

@@ -22,7 +22,7 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.health.rank_watch import RankWatch
-from deepspeed_ext.runtime.health.stall_watch import GRACE, STANDS_STILL, StallWatch, end_process, watch_this_rank
+from deepspeed_ext.runtime.health.stall_watch import GRACE, STALLED, StallWatch, end_process, watch_this_rank
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
@@ -130,7 +130,7 @@ def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
 
 
 def _end(rank_watch: RankWatch | None) -> None:
-    """End this process because the run stands still, which has been said."""
+    """End this process because the run has stalled, which has been printed."""
     if rank_watch is not None:
         rank_watch.end_is_explained()
     end_process()
@@ -179,7 +179,7 @@ def _not_met(run: Run, error: Exception) -> BaseException:
         file=sys.stderr,
         flush=True,
     )
-    return SystemExit(STANDS_STILL)
+    return SystemExit(STALLED)
 
 
 def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelineEngine:

@@ -90,7 +90,7 @@ NO_CODE = {
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
-    "error: the run stands still": "printed by a run",
+    "error: the run has stalled": "printed by a run",
     "host          slots  cores": "printed by the doctor",
     "error: rank 5 (host node1": "printed by a run",
     "CUDA_DEVICE_MAX_CONNECTIONS=16": "file of DeepSpeed's launcher",

@@ -19,7 +19,7 @@ from tests.runtime.reference import reference_gradients
 TOLERANCE = 1e-6
 """Of the loss and the norm of the gradient in fp32, against plain autograd in fp64."""
 
-_STALLS = "the run stands still: "
+_STALLS = "the run has stalled: "
 _START_S = 180.0
 """How long ranks may take to start and to import torch."""
 
@@ -31,7 +31,7 @@ class Settings:
     sharing: Sharing
     """How ranks get their device."""
     transfer_timeout_s: float = 30.0
-    """How long a transfer may take; a little less, and the run says who is behind."""
+    """How long a transfer may take; a little less, and the run names the rank that blocks it."""
     most_hangs: int = 2
     """Of one phase, before its other trials are left out."""
     start_method: str = "spawn"

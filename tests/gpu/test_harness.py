@@ -39,7 +39,7 @@ def test_drains_change_nothing_and_a_trial_that_hangs_is_told_and_the_rest_goes_
     assert good == {COLD: "ok (1)", DRAINS: "ok (16)", WARM: "ok (2)"}
     hangs = result.phases["hangs"]
     assert (hangs.good, hangs.hung, len(hangs.problems)) == (0, 1, 1)
-    behind = f"rank 1 (host {socket.gethostname()}) is behind: rank 1 is at 'forward 1F0"
+    behind = f"rank 1 (host {socket.gethostname()}) blocks the run: rank 1 is at 'forward 1F0"
     assert str(hangs).startswith(f"0 of 2 ok: before 1F0.2 on rank 1, HUNG: {behind}")
     assert not result.ok and not result.refused
 
@@ -103,14 +103,14 @@ def test_the_report_is_markdown_for_an_issue_and_the_same_as_json(tmp_path: Path
     case = Case("gpipe", 2, 1, 1, 4)
     good = Played(2, good=2)
     add_result(table, Result(case, {COLD: Played(1, good=1), WARM: good, "drains": good}, seconds=3.2))
-    hung = Played(2, good=1, hung=1, problems=["before 1F0.2 on rank 1, HUNG: rank 1 | is behind"])
+    hung = Played(2, good=1, hung=1, problems=["before 1F0.2 on rank 1, HUNG: rank 1 | blocks the run"])
     add_result(table, Result(case, {COLD: Played(1, good=1), WARM: good, "drains": hung}))
     add_result(table, Result(case, refused="the programs deadlock"))
     failing = Section("Other", ("name", "s"))
     assert not failing.guarded("division", lambda: (1 / 0,))
     text = publish("make gpu", {"torch": "2.13"}, [table, failing], tmp_path)
     assert "| gpipe (2, 1, 1, 4) | 32 | ok (1) | ok (2) | drains: ok (2) | ok | 3 |" in text
-    assert "1 of 2 ok: before 1F0.2 on rank 1, HUNG: rank 1 \\| is behind | HUNG 1 times | 0 |" in text
+    assert "1 of 2 ok: before 1F0.2 on rank 1, HUNG: rank 1 \\| blocks the run | HUNG 1 times | 0 |" in text
     assert (
         "refused: the programs deadlock" in text
         and "| division | failed: ZeroDivisionError: division by zero |" in text

@@ -59,7 +59,7 @@ def test_the_end_of_a_run_that_died_is_in_its_file_and_on_its_page_once(tmp_path
         file.write('{"iteration": 8, "lm_lo')  # Where a killed rank left off.
     report = OwnReport(logging)
     report.tell_end("rank 1 died", failed=True)
-    report.tell_end("told to end by SIGTERM", failed=False)
+    report.tell_end("terminated by SIGTERM", failed=False)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["iteration"], last["reason"], last["failed"]) == (7, "rank 1 died", True)
     assert "rank 1 died" in (tmp_path / "report.html").read_text()
@@ -103,17 +103,17 @@ def test_a_second_thread_waits_for_the_page_of_the_first(tmp_path: Path, monkeyp
         written(metrics_file, path)
 
     monkeypatch.setattr(own_report, "_write_report", slowly)
-    first = threading.Thread(target=report.tell_end, args=("the run stands still", True))
+    first = threading.Thread(target=report.tell_end, args=("the run has stalled", True))
     first.start()
     assert begun.wait(60)
-    second = threading.Thread(target=report.tell_end, args=("told to end by SIGTERM", False))
+    second = threading.Thread(target=report.tell_end, args=("terminated by SIGTERM", False))
     second.start()
     assert second.is_alive()
     assert not (tmp_path / "report.html").exists()
     go_on.set()
     first.join()
     second.join()
-    assert "the run stands still" in (tmp_path / "report.html").read_text()
+    assert "the run has stalled" in (tmp_path / "report.html").read_text()
 
 
 def test_it_takes_a_hundredth_of_the_time_of_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

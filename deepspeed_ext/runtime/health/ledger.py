@@ -1,18 +1,18 @@
 """The ledger of a rank: instructions done, the current one and its peer, started collectives, the place in the code.
 
-An accelerator is later than the host, which enqueues a wait and goes on. So there the ledger keeps the places of the
-host until the accelerator has come to the same place in its queue:
+An accelerator is later than its host, which enqueues a wait and continues. So there the ledger keeps the places of the
+host until the accelerator has reached the same place in its queue:
 
     host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
     accelerator   ......... done 0, waiting for rank 1                  the position
-    told by       event               message   event
+    shown by      event               message   event
 
-An event after each op shows where an accelerator is. Transfers show by themselves whether they are over; an instruction
-that costs it nothing, such as to post a message, is done with the one before.
+An event after each op shows the place of the accelerator. Transfers show their end by themselves; an instruction that
+takes it no time, such as to post a message, is done with the one before.
 
 Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same.
-Torch counts the collectives that a rank has started, so a step does nothing for it. Of two ranks of a group, the one
-that has started fewer is the one that the other waits for.
+Torch counts the collectives that a rank has started, so a step has no cost for it. Of two ranks of a group, the one
+that has started more waits for the other.
 """
 
 import json
@@ -39,7 +39,7 @@ _MOST_FRAMES = 40
 
 
 def main_stack() -> traceback.StackSummary:
-    """Stack of the main thread, its innermost frame last; empty if it is gone."""
+    """Stack of the main thread, its innermost frame last; empty if it has ended."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return traceback.StackSummary()
@@ -76,14 +76,14 @@ class Collectives:
             self._words.setdefault(group.group_name, words)
 
     def leave_out(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Count no collectives of some groups: those for messages, which some backends count with collectives."""
+        """Ignore some groups: those for messages, which some backends count as collectives."""
         self._left_out.update(group.group_name for group in groups)
 
-    def start_anew(self) -> None:
-        """Count from here, at the same place of the program on all ranks.
+    def reset(self) -> None:
+        """Count from zero, from the same place of the program on all ranks.
 
-        DeepSpeed's engine sends a message to each neighbour when it is made, in the group of all ranks. Some backends
-        count messages with collectives, and ranks at the ends of a pipeline have fewer neighbours.
+        When it is made, DeepSpeed's engine sends a message to each neighbour in the group of all ranks. Some backends
+        count messages as collectives, and ranks at the ends of a pipeline have fewer neighbours.
         """
         self._before = self._all()
 
@@ -106,10 +106,10 @@ class Collectives:
 
 
 Reached = Callable[[], bool]
-"""Whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
+"""Whether the accelerator has reached a place in its queue. Any thread calls it until it has, and never again."""
 
 Mark = Callable[[], Reached]
-"""Marks the place in the accelerator's queue at which the host is."""
+"""Marks the current end of the accelerator's queue."""
 
 
 class _State(NamedTuple):
@@ -126,12 +126,12 @@ class OpLedger:
     """The ledger of one rank. The thread that runs the program writes, another may read at any time.
 
     Args:
-        mark: see `Mark`; None where the host computes by itself.
+        mark: see `Mark`; None where the host computes.
     """
 
     def __init__(self, rank: int, mark: Mark | None = None) -> None:
         self._rank, self._mark = rank, mark
-        self._said = self._reached = _State("no batch yet", (), 0, None)
+        self._on_host = self._reached = _State("no batch yet", (), 0, None)
         self.collectives = Collectives()
         """Collectives that this rank has started."""
         self._ahead: deque[tuple[Reached | None, _State]] = deque()
@@ -139,27 +139,27 @@ class OpLedger:
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
         """Start on a batch."""
-        self._say(_State(batch, program, 0, None, number=self._said.number + 1), self._mark)
+        self._note(_State(batch, program, 0, None, number=self._on_host.number + 1), self._mark)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around something that all ranks of the run do, other than a program."""
-        before = self._said
-        self._say(before._replace(phase=name, number=before.number + 1), self._mark)
+        """Around a phase of all ranks, other than a program."""
+        before = self._on_host
+        self._note(before._replace(phase=name, number=before.number + 1), self._mark)
         yield
-        # Not in a `finally`: where it fails, the ledger should keep it.
-        self._say(self._said._replace(phase=before.phase, number=self._said.number + 1), self._mark)
+        # Not in a `finally`: after a failure, the ledger should keep it.
+        self._note(self._on_host._replace(phase=before.phase, number=self._on_host.number + 1), self._mark)
 
     @property
     def untouched(self) -> bool:
         """Whether no instruction of the batch is done yet."""
-        return self._said.done == 0
+        return self._on_host.done == 0
 
     def done(self) -> None:
-        """The instruction at hand is done."""
-        said = self._said
-        is_op = said.done < len(said.program) and said.program[said.done].kind in COMPUTES
-        self._say(said._replace(done=said.done + 1), self._mark if is_op else None)
+        """Note that the current instruction is done."""
+        state = self._on_host
+        is_op = state.done < len(state.program) and state.program[state.done].kind in COMPUTES
+        self._note(state._replace(done=state.done + 1), self._mark if is_op else None)
 
     @contextmanager
     def waiting_for(self, rank: int, over: Reached | None = None) -> Iterator[None]:
@@ -168,10 +168,10 @@ class OpLedger:
         Args:
             over: whether the wait of the accelerator is over; None to mark the place.
         """
-        self._say(self._said._replace(waits_for=rank), None)
+        self._note(self._on_host._replace(waits_for=rank), None)
         yield
-        # Not in a `finally`: where the wait fails, the ledger should keep it.
-        self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
+        # Not in a `finally`: after a failure, the ledger should keep it.
+        self._note(self._on_host._replace(waits_for=None), self._mark if over is None else lambda: over)
 
     def position(self) -> Position:
         """Current position of the rank."""
@@ -195,14 +195,14 @@ class OpLedger:
         )
         return position, state.program
 
-    def _say(self, state: _State, mark: Mark | None) -> None:
-        """Note where the host is; None marks nothing: the accelerator gets there with the place before."""
-        self._said = state
+    def _note(self, state: _State, mark: Mark | None) -> None:
+        """Note the state of the host; without a mark, the accelerator reaches it together with the one before."""
+        self._on_host = state
         with self._lock:
             if self._mark is None:
                 self._reached = state
                 return
-            # Before the mark, so that the event of one that was reached can serve again.
+            # Before the mark, so that the event of one that was reached can be reused.
             self._catch_up()
             self._ahead.append((None if mark is None else mark(), state))
             self._catch_up()
@@ -211,23 +211,23 @@ class OpLedger:
         while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
             self._reached = self._ahead.popleft()[1]
 
-    def write(self, directory: Path, behind: str, seen: Position) -> Path:
+    def write(self, directory: Path, reason: str, seen: Position) -> Path:
         """Write the ledger of this rank into a directory, made where it is missing, and return the file.
 
         Args:
-            behind: text that names the rank for which all others wait.
-            seen: position at the last look at the rank, with the time and the place in the code that the look showed.
+            reason: text that names the rank for which all others wait.
+            seen: position at the last look at the rank, with its time and its place in the code.
 
         Raises:
             OSError: if it cannot be written.
         """
         position, program = self._now()
-        # Where it has moved since the look, it has stood still for no time yet.
+        # If it has proceeded since the look, it has not waited yet.
         seconds = seen.seconds if position.place == seen.place else 0.0
         position = replace(position, seconds=seconds, code=seen.code, in_collective=seen.in_collective)
         at = program[position.done] if position.done < len(program) else None
         fields = {
-            "behind": behind,
+            "behind": reason,
             "position": asdict(position),
             "waiting": at
             and {
@@ -250,7 +250,7 @@ class OpLedger:
 
 
 def accelerator_mark() -> Mark | None:
-    """Function that marks a place in the queue of this host's accelerator."""
+    """Function that marks a place in the queue of this host's accelerator; None where the host computes."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None

@@ -1,15 +1,15 @@
-"""A run that stands still: the position of each rank, asked for over a store, and the rank for which the others wait.
+"""A stalled run: the position of each rank, collected over a store, and the rank for which the others wait.
 
-    Position     where a rank is, since when, and for which ranks it may wait
-    RollCall     questions to all ranks over a store: where are you?
-    explain      the rank behind, from all positions
+    Position     place of a rank in its program, since when, and the ranks for which it may wait
+    RollCall     collects the positions of all ranks over a store
+    explain      finds the rank that blocks the run, from all positions
 
-    7/question      set by any rank that asks
-    7/answers       one line from each rank that lives, appended: its position
-    7/verdict       what the first rank that has read the answers concludes; all others take it over
-    7/heard         number of ranks that have taken it over
+    7/question      set by any rank
+    7/answers       the position of each living rank, one line each, appended
+    7/verdict       conclusion of the first rank that has read the answers; all others adopt it
+    7/adopted       number of ranks that have adopted it
 
-    host/3          host of rank 3, set once: a rank that gives no sign of life cannot report it any more
+    host/3          host of rank 3, set once: a rank without a sign of life cannot report it
 
 For 1,024 ranks a question costs each of them a few calls of the store.
 """
@@ -35,9 +35,9 @@ class Position:
     total: int
     """Instructions of the program; 0 between batches."""
     doing: str
-    """The instruction it is at, as `Instruction` is written, or the phase; empty between batches."""
+    """Its current instruction, as `Instruction` is written, or the phase; empty between batches."""
     waits_for: int | None = None
-    """Global rank whose message it waits for, or that has yet to take one; None while it waits for none."""
+    """Global rank that sends or takes the message for which it waits; None if it does not wait."""
     seconds: float = 0.0
     """Since this position last changed."""
     phase: int = 0
@@ -45,12 +45,12 @@ class Position:
     collectives: Mapping[str, int] = field(default_factory=dict)
     """Collectives that it has started in each group of ranks, by name of the group."""
     code: str = ""
-    """Place in the code at which its main thread is."""
+    """Place of its main thread in the code."""
     in_collective: bool = False
     """Whether the main thread is inside of a collective."""
 
     def __str__(self) -> str:
-        """Line for a reader."""
+        """Text for messages."""
         step = f", instruction {self.done + 1} of {self.total}" if self.doing and self.done < self.total else ""
         waits = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
         code = f", in {self.code}" if self.code else ""
@@ -59,12 +59,12 @@ class Position:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """The fields that stay the same as long as the rank does not move."""
+        """The fields that change when the rank proceeds."""
         return self.batch, self.done, self.doing, self.waits_for, self.phase, self.collectives
 
 
 class RollCall:
-    """The questions of a run on one rank. Every rank answers every question, so all count them alike."""
+    """The roll calls of a run, on one rank. Every rank answers every question, so all have the same numbers."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._number = store, rank, 0
@@ -74,17 +74,17 @@ class RollCall:
         self._store.set(_host_key(self._rank), host)
 
     def hosts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the hosts of some ranks, of those that are known, by rank."""
+        """The known hosts of some ranks, by rank."""
         return {
             rank: self._store.get(_host_key(rank)).decode() for rank in ranks if self._store.check([_host_key(rank)])
         }
 
-    def is_asked(self) -> bool:
-        """Whether there is a question that this rank has not dealt with."""
+    def is_open(self) -> bool:
+        """Whether there is a question that this rank has not answered."""
         return bool(self._store.check([self._key("question")]))
 
-    def ask(self) -> None:
-        """Ask all ranks."""
+    def start(self) -> None:
+        """Start a roll call of all ranks."""
         self._store.set(self._key("question"), "")
 
     def answer(self, position: Position) -> None:
@@ -98,14 +98,14 @@ class RollCall:
         return {position.rank: position for position in positions}
 
     def has_verdict(self) -> bool:
-        """Whether some rank has concluded."""
+        """Whether there is a conclusion."""
         return bool(self._store.check([self._key("verdict")]))
 
     def settle(self, line: str | None) -> tuple[str | None, bool]:
-        """Conclude, unless another rank has.
+        """Set the conclusion, unless there is one.
 
         Args:
-            line: the conclusion; None if all is well.
+            line: the conclusion; None for no stall.
 
         Returns:
             The conclusion of all ranks, and whether this rank's was the first.
@@ -114,16 +114,16 @@ class RollCall:
         by, settled = json.loads(self._store.compare_set(self._key("verdict"), "", mine))
         return settled, by == self._rank
 
-    def count_heard(self, more: int = 0) -> int:
-        """Number of ranks that have taken over the conclusion."""
-        return int(self._store.add(self._key("heard"), more))
+    def count_adopted(self, more: int = 0) -> int:
+        """Number of ranks that have adopted the conclusion."""
+        return int(self._store.add(self._key("adopted"), more))
 
     def next(self) -> None:
-        """The question is dealt with: expect another."""
+        """Close the question: the next one has another number."""
         self._number += 1
 
-    def _key(self, what: str) -> str:
-        return f"{self._number}/{what}"
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
 
 
 def _host_key(rank: int) -> str:
@@ -131,60 +131,61 @@ def _host_key(rank: int) -> str:
 
 
 MOST_RANKS_NAMED = 8
-"""Ranks that a line names; of more it has the number."""
+"""Ranks that a line names; of more it gives the number."""
 
 
 Hosts = Callable[[Sequence[int]], Mapping[int, str]]
-"""Returns the hosts of some ranks, of those that are known."""
+"""Returns the known hosts of some ranks."""
 
 
 def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hosts = lambda ranks: {}) -> str | None:
-    """One line that names the rank behind; None if no rank has waited too long for another.
+    """One line that names the rank that blocks the run; None if no rank has waited too long for another.
 
-    A rank that stands still may just take long: compile, save, evaluate. So there is no stall unless one that stands
-    still waits for another, or does so while another gives no sign of life.
+    A rank that does not proceed may just be slow: it compiles, saves or evaluates. So a run has stalled only if such a
+    rank waits for another one, or if another one gives no sign of life.
 
     Args:
-        positions: positions of all ranks, by global rank; None for one that gave no sign of life.
+        positions: positions of all ranks, by global rank; None for one without a sign of life.
         limit_s: longest time in seconds for which a rank may wait.
     """
     living = {rank: position for rank, position in positions.items() if position is not None}
-    standing = sorted(rank for rank, position in living.items() if position.seconds >= limit_s)
-    if not standing:
+    stalled = sorted(rank for rank, position in living.items() if position.seconds >= limit_s)
+    if not stalled:
         return None
     waits, silent = _Waits(living, limit_s), sorted(positions.keys() - living.keys())
     if silent:
-        named = f"{_on_hosts(silent, hosts)} {_verb(silent, 'is', 'are')} behind"
-        return f"{named}: {_verb(silent, 'it gives', 'they give')} no sign of life{waits.told_by(standing)}"
-    for rank in standing:
+        named = f"{_on_hosts(silent, hosts)} {_verb(silent, 'blocks', 'block')} the run"
+        return f"{named}: {_verb(silent, 'it gives', 'they give')} no sign of life{waits.text(stalled)}"
+    for rank in stalled:
         reached, ends = waits.chain(rank)
         if ends == [rank] or not living.keys() >= set(ends):
             continue  # It does not wait, or for one that has not answered yet.
         if not ends:
             return (
-                f"ranks {_list(reached)} wait for each other{waits.told_by(standing)}: a connection between them "
-                "carries nothing any more, or this is a fault of ours"
+                f"ranks {_list(reached)} wait for each other{waits.text(stalled)}: a connection between them "
+                "is broken, or this is a defect of the engine"
             )
-        others = [each for each in standing if each not in ends]
-        return f"{_on_hosts(ends, hosts)} {_verb(ends, 'is', 'are')} behind: {living[ends[0]]}{waits.told_by(others)}"
-    if len(standing) == len(living) > 1 and all(position.in_collective for position in living.values()):
+        others = [each for each in stalled if each not in ends]
+        named = f"{_on_hosts(ends, hosts)} {_verb(ends, 'blocks', 'block')} the run"
+        return f"{named}: {living[ends[0]]}{waits.text(others)}"
+    if len(stalled) == len(living) > 1 and all(position.in_collective for position in living.values()):
         return (
-            f"ranks {_list(standing)} are in the same collective, and it does not end{waits.told_by(standing)}: a "
-            "connection between them carries nothing any more"
+            f"ranks {_list(stalled)} are in the same collective, and it does not end{waits.text(stalled)}: a "
+            "connection between them is broken"
         )
     return None
 
 
-def explain_alone(position: Position, silent_s: float, hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The line of a rank that can ask nobody, `silent_s` seconds after the last answer of the store."""
+def explain_silent_store(position: Position, silent_s: float, hosts: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The line of a rank without a store, `silent_s` seconds after its last answer."""
     return (
-        f"{_on_hosts([0], lambda _: hosts)} is behind: its host keeps the store at which the ranks met, and that gives "
-        f"no sign of life since {silent_s:.0f} s; {position}"
+        f"{_on_hosts([0], lambda _: hosts)} blocks the run: its host serves the store where the ranks met, which has "
+        f"not answered for {silent_s:.0f} s; {position}"
     )
 
 
 class _Waits:
-    """For whom each rank waits."""
+    """The ranks for which each rank waits."""
 
     def __init__(self, positions: Mapping[int, Position], limit_s: float) -> None:
         self._positions, self._limit_s = positions, limit_s
@@ -206,8 +207,8 @@ class _Waits:
             reached |= others
         return sorted(reached), sorted(ends)
 
-    def told_by(self, ranks: Sequence[int]) -> str:
-        """The end of a line: which ranks wait, and where the first of them does."""
+    def text(self, ranks: Sequence[int]) -> str:
+        """The end of a line: the ranks that wait, and the place of the first of them."""
         if not ranks:
             return ""
         first = self._positions[ranks[0]]
@@ -221,7 +222,7 @@ class _Waits:
         position = self._positions.get(rank)
         if position is None:
             return set()
-        # One that moved lately is on its way to where the others wait.
+        # One that proceeded lately is on its way to where the others wait.
         if position.seconds < self._limit_s / 2:
             return set()
         if position.waits_for is not None:
@@ -241,7 +242,7 @@ class _Waits:
     def _in_earlier_phases(self, position: Position) -> set[int]:
         """Ranks of its groups that have not come to the phase of this one.
 
-        The host of an accelerator runs ahead and has started all collectives. Where the accelerator is, phases show.
+        The host of an accelerator runs ahead and has started all collectives. Only phases show the place of the device.
         """
         if not position.doing or position.done < position.total:
             return set()
@@ -254,7 +255,7 @@ def _ranks(ranks: Sequence[int | str]) -> str:
 
 
 def _on_hosts(ranks: Sequence[int], hosts: Hosts) -> str:
-    """Ranks with the hosts where somebody has to look."""
+    """Ranks with their hosts."""
     known = hosts(ranks[:MOST_RANKS_NAMED])
     return _ranks([f"{rank} (host {known[rank]})" if rank in known else rank for rank in ranks])
 

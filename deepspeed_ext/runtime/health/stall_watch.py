@@ -1,22 +1,20 @@
-"""Watches a rank: when the run stalls, reports which rank is behind, writes the ledgers and ends the process.
+"""Watches a rank: when the run stalls, reports which rank blocks it, writes the ledgers and ends the process.
 
-Ranks that stand still cannot talk over their communicators, on which they wait for each other. So a thread of each
-rank looks after it, and the threads talk over a connection of their own to the store by which the ranks met:
+Stalled ranks cannot use their communicators, on which they wait for each other. So each rank has a thread that watches
+it, and the threads communicate over a connection of their own to the store by which the ranks met:
 
-    rank 0   stands still too long    --> asks -----> reads the answers: "rank 2 is behind"; writes its ledger, ends
-    rank 1   stands still                     '-> answers, reads the same; writes its ledger, ends
-    rank 2   computes for ever                '-> answers, hears the same; writes its ledger, ends
+    rank 0   stalled for too long     --> question -> reads the answers: "rank 2 blocks"; writes its ledger, ends
+    rank 1   stalled                          '-> answers, reads the same; writes its ledger, ends
+    rank 2   computes for ever                '-> answers, reads the same; writes its ledger, ends
 
     0 ------------------ timeout / 2 ------------------- timeout ---------- + 5 s --------- + 30 s
-    a rank stops         all ranks are asked             asked again:      the kernel       communicators
-                         where they are                  all end           kills it         give up by themselves
+    a rank stops         roll call of                    roll call:        the kernel       communicators
+                         all ranks                       all end           kills it         time out
 
-A collective that hangs on an accelerator never raises, so the thread ends the process. A rank that was stopped cannot
-end itself, and is killed by a timer of the kernel. The store is kept by a rank, too, which may be the one that has
-stopped. So a second thread, which uses no store, keeps the time; it ends a rank to which the store no longer answers.
-
-A process that was stopped, or whose threads cannot run, ends by no signal that it would have to take, and its launcher
-may not know. The kernel's timer needs none of its threads.
+A collective that hangs on an accelerator never raises, so the thread ends the process. The rank that serves the store
+may be the one that has stopped. So a second thread, which uses no store, keeps the time; it ends a rank whose store no
+longer answers. A stopped process handles no signals but SIGKILL: a timer of the kernel, which needs none of its
+threads, kills it.
 """
 
 import ctypes
@@ -44,7 +42,7 @@ from deepspeed_ext.runtime.health.ledger import (
     is_in_collective,
     main_stack,
 )
-from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_alone
+from deepspeed_ext.runtime.health.stall import Position, RollCall, explain, explain_silent_store
 
 _CLOCK_MONOTONIC = 1
 
@@ -70,7 +68,7 @@ class KillTimer:
             pass  # A C library without it: the launcher kills ranks that do not end.
 
     def set(self, seconds: float) -> None:
-        """Kill the process after this time, and no sooner."""
+        """Kill the process after this time, in place of an earlier setting."""
         # A child process that was forked has no timer.
         if self._timer is not None and os.getpid() == self._process:
             whole = int(seconds)
@@ -85,45 +83,45 @@ class KillTimer:
             self._library.timer_delete(timer)
 
 
-STANDS_STILL = 75
-"""Exit code of a rank that ends because the run stands still: `EX_TEMPFAIL`, a failure that may not come again."""
+STALLED = 75
+"""Exit code of a rank that ends because the run has stalled: `EX_TEMPFAIL`, a failure that may not recur."""
 
 KILLED_AFTER_S = 5.0
-"""Seconds after the timeout at which a rank of which no thread runs is killed."""
+"""Seconds after the timeout at which a rank without running threads is killed."""
 
 GRACE = timedelta(seconds=30)
-"""Time that communicators wait longer than the timeout, so that they do not give up before the watch has spoken."""
+"""Time that communicators wait longer than the timeout, so that the watch reports first."""
 
 _ANSWERS = 3
-"""Looks at the store that a living rank surely takes while another waits for answers."""
+"""Looks at the store that a living rank takes while another waits for answers."""
 
-_UNHEARD = 1 / 3
-"""Part of the timeout for which a rank must not have answered until it counts as stopped: a library may hold up all
-threads of a process for a while."""
+_SILENT = 1 / 3
+"""Part of the timeout without answers after which a rank counts as stopped: a library may block all threads of a
+process for a while."""
 
 _CONCLUDES_IN_S = 20.0
-"""Seconds in which a ledger is written and the line is said, or the process is killed without: a file system may hang
-as well as a rank."""
+"""Longest time to write a ledger and print the line, after which the process is killed: a file system may hang, too."""
 
-_PARTING_S = 10.0
-"""How long to wait for a thread that is to end: calls to a store that answers take less, on a busy host too."""
+_JOIN_S = 10.0
+"""Longest time to wait for the end of a thread: calls to a living store take less, on a busy host too."""
 
 
 def end_process() -> None:
-    """End this process at once, whatever its main thread waits for."""
+    """End this process at once, although its main thread may hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(STANDS_STILL)
+    os._exit(STALLED)
 
 
 class StallWatch:
-    """The threads that look after one rank.
+    """The threads that watch one rank.
 
     Args:
         world_size: number of ranks. A single rank waits for no other, and is not watched.
         store: of all ranks, over a connection of its own.
-        ending: told why the run ends, on the first rank and on the one that prints the line, before the process ends.
+        report: prints the line.
+        ending: called with the reason, on the first rank and on the one that prints the line, before the process ends.
     """
 
     def __init__(
@@ -136,9 +134,9 @@ class StallWatch:
         timeout: timedelta,
         directory: Path,
         remedy: Callable[[], str] = lambda: "start it again",
-        say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
+        report: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
         end: Callable[[], object] = end_process,
-        ending: Callable[[str], object] = lambda why: None,
+        ending: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self.ledger, self.timeout = ledger, timeout
         self._rank, self._world_size, self._roll_call = rank, world_size, RollCall(store, rank)
@@ -146,14 +144,14 @@ class StallWatch:
         self._interval_s = min(max(timeout_s / 20, 0.02), 5.0)
         # By the timeout all have answered.
         self._limit_s = timeout_s - (_ANSWERS + 1) * self._interval_s
-        self._directory, self._remedy, self._say, self._end = directory, remedy, say, end
+        self._directory, self._remedy, self._report, self._end = directory, remedy, report, end
         self._ending = ending
-        self._clock_s = self._heard_s = self._moved_s = 0.0
+        self._clock_s = self._answered_s = self._moved_s = 0.0
         self._asks_at_s = self._limit_s / 2
         self._position = ledger.position()
         self._hosts: dict[int, str] = {}
-        # First question that a rank has left without an answer since its last one, by the clock.
-        self._unheard_since: dict[int, float] = {}
+        # First question without an answer of a rank since its last answer, by the clock.
+        self._silent_since: dict[int, float] = {}
         self._ended, self._concluding = threading.Event(), threading.Lock()
         self._kill_timer, self._killed_after_s = KillTimer(), timeout_s + KILLED_AFTER_S
         device = get_accelerator().current_device()
@@ -165,7 +163,7 @@ class StallWatch:
             thread.start()
 
     def __enter__(self) -> Self:
-        """Watch as long as the block goes on."""
+        """Watch until the block ends."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,15 +173,15 @@ class StallWatch:
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
-        # A thread that Python kills in the middle of a call to the store takes the process down with it. Whoever drops
-        # the last reference to an engine ends its watch, and that may be this very thread.
+        # A thread that Python ends in the middle of a call to the store aborts the process. The thread that drops the
+        # last reference to an engine ends its watch, which may be this one.
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(timeout=_PARTING_S)
+                thread.join(timeout=_JOIN_S)
         self._kill_timer.end()
 
     def _on_device(self, device: int, run: Callable[[], None]) -> None:
-        # A thread starts on the first device of the host, and to ask for an event there would take memory of it.
+        # A thread starts on the first device of the host, and the query of an event there would take memory of it.
         get_accelerator().set_device(device)
         run()
 
@@ -193,21 +191,21 @@ class StallWatch:
         before = time.monotonic()
         while not self._ended.wait(self._interval_s):
             now = time.monotonic()
-            # A process that was stopped, such as by Ctrl-Z, has not waited for anybody in that time.
+            # A process that was stopped, such as by Ctrl-Z, has not waited for other ranks in that time.
             self._clock_s += min(now - before, 2 * self._interval_s)
             before = now
             self._kill_timer.set(self._killed_after_s)
             position = self.ledger.position()
             if position.place != self._position.place:
                 self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
-            silent_s = self._clock_s - self._heard_s
-            # Not before those who can ask: a rank that ends first takes their ledgers with it.
+            silent_s = self._clock_s - self._answered_s
+            # Not before ranks with a store: the end of this one would end them before their ledgers are written.
             if silent_s > self.timeout.total_seconds() and self._still_s > self._limit_s / 2:
-                self._conclude(explain_alone(self._where(), silent_s, self._hosts), speaks=True)
+                self._conclude(explain_silent_store(self._where(), silent_s, self._hosts), prints=True)
 
     @property
     def _still_s(self) -> float:
-        """Seconds since this rank last moved."""
+        """Seconds since this rank last proceeded."""
         return self._clock_s - self._moved_s
 
     def _where(self) -> Position:
@@ -216,25 +214,25 @@ class StallWatch:
         code, in_collective = innermost_caller(stack), is_in_collective(stack)
         return replace(self._position, seconds=self._still_s, code=code, in_collective=in_collective)
 
-    # ------------------------------------------------------------------ the thread that asks
+    # ------------------------------------------------------------------ the thread with the store
 
     def _ask(self) -> None:
-        with suppress(RuntimeError):  # The first look finds out.
+        with suppress(RuntimeError):  # The first look finds it.
             self._roll_call.set_host(socket.gethostname())
         while not self._ended.wait(self._interval_s):
             try:
-                if 0 not in self._hosts:  # Of the rank that keeps the store, which may not answer any more.
+                if 0 not in self._hosts:  # Of the rank that serves the store, which may stop later.
                     self._hosts |= self._roll_call.hosts([0])
                 self._look()
             except RuntimeError:
-                return  # The store is gone; the other thread goes on.
-            self._heard_s = self._clock_s
+                return  # The store is gone; the other thread continues.
+            self._answered_s = self._clock_s
 
     def _look(self) -> None:
         if self._still_s > self._asks_at_s:
             self._asks_at_s += self._limit_s / 2
-            self._roll_call.ask()
-        elif not self._roll_call.is_asked():
+            self._roll_call.start()
+        elif not self._roll_call.is_open():
             return
         asked_s = self._clock_s
         self._roll_call.answer(self._where())
@@ -242,25 +240,25 @@ class StallWatch:
             self._ended.wait(_ANSWERS * self._interval_s)
         answers = self._roll_call.answers()
         line, first = self._roll_call.settle(
-            explain(self._heard(answers, asked_s), self._limit_s, self._roll_call.hosts)
+            explain(self._with_silent(answers, asked_s), self._limit_s, self._roll_call.hosts)
         )
         if line is not None:
-            self._conclude(line, speaks=first, heard_by=len(answers))
+            self._conclude(line, prints=first, adopted_by=len(answers))
         self._roll_call.next()
 
-    def _heard(self, answers: dict[int, Position], asked_s: float) -> dict[int, Position | None]:
-        """Positions of the ranks that answered, and None for those that are silent for long."""
+    def _with_silent(self, answers: dict[int, Position], asked_s: float) -> dict[int, Position | None]:
+        """Positions of the ranks that answered, and None for those that have not for too long."""
         positions: dict[int, Position | None] = dict(answers)
         for rank in range(self._world_size):
             if rank in answers:
-                self._unheard_since.pop(rank, None)
-            elif asked_s - self._unheard_since.setdefault(rank, asked_s) > _UNHEARD * self._limit_s:
+                self._silent_since.pop(rank, None)
+            elif asked_s - self._silent_since.setdefault(rank, asked_s) > _SILENT * self._limit_s:
                 positions[rank] = None
         return positions
 
     # ------------------------------------------------------------------ the end
 
-    def _conclude(self, line: str, *, speaks: bool, heard_by: int = 0) -> None:
+    def _conclude(self, line: str, *, prints: bool, adopted_by: int = 0) -> None:
         """Write the ledger, print the line, and end the process once all living ranks have done so."""
         with self._concluding:
             if self._ended.is_set():
@@ -269,18 +267,18 @@ class StallWatch:
         self._kill_timer.set(_CONCLUDES_IN_S)
         try:
             written = self._write(line)
-            if speaks:
-                self._say(f"error: the run stands still: {line}; {written}: {self._remedy()}")
-            if heard_by:
-                self._wait_for_others(heard_by)
-            if speaks or self._rank == 0:
-                self._ending(f"the run stands still: {line}")
+            if prints:
+                self._report(f"error: the run has stalled: {line}; {written}: {self._remedy()}")
+            if adopted_by:
+                self._wait_for_others(adopted_by)
+            if prints or self._rank == 0:
+                self._ending(f"the run has stalled: {line}")
         finally:
             self._end()
             self._kill_timer.end()
 
     def _write(self, line: str) -> str:
-        """Write the ledger, and return where the ledgers are, or why they are not."""
+        """Write the ledger, and return a text with the directory of the ledgers, or the error."""
         try:
             self.ledger.write(self._directory, line, self._where())
             return f"the ledger of each rank is in {self._directory}"
@@ -288,16 +286,16 @@ class StallWatch:
             return f"ledgers cannot be written to {self._directory} ({error.strerror})"
 
     def _wait_for_others(self, number: int) -> None:
-        """Wait until all have come so far: a launcher ends all once one ends, and with rank 0 the store is gone."""
+        """Wait until all have done so: a launcher ends all once one ends, and the store ends with rank 0."""
         deadline = time.monotonic() + _ANSWERS * self._interval_s
         with suppress(RuntimeError):
-            self._roll_call.count_heard(1)
-            while self._roll_call.count_heard() < number and time.monotonic() < deadline:
+            self._roll_call.count_adopted(1)
+            while self._roll_call.count_adopted() < number and time.monotonic() < deadline:
                 time.sleep(self._interval_s / 10)
 
 
 def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending: Callable[..., Any]) -> StallWatch:
-    """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
+    """The watch of this rank among all that have met, with a new ledger. Every rank must call this.
 
     Args:
         name: of the watch, the same on all ranks, and of no other watch.
@@ -316,7 +314,7 @@ def watch_this_rank(timeout: timedelta, directory: Path, *, name: str, **ending:
 
 
 def _own_connection(store: Any) -> Any:
-    """The store over another connection: one is locked while the main thread waits for something there."""
+    """The store over another connection: one is locked while the main thread waits on it."""
     try:
         return store.clone()
     except dist.DistError:

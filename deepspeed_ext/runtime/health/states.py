@@ -1,8 +1,8 @@
 """Weights and optimizer states of a rank by name: those with bad numbers, and those whose copies differ between ranks.
 
 Replicas, tied stages, and tensor-parallel ranks hold copies, which are compared by hashes. Copies start equal and get
-equal updates, so they stay equal to the bit. Where they do not, memory or a link is broken, or ranks have computed
-different things; training goes on without a sign of it.
+equal updates, so they stay equal to the bit. If they do not, memory or a link is broken, or ranks have computed
+different values; training shows no sign of it.
 """
 
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 def states_of(engine: Any) -> Iterator[State]:
-    """The states of a rank, parameter by parameter, as they are when nothing is under way."""
+    """The states of a rank, parameter by parameter, after all pending gathers."""
     engine.complete_weights()
     optimizer = engine.optimizer
     in_fragments = not isinstance(optimizer, torch.optim.Optimizer)
@@ -47,7 +47,7 @@ def states_of(engine: Any) -> Iterator[State]:
 
 
 def _moments(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of floating point among what an optimizer of torch keeps; the count of steps is none of them."""
+    """Tensors of floating point in the state of an optimizer of torch, without the count of steps."""
     for key, value in state.items():
         if torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0:
             yield key, value
@@ -79,7 +79,7 @@ class BadState(NamedTuple):
 
 
 def bad_states(engine: Any) -> list[BadState]:
-    """States of all ranks that have a NaN or an infinity, moments first; every rank must ask.
+    """States of all ranks that have a NaN or an infinity, moments first; every rank must call this.
 
     One pass over the states without a copy; the host waits once.
     """
@@ -94,12 +94,12 @@ def bad_states(engine: Any) -> list[BadState]:
     gathered: list[list[BadState]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     found = [bad for of_rank in gathered for bad in of_rank]
-    # A bad moment spoils the weight that it steps. A bad weight spoils nothing, since its gradient is not stepped on.
+    # A bad moment spoils the weight that it steps. A bad weight does not spoil others: its gradient is not stepped on.
     return sorted(found, key=lambda bad: bad.state.startswith((WEIGHT, MASTER)))
 
 
 def not_finite(states: Iterable[State]) -> list[State]:
-    """Those of some states that have a NaN or an infinity."""
+    """The states that have a NaN or an infinity."""
     by_dtype: dict[torch.dtype, list[State]] = defaultdict(list)
     for state in states:
         if state.values.numel():
@@ -112,7 +112,7 @@ def not_finite(states: Iterable[State]) -> list[State]:
 
 
 def are_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether each tensor has nothing but numbers: [tensors], on their device.
+    """Whether each tensor has only finite numbers: [tensors], on their device.
 
     Args:
         tensors: of one dtype, none of them empty.
@@ -187,7 +187,7 @@ class _Copies(NamedTuple):
 
 
 def differences(engine: Any) -> list[Difference]:
-    """Copies that differ, the same list on every rank; every rank must ask."""
+    """Copies that differ, the same list on every rank; every rank must call this."""
     found: list[Difference] = []
     for copies in _all_copies(engine):
         own = hashes([state.values for state in copies.states])
@@ -208,7 +208,7 @@ def differences(engine: Any) -> list[Difference]:
 
 
 def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> Difference | None:
-    """Return how the copies of a state differ; None if they do not."""
+    """The difference of the copies of a state; None if they are equal."""
     (usual, count), *others = Counter(hashed).most_common()
     if not others:
         return None
@@ -218,17 +218,17 @@ def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]
 
 
 def _all_copies(engine: Any) -> Iterator[_Copies]:
-    """What this rank holds copies of, group by group, in an order in which no two ranks wait for each other."""
+    """States of which this rank has copies, by group, in an order in which no two ranks wait for each other."""
     states = list(states_of(engine))
     weights = [state for state in states if state.kind == WEIGHT]
     whole = isinstance(engine.optimizer, torch.optim.Optimizer)
     grid = engine.grid
     if grid.get_data_parallel_world_size() > 1:
-        # DeepSpeed's optimizers deal their states to the replicas.
+        # DeepSpeed's optimizers distribute their states over the replicas.
         among = REPLICAS if engine.module.sequence_ranks.size == 1 else REPLICAS_AND_SEQUENCE
         yield _Copies(among, grid.get_data_parallel_group(), states if whole else weights)
     if grid.get_slice_parallel_world_size() > 1:
-        # Those ranks deal their parts alike.
+        # Those ranks distribute their parts in the same way.
         uncut = [state for state in states if not is_model_parallel_parameter(state.parameter)]
         if uncut:
             yield _Copies(TENSOR_PARALLEL, grid.get_slice_parallel_group(), uncut)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.runtime.health.stall_watch import STANDS_STILL
+from deepspeed_ext.runtime.health.stall_watch import STALLED
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.hosts.network import Host, Network, missing, network
 from tests.end_to_end.launching import (
@@ -102,10 +102,12 @@ class _Stop:
         longest_s, left = time.monotonic() - stopped, run.survivors()
         if left:
             run.kill()
-        said = [line for line in error_lines(run.output()) if "the run stands still" in line]
+        said = [line for line in error_lines(run.output()) if "the run has stalled" in line]
         broken = [f"{len(left)} processes left"] * bool(left)
-        broken += [f"exit code {code}"] * (code != STANDS_STILL)
-        broken += ["not named"] * (not said or not re.search(rf"rank {self.rank} (\(host \S+\) )?is behind", said[0]))
+        broken += [f"exit code {code}"] * (code != STALLED)
+        broken += ["not named"] * (
+            not said or not re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", said[0])
+        )
         broken += ["a traceback"] * ("Traceback" in run.output())
         ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"
         broken += ["no ledger"] * (not ledger.exists())
@@ -178,7 +180,7 @@ class _HostsRun:
         until(lambda: not self._left() and self._process.poll() is not None, PROMISED_S + SSH_S + 30)
         longest_s, left = time.monotonic() - began, self._left()
         code = self._end()
-        lines = [line for line in self._log() if "the run stands still" in line]
+        lines = [line for line in self._log() if "the run has stalled" in line]
         ledgers = sorted(path.name for path in (self._folder / "save").glob("stalled_pipeline/*.json"))
         broken = [f"{len(left)} processes left: {'; '.join(line[:60] for line in left)}"] * bool(left)
         broken += ["nothing said"] * (not lines) + ["exit code 0"] * (not code)

@@ -1,4 +1,4 @@
-"""A rank's ledger says where the rank is, which on an accelerator is not where its host is."""
+"""The ledger has the position of a rank, which on an accelerator differs from that of its host."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_toke
 
 
 class Queue:
-    """An accelerator that works its queue off when it is told to."""
+    """An accelerator whose queue is worked off step by step."""
 
     def __init__(self) -> None:
         self.enqueued = self.worked_off = 0
@@ -31,7 +31,7 @@ class Queue:
         return lambda: self.worked_off >= place
 
 
-def test_a_host_that_computes_by_itself_is_where_it_says() -> None:
+def test_position_without_an_accelerator() -> None:
     ledger = OpLedger(1)
     assert ledger.position().doing == "" and ledger.position().total == 0
     ledger.begin("train step 1", PROGRAM)
@@ -43,13 +43,13 @@ def test_a_host_that_computes_by_itself_is_where_it_says() -> None:
     assert ledger.position().total == len(PROGRAM)
 
 
-def test_an_accelerator_is_where_its_queue_is() -> None:
+def test_position_of_an_accelerator() -> None:
     queue, arrived = Queue(), []
     ledger = OpLedger(1, queue.mark)
     ledger.begin("train step 1", PROGRAM)
-    while PROGRAM[ledger._said.done].kind is not InstructionKind.FORWARD:
+    while PROGRAM[ledger._on_host.done].kind is not InstructionKind.FORWARD:
         ledger.done()  # to load and to post takes the accelerator no time
-    first = ledger._said.done
+    first = ledger._on_host.done
     with ledger.waiting_for(0, over=lambda: bool(arrived)):
         pass
     for _ in range(4):
@@ -79,7 +79,7 @@ def test_a_program_takes_one_event_for_each_op_and_one_to_begin() -> None:
     assert queue.enqueued == 1 + 4  # two token slices, there and back
 
 
-def test_a_wait_that_cannot_tell_is_marked() -> None:
+def test_a_wait_without_an_end_of_its_own_is_marked() -> None:
     queue = Queue()
     ledger = OpLedger(1, queue.mark)
     with ledger.waiting_for(0):
@@ -101,7 +101,7 @@ def test_a_queue_worked_off_is_not_kept() -> None:
     assert len(ledger._ahead) == 0
 
 
-def test_events_serve_again_once_they_were_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_reused_once_they_were_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Event:
@@ -135,7 +135,7 @@ def test_a_wait_that_failed_stays_until_the_next_batch() -> None:
     assert ledger.position().waits_for is None
 
 
-def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
+def test_the_file_has_the_position_of_the_accelerator(tmp_path: Path) -> None:
     queue = Queue()
     ledger = OpLedger(1, queue.mark)
     ledger.begin("train step 1", PROGRAM)
@@ -145,7 +145,7 @@ def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
     done = [each.kind for each in PROGRAM].index(InstructionKind.FORWARD) + 1
     queue.worked_off = 2
     seen = replace(ledger.position(), seconds=12.5, code="channels.py:176 wait")
-    fields = json.loads(ledger.write(tmp_path, "rank 0 is behind", seen).read_text())
+    fields = json.loads(ledger.write(tmp_path, "rank 0 blocks the run", seen).read_text())
     assert fields["done"] == [str(each) for each in PROGRAM[:done]]
     assert fields["done"] + fields["to_do"] == [str(each) for each in PROGRAM]
     assert fields["waiting"]["instruction"] == PROGRAM[done].kind.value

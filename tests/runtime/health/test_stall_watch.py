@@ -1,4 +1,4 @@
-"""The watch of a run that stands still: its threads without a pipeline, its timer, and engines that hang."""
+"""The watch of a stalled run: its threads without a pipeline, its timer, and engines that hang."""
 
 import json
 import os
@@ -36,11 +36,11 @@ HOST = socket.gethostname()
 
 
 class Rank:
-    """A rank that does nothing, under watch."""
+    """An idle rank with a watch."""
 
     def __init__(self, number: int, store: object, directory: Path, *, world_size: int = 2) -> None:
         self.ledger, self.lines, self.ended = OpLedger(number), [], threading.Event()
-        self.told: list[str] = []
+        self.reasons: list[str] = []
         self.ledger.begin("train step 1", PROGRAMS[number].instructions)
         self.watch = StallWatch(
             self.ledger,
@@ -49,9 +49,9 @@ class Rank:
             store=store,
             timeout=TIMEOUT,
             directory=directory,
-            say=self.lines.append,
+            report=self.lines.append,
             end=self.ended.set,
-            ending=self.told.append,
+            ending=self.reasons.append,
         )
 
 
@@ -73,15 +73,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_path: Path) -> None:
+def test_a_stall_is_explained_once_and_ends_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
         with both[0].ledger.waiting_for(1):
             until(lambda: both[0].ended.is_set() and both[1].ended.is_set())
         (line,) = both[0].lines + both[1].lines
-    behind = f"the run stands still: rank 1 (host {HOST}) is behind: rank 1 is at"
-    assert line.startswith(f"error: {behind}")
-    assert both[0].told and both[0].told[0].startswith(behind)
-    assert not both[1].told or both[1].lines
+    reason = f"the run has stalled: rank 1 (host {HOST}) blocks the run: rank 1 is at"
+    assert line.startswith(f"error: {reason}")
+    assert both[0].reasons and both[0].reasons[0].startswith(reason)
+    assert not both[1].reasons or both[1].lines
     assert line.endswith(f"; the ledger of each rank is in {tmp_path}: start it again")
     for number in (0, 1):
         written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
@@ -90,17 +90,17 @@ def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_pat
     assert json.loads((tmp_path / "rank_00000.json").read_text())["position"]["seconds"] > 0
 
 
-def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
+def test_ranks_that_are_slow_together_continue(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
         time.sleep(2 * TIMEOUT.total_seconds())
         assert not any(rank.lines or rank.ended.is_set() for rank in both)
-        # They have been asked in the meantime, and are watched on.
+        # There was a roll call in the meantime, and they are watched further.
         with both[1].ledger.waiting_for(0):
             until(lambda: all(rank.ended.is_set() for rank in both))
-    assert f"rank 0 (host {HOST}) is behind" in (both[0].lines + both[1].lines)[0]
+    assert f"rank 0 (host {HOST}) blocks the run" in (both[0].lines + both[1].lines)[0]
 
 
-def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
+def test_a_rank_that_proceeds_in_time_continues(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
         deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
@@ -109,16 +109,16 @@ def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
         assert not any(rank.lines or rank.ended.is_set() for rank in both)
 
 
-def test_a_rank_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
+def test_a_rank_without_a_sign_of_life_is_named(tmp_path: Path) -> None:
     """Rank 1 has no watch: its process was stopped before it began."""
     alone = Rank(0, dist.HashStore(), tmp_path)
     with alone.ledger.phase("building the engine"):
         until(alone.ended.is_set)
-    assert "rank 1 is behind: it gives no sign of life; rank 0 is at 'building the engine' since" in alone.lines[0]
+    assert "rank 1 blocks the run: it gives no sign of life; rank 0 is at 'building the engine' since" in alone.lines[0]
     alone.watch.end()
 
 
-def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None:
+def test_the_line_is_printed_where_no_ledger_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     alone = Rank(0, dist.HashStore(), tmp_path / "file")
     until(alone.ended.is_set)
@@ -127,9 +127,7 @@ def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_that_is_not_alone_is_watched_and_nothing_is_left_of_a_watch_that_ended(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_several_ranks_are_watched_and_an_ended_watch_leaves_no_thread(tmp_path: Path, world_size: int) -> None:
     before = {*threading.enumerate()}
     watched = Rank(0, dist.HashStore(), tmp_path, world_size=world_size)
     begun = [thread.name for thread in threading.enumerate() if thread not in before]
@@ -138,7 +136,7 @@ def test_a_rank_that_is_not_alone_is_watched_and_nothing_is_left_of_a_watch_that
     assert before.issuperset(threading.enumerate())
 
 
-def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_use_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str, int]] = []
 
     def set_device(index: int) -> None:
@@ -153,7 +151,7 @@ def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)
-def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exception]) -> None:
+def test_a_lost_store_is_not_used_again(tmp_path: Path, error: type[Exception]) -> None:
     class Gone:
         asked = 0
 
@@ -168,36 +166,36 @@ def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exc
     watched = Rank(1, store, tmp_path)
     until(watched.ended.is_set)
     assert store.asked == 1
-    assert "rank 0 is behind" in watched.lines[0]
+    assert "rank 0 blocks the run" in watched.lines[0]
     watched.watch.end()
 
 
 class SilentStore:
-    """A store whose keeper has stopped: a question to it is not answered."""
+    """A store whose rank has stopped."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        """Goes out, into the void."""
+        """Never read."""
 
     def check(self, keys: list[str]) -> bool:
         self.goes_on.wait()
         raise RuntimeError("connection reset by peer")
 
 
-def test_where_the_store_is_silent_a_rank_says_what_it_knows(tmp_path: Path) -> None:
+def test_a_silent_store_is_reported(tmp_path: Path) -> None:
     store = SilentStore()
     stuck = Rank(1, store, tmp_path)
     until(stuck.ended.is_set)
-    assert stuck.lines[0].startswith("error: the run stands still: rank 0 is behind: its host keeps the store")
+    assert stuck.lines[0].startswith("error: the run has stalled: rank 0 blocks the run: its host serves the store")
     assert (tmp_path / "rank_00001.json").exists()
     store.goes_on.set()
     stuck.watch.end()
 
 
 def test_a_process_that_was_stopped_has_not_waited_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All were stopped, as by Ctrl-Z, and go on: nobody has waited for anybody."""
+    """All were stopped, as by Ctrl-Z, and continue: none has waited for another."""
     skipped = 0.0
     monkeypatch.setattr(stall_watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped))
     with ranks(tmp_path) as both:
@@ -235,7 +233,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a timer of Linux")
 @pytest.mark.parametrize(("ending", "code"), [("stop", -signal.SIGKILL), ("end", 0)])
-def test_it_is_killed_only_if_nobody_sets_the_timer_anew(ending: str, code: int) -> None:
+def test_the_timer_kills_unless_it_is_set_again(ending: str, code: int) -> None:
     process = subprocess.run([sys.executable, "-c", STOPPED, ending], timeout=60, check=False)
     assert process.returncode == code
 
@@ -244,13 +242,13 @@ TIMEOUT_OF_ENGINES = timedelta(seconds=2)
 LONGEST_S = 30
 
 
-def compute(told: threading.Event) -> None:
-    """Compute until the line is said."""
-    assert told.wait(LONGEST_S)
+def compute(reported: threading.Event) -> None:
+    """Compute until the line is printed."""
+    assert reported.wait(LONGEST_S)
 
 
-def stop(told: threading.Event) -> None:
-    """Stand as still as a process whose node is gone: no thread of it runs, until others have ended."""
+def stop(reported: threading.Event) -> None:
+    """Stop as a process whose node has failed: none of its threads runs, until others have ended."""
     until_then = f"for i in $(seq {LONGEST_S}0); do test -e told && break; sleep 0.1; done; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", until_then])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -271,27 +269,27 @@ class Pausing(nn.Linear):
 
 
 def _watched(directory: str) -> tuple[StallWatch, threading.Event, list[str]]:
-    """A watch that does not end the process, an event for that it would have, and what it said."""
+    """A watch that does not end the process, an event for that it would have, and its lines."""
     os.chdir(directory)
-    said: list[str] = []
-    told = threading.Event()
+    lines: list[str] = []
+    reported = threading.Event()
 
     def end() -> None:
         Path("told").touch()
-        told.set()
+        reported.set()
 
     made = watch_this_rank(TIMEOUT_OF_ENGINES, Path(directory), name="test", end=end)
-    made._say = said.append  # before it has anything to say
+    made._report = lines.append
     dist.barrier()
-    return made, told, said
+    return made, reported, lines
 
 
 def _trained(
     directory: str, setup: Setup, pausing_rank: int, pause: Callable[[threading.Event], None]
 ) -> tuple[list[str], str]:
-    """Train a step in which a rank pauses: what this rank said, and where it ended."""
-    watch, told, said = _watched(directory)
-    pauses = (lambda: pause(told)) if dist.get_rank() == pausing_rank else (lambda: None)
+    """Train a step in which a rank pauses: the lines of this rank."""
+    watch, reported, lines = _watched(directory)
+    pauses = (lambda: pause(reported)) if dist.get_rank() == pausing_rank else (lambda: None)
     layers = [LayerSpec(models.Embedding), LayerSpec(models.Block), LayerSpec(Pausing, pauses)]
     layers.append(LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB))
     engine = build(
@@ -302,9 +300,9 @@ def _trained(
         engine_keywords={"watch": watch, "check_token_slices": False},
     )
     engine.train_batch(feed(engine, setup))
-    assert told.wait(LONGEST_S)
+    assert reported.wait(LONGEST_S)
     watch.end()
-    return said, ""
+    return lines, ""
 
 
 def _lines(results: list[tuple[list[str], str]]) -> list[str]:
@@ -315,10 +313,10 @@ def _ledgers(directory: Path) -> dict[int, dict]:
     return {int(path.stem.removeprefix("rank_")): json.loads(path.read_text()) for path in directory.glob("*.json")}
 
 
-def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledgers(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_all_ranks_write_their_ledgers(tmp_path: Path) -> None:
     setup = Setup(pp=3, cut=(6, 6, 6, 6), micro_batches=1)
     (line,) = _lines(run_distributed(_trained, 3, str(tmp_path), setup, 1, compute))
-    assert f"the run stands still: rank 1 (host {socket.gethostname()}) is behind: rank 1 is at 'forward 1F0.2" in line
+    assert f"the run has stalled: rank 1 (host {HOST}) blocks the run: rank 1 is at 'forward 1F0.2" in line
     # Those that have waited long enough by then are named: on a busy host only one of them.
     assert re.search(r"\(train step 1, instruction .*; rank [02] is at '.*; the ledger of each rank is in", line)
     ledgers = _ledgers(tmp_path)
@@ -336,55 +334,55 @@ def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledger
         assert ledger["to_do"][0] == position["doing"]
 
 
-def test_a_replica_that_shows_no_sign_of_life_is_named(tmp_path: Path) -> None:
+def test_a_stopped_replica_is_named(tmp_path: Path) -> None:
     setup = Setup(dp=2, cut=(6, 6, 6, 6), micro_batches=1)
     lines = _lines(run_distributed(_trained, 2, str(tmp_path), setup, 1, stop))
     assert len(lines) == 1
-    assert f"rank 1 (host {socket.gethostname()}) is behind: it gives no sign of life; rank 0 is at 'sums" in lines[0]
-    assert "for a collective of the replicas" not in lines[0]  # nobody knows what rank 1 has started
+    assert f"rank 1 (host {HOST}) blocks the run: it gives no sign of life; rank 0 is at 'sums" in lines[0]
+    assert "for a collective of the replicas" not in lines[0]  # the collectives of rank 1 are unknown
     assert 0 in _ledgers(tmp_path)
 
 
 def _built(directory: str) -> tuple[list[str], str]:
     """Stop the first rank, which keeps the store, before it builds its engine."""
-    watch, told, said = _watched(directory)
+    watch, reported, lines = _watched(directory)
     with watch.ledger.phase("building the engine"):
         if dist.get_rank() == 0:
-            stop(told)
+            stop(reported)
         build(Setup(pp=2, cut=(6, 6, 6, 6), micro_batches=1), engine_keywords={"watch": watch})
     if dist.get_rank() == 1:
-        assert told.is_set()
+        assert reported.is_set()
     watch.end()
-    return said, ""
+    return lines, ""
 
 
-def test_the_rank_that_keeps_the_store_is_named_while_engines_are_built(tmp_path: Path) -> None:
+def test_the_rank_with_the_store_is_named_while_engines_are_built(tmp_path: Path) -> None:
     (line,) = _lines(run_distributed(_built, 2, str(tmp_path)))
-    # The host of rank 0 is known where it said so before it was stopped.
+    # The host of rank 0 is known if it was stored before.
     assert re.search(
-        r"stands still: rank 0( \(host \S+\))? is behind: its host keeps the store at which the ranks", line
+        r"has stalled: rank 0( \(host \S+\))? blocks the run: its host serves the store where the ranks", line
     )
     assert "rank 1 is at 'building the engine' since" in line
     assert 1 in _ledgers(tmp_path)
 
 
 def _ordinary(directory: str) -> tuple[list[str], str]:
-    watch, told, said = _watched(directory)
+    watch, reported, lines = _watched(directory)
     setup = Setup(pp=2, dp=2, cut=(6, 6, 6, 6), micro_batches=1)
     engine = build(setup, engine_keywords={"watch": watch})
     for step in range(2):
         engine.train_batch(feed(engine, setup, step=step))
     counts = json.dumps(engine.ledger.collectives.counts(), sort_keys=True)
-    assert isinstance(engine.ledger, OpLedger) and not told.is_set()
+    assert isinstance(engine.ledger, OpLedger) and not reported.is_set()
     watch.end()
-    return said, counts
+    return lines, counts
 
 
-def test_ranks_of_a_run_that_goes_well_count_the_same_collectives(tmp_path: Path) -> None:
+def test_ranks_count_the_same_collectives(tmp_path: Path) -> None:
     results = run_distributed(_ordinary, 4, str(tmp_path))
     assert not _lines(results) and not _ledgers(tmp_path)
     counts = [json.loads(found) for _, found in results]
-    # Nobody is left with a lead in a group, by which it would seem to wait for the others.
+    # No rank has a lead in a group, by which it would seem to wait for the others.
     for first in counts:
         for other in counts:
             shared = first.keys() & other.keys()
