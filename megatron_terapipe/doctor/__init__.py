@@ -1,5 +1,5 @@
-"""What is wrong with a machine, or with the hosts of a hostfile, and what mends it.
+"""Checks of a machine, or of the hosts of a hostfile, before a run.
 
-`probe.py` is one program that is sent to each host and answers with facts. `examination.py` asks it; `facts.py` are the
-answers. The table of checks (`report.py`) judges them: `host_checks.py` and `network_checks.py`.
+`probe.py` is one program that is sent to each host and answers with facts. `examination.py` runs it, and `facts.py` has
+the answers. The table of checks (`report.py`) judges them: `host_checks.py` and `network_checks.py`.
 """

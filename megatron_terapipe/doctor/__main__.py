@@ -1,4 +1,4 @@
-"""`terapipe doctor`: is this machine, or are these hosts, ready for a run?"""
+"""`terapipe doctor`: check a machine, or several hosts, before a run."""
 
 import argparse
 import asyncio
@@ -14,12 +14,12 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_terapipe.doctor.examination import Say
+    from megatron_terapipe.doctor.examination import Progress
     from megatron_terapipe.doctor.facts import Examined, Host
 
 DESCRIPTION = """\
 Check this machine, or all hosts of a hostfile, before a run: versions, devices, memory and limits, variables, names,
-ports and links between hosts, clocks and disks. Each error and warning says what mends it.
+ports and links between hosts, clocks and disks. Each error and warning has a remedy.
 
 The exit code is 0 if there is no error, 1 if there is one, and 2 for bad input."""
 
@@ -36,11 +36,11 @@ THIS_MACHINE = "this machine"
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is its name as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
-    launch = parser.add_argument_group("the run that is planned")
+    launch = parser.add_argument_group("planned run")
     launch.add_argument("--hostfile", metavar="FILE", help="check all hosts of this file (default: this machine)")
-    launch.add_argument("--save", metavar="DIR", help="where checkpoints will go (default: the working directory)")
+    launch.add_argument("--save", metavar="DIR", help="directory for checkpoints (default: the working directory)")
     launch.add_argument(
         "--launcher",
         choices=LAUNCHERS,
@@ -48,25 +48,25 @@ def build_parser(prog: str) -> CommandParser:
         help="DeepSpeed's name of the launcher; ssh for torchrun and others started by hand (default: pdsh)",
     )
     launch.add_argument(
-        "--master-port", type=int, metavar="N", default=29500, help="port where the ranks meet (default: 29500)"
+        "--master-port", type=int, metavar="N", default=29500, help="port of the rendezvous (default: 29500)"
     )
     launch.add_argument("--ssh-port", type=int, metavar="N", help="port of sshd (default: that of ssh's settings)")
-    how = parser.add_argument_group("how it is checked")
+    how = parser.add_argument_group("checks")
     how.add_argument(
-        "--timeout", type=float, metavar="SECONDS", default=60.0, help="wait so long for each host (default: 60)"
+        "--timeout", type=float, metavar="SECONDS", default=60.0, help="time limit of each host (default: 60)"
     )
     how.add_argument(
         "--no-imports", action="store_true", help="do not import torch and DeepSpeed, which takes most of the time"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--verbose", action="store_true", help="print what passed, too")
+    output.add_argument("--verbose", action="store_true", help="print checks that passed, too")
     add_json_flag(output, "facts and findings")
-    output.add_argument("--schema", action="store_true", help="print the JSON Schema of that, and check nothing")
+    output.add_argument("--schema", action="store_true", help="print the JSON Schema of the output, and exit")
     return parser
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
-    """Check, print, and return the exit code: 0 if nothing is wrong, 1 for errors."""
+    """Check, print, and return the exit code: 1 if there are errors."""
     for flag, port in (("--master-port", options.master_port), ("--ssh-port", options.ssh_port)):
         if port is not None and not 1 <= port <= 65535:
             raise ConfigError(f"{flag} {port} is not a port: give a number from 1 to 65535")
@@ -81,8 +81,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     if options.schema:
         print(json.dumps(class_schema(Document), indent=1))
         return 0
-    with _progress() as say:
-        examined = _examine(options, hosts, say)
+    with _progress_line() as progress:
+        examined = _examine(options, hosts, progress)
     found = findings(examined)
     if options.json is not None:
         write_json(options.json, json.dumps(document(examined, found), indent=1))
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 
 def _hosts(hostfile: str | None) -> tuple["Host", ...]:
-    """Return the hosts to look at, without facts."""
+    """Return the hosts to check, without facts."""
     from megatron_terapipe.doctor.facts import Host
 
     if hostfile is None:
@@ -103,7 +103,7 @@ def _hosts(hostfile: str | None) -> tuple["Host", ...]:
     return tuple(Host(name=each.name, slots=each.slots) for each in listed if each.slots)
 
 
-def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -> "Examined":
+def _examine(options: argparse.Namespace, hosts: Sequence["Host"], progress: "Progress") -> "Examined":
     """Return the facts of all hosts."""
     from megatron_terapipe.doctor.examination import Examination, local_command, ssh_command
     from megatron_terapipe.doctor.launching import launching_here
@@ -116,21 +116,17 @@ def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -
         [local_command()] if len(hosts) == 1 else [ssh_command(h.name, launching, options.ssh_port) for h in hosts]
     )
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
-    examination = Examination(launching, hosts, commands, environment, options.timeout, say)
+    examination = Examination(launching, hosts, commands, environment, options.timeout, progress)
     return asyncio.run(examination.run(with_imports=not options.no_imports))
 
 
 @contextmanager
-def _progress() -> Iterator["Say"]:
-    """Show the progress in one line of a terminal that goes again; elsewhere nothing."""
+def _progress_line() -> Iterator["Progress"]:
+    """Show the progress in a line of the terminal, which is erased at the end; nothing where there is no terminal."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("asking") as status:
-        yield lambda words: status.update(words)
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
 
 
 main = command_main(build_parser, _run, "python -m megatron_terapipe.doctor")

@@ -1,7 +1,7 @@
 """The examination of hosts: probes, started here or over ssh, and the order of the questions to them.
 
-First the facts of every host, then clocks, links and the shared directory, then the imports of torch and DeepSpeed, so
-that no question disturbs the answer to another. Probes end with this process.
+Three rounds, each finished on all hosts before the next one starts: facts, links, and imports of torch and DeepSpeed.
+All probes end with this process.
 """
 
 import asyncio
@@ -10,96 +10,94 @@ import os
 import secrets
 import shlex
 import sys
+import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_terapipe.doctor import probe
 from megatron_terapipe.doctor.facts import Clock, Examined, Host, HostFacts, Imports, Launching, Link
-from megatron_terapipe.doctor.launching import interface_of, meeting_address, rank_address, variables_of_rank
+from megatron_terapipe.doctor.host_checks import COMPARED
+from megatron_terapipe.doctor.launching import meeting_address, rank_address, variables_of_rank
 
 BEGIN = (
     "import json,sys,types;probe=sys.modules['probe']=types.ModuleType('probe');"
     "exec(compile(json.loads(sys.stdin.readline()),'probe','exec'),probe.__dict__);probe.serve()"
 )
-"""The program that another host is given on its command line: it reads the source of the probe, and begins."""
+"""The program on the command line of another host: it reads the source of the probe from its input, and runs it."""
 
 CONNECT_S = 10
 LONGEST_ANSWER = 2**24
-ERRORS_S = 1.0
-"""Seconds in which a command that has ended must have said why."""
-
 END_S = 3.0
 """Seconds in which a probe ends by itself once its input is closed."""
 
+Progress = Callable[[str], None]
+
 
 class ProbeLost(Exception):
-    """A probe that did not start, or answers no more; the message is the cause."""
-
-
-class Refused(Exception):
-    """A question that the host could not answer; the message is the system's."""
+    """A probe that did not start, failed or does not answer; the message is the cause."""
 
 
 class HostProbe:
-    """A probe that runs on a host."""
+    """A probe that runs on a host.
 
-    def __init__(self, process: Process, limit_s: float) -> None:
-        self._process, self._limit_s = process, limit_s
-        self._errors = asyncio.create_task(self._read_errors())
+    Args:
+        command: that starts it.
+        limit_s: seconds in which it must answer.
+    """
 
-    @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> "HostProbe":
-        """Return a probe that was started; whether it answers shows when it is asked.
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> None:
+        self._command, self._environment, self._limit_s = command, environment, limit_s
+        self._errors = tempfile.TemporaryFile()  # A file cannot fill up as a pipe can, which would stop the process.
+        self._process: asyncio.subprocess.Process | None = None
+        self._offsets = (-inf, inf)
 
-        Raises:
-            ProbeLost: if there is no such command.
-        """
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                env=dict(environment),
-                limit=LONGEST_ANSWER,
-                start_new_session=True,  # Ctrl-C is for this process alone, which then closes the probe's input.
-            )
-        except OSError as error:
-            raise ProbeLost(f"{command[0]}: {error.strerror}") from None
-        started = cls(process, limit_s)
-        started._write(Path(probe.__file__).read_text(encoding="utf-8"))
-        return started
-
-    async def ask(self, question: str, *, limit_s: float | None = None, **words: Any) -> Any:
-        """Return the answer to a question.
+    async def ask(self, question: str, *, limit_s: float | None = None, **arguments: Any) -> Any:
+        """Return the answer to a question; the first one starts the probe.
 
         Args:
-            limit_s: seconds in which it must be answered; None = those of this probe.
+            limit_s: another limit than that of the probe.
 
         Raises:
-            ProbeLost: if there is none in time.
-            Refused: if the host could not do it.
+            ProbeLost: if there is no answer in time, or the host could not give one.
         """
-        self._write({"ask": question, "with": words})
-        limit_s = self._limit_s if limit_s is None else limit_s
+        if self._process is None:
+            self._process = await self._start()
+            self._write(Path(probe.__file__).read_text(encoding="utf-8"))
+        sent = time.time()
+        self._write({"ask": question, "with": arguments})
+        limit_s = limit_s or self._limit_s
         try:
-            answer = await asyncio.wait_for(self._answer(), limit_s)
+            answer = await asyncio.wait_for(self._answer(self._process), limit_s)
         except TimeoutError:
             await self.end()
             raise ProbeLost(f"no answer within {limit_s:.0f} s") from None
+        # The host read its clock between the question and the answer, and so at each question.
+        low, high = self._offsets
+        self._offsets = max(low, answer["time"] - time.time()), min(high, answer["time"] - sent)
         if "fault" in answer:
-            raise Refused(answer["fault"])
+            raise ProbeLost(answer["fault"])
         return answer["answer"]
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the host, after at least one answer."""
+        low, high = self._offsets
+        return Clock(offset_s=(low + high) / 2, uncertainty_s=abs(high - low) / 2)
+
     async def end(self) -> None:
-        """Let the probe undo what it did, and end it."""
+        """Close the input of the probe, so that it removes its files and processes, and wait for its end."""
+        self._errors.close()
+        if self._process is None:
+            return
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -108,32 +106,39 @@ class HostProbe:
             with suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        self._errors.cancel()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=self._errors,
+                env=dict(self._environment),
+                limit=LONGEST_ANSWER,
+                start_new_session=True,  # Ctrl-C ends this process only, which then closes the input of the probe.
+            )
+        except OSError as error:
+            raise ProbeLost(f"{self._command[0]}: {error.strerror}") from None
 
     def _write(self, line: Any) -> None:
-        assert self._process.stdin is not None
-        # If it cannot be written, no answer comes, and that is the error.
+        assert self._process is not None and self._process.stdin is not None
+        # If this fails, there is no answer, and that is the error.
         self._process.stdin.write(f"{json.dumps(line)}\n".encode())
 
-    async def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+    async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        assert process.stdout is not None
+        async for line in process.stdout:
             text = line.decode(errors="replace")
             if text.startswith(probe.MARK):
                 return dict(json.loads(text.removeprefix(probe.MARK)))
-        code = await self._process.wait()
-        # What ssh leaves in the background, as its ControlPersist does, may keep this pipe open.
-        done, _ = await asyncio.wait({self._errors}, timeout=ERRORS_S)
-        errors = [] if self._errors.cancelled() or not done else self._errors.result()
-        raise ProbeLost(errors[-1] if errors else f"the probe ended with exit code {code}")
-
-    async def _read_errors(self) -> list[str]:
-        """Return the last lines of the command's standard error."""
-        assert self._process.stderr is not None
-        lines: list[str] = []
-        async for line in self._process.stderr:
-            lines = [*lines, line.decode(errors="replace").strip()][-10:]
-        return [line for line in lines if line]
+        code = await process.wait()
+        errors: list[str] = []
+        if not self._errors.closed:  # as it is where the doctor ends the probe
+            self._errors.seek(0)
+            errors = self._errors.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(errors) if line.strip()), None)
+        raise ProbeLost(last or f"the probe ended with exit code {code}")
 
 
 def local_command() -> list[str]:
@@ -144,10 +149,10 @@ def local_command() -> list[str]:
 def ssh_command(
     host: str, launching: Launching, port: int | None, environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return the command of a probe on another host, which DeepSpeed's launcher reaches in the same way.
+    """Return the command of a probe on another host, reached as DeepSpeed's launcher reaches it.
 
     It has the PYTHONPATH that the launcher sets there, and the options of PDSH_SSH_ARGS_APPEND. Where the Python of the
-    launch is missing, any other will do.
+    launch is missing, any other is used.
 
     Args:
         port: of sshd; None = that of ssh's settings.
@@ -162,27 +167,12 @@ def ssh_command(
     return [*words, f"exec sh -c {shlex.quote(begin + start)}"]
 
 
-PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "flash-attn", "flash-attn-3")
-"""Packages whose versions are compared, beside those that this project requires."""
-
-CLOCK_ROUND_TRIPS = 7
-SENDING_S = 0.5
-"""Seconds for which each host sends to another."""
-
-MOST_FAULTS = 3
-"""Hosts that a host fails to reach before it tries no more: each may take seconds, and one firewall stops all alike."""
-
-MOST_TRIES = 64
-"""Hosts that a host tries to reach at most: of more, the next ones in the order of the hostfile."""
-
-Say = Callable[[str], None]
-
-
 class Examination:
     """The questions to all hosts, and their answers.
 
     Args:
-        commands: that start the probe of each.
+        commands: that start the probe of each host.
+        limit_s: seconds in which a host must answer.
     """
 
     def __init__(
@@ -192,29 +182,28 @@ class Examination:
         commands: Sequence[Sequence[str]],
         environment: Mapping[str, str],
         limit_s: float,
-        say: Say,
+        progress: Progress,
     ) -> None:
-        self._launching = launching
+        self._launching, self._limit_s, self._progress = launching, limit_s, progress
         self._hosts = {host.name: host for host in hosts}
-        self._commands = dict(zip(self._hosts, commands, strict=True))
-        self._environment, self._limit_s, self._say = environment, limit_s, say
-        self._started: list[HostProbe] = []
-        self._probes: dict[str, HostProbe] = {}
+        self._probes = {
+            name: HostProbe(command, environment, limit_s) for name, command in zip(self._hosts, commands, strict=True)
+        }
+        self._tokens = {name: secrets.token_hex(probe.TOKEN_BYTES) for name in self._hosts}
+        self._ports: dict[str, int] = {}
         self._links: list[Link] = []
         self._meeting_fault: str | None = None
 
     async def run(self, *, with_imports: bool) -> Examined:
-        """Ask everything, and leave nothing on any host, also where this is cancelled."""
+        """Return all facts. No file, port or process is left on any host, also if this is cancelled."""
         try:
-            await self._on_all("facts", self._hosts, self._begin)
-            if len(self._probes) > 1:
-                await self._on_all("clocks", self._answering(), self._ask_clock)
-                await self._try_links()
-                await self._look_for_token()
+            await self._on_all("facts", self._ask_facts)
+            if len(self._ports) > 1:
+                await self._on_all("links", self._ask_links)
             if with_imports:
-                await self._on_all("imports of torch and DeepSpeed", self._answering(), self._ask_imports)
+                await self._on_all("imports of torch and DeepSpeed", self._ask_imports)
         finally:
-            await asyncio.gather(*(started.end() for started in self._started))
+            await asyncio.gather(*(each.end() for each in self._probes.values()))
         return Examined(
             launching=self._launching,
             hosts=tuple(self._hosts.values()),
@@ -222,34 +211,29 @@ class Examination:
             meeting_fault=self._meeting_fault,
         )
 
-    async def _on_all(self, doing: str, names: Iterable[str], task: Callable[[str], Awaitable[None]]) -> None:
-        """Do something for several hosts at the same time; a host that is lost on the way is known as such."""
-        waiting = dict.fromkeys(names)
+    async def _on_all(self, round_name: str, ask: Callable[[str], Awaitable[None]]) -> None:
+        """Ask all hosts that have not failed at the same time, and note those that fail now."""
+        waiting = [name for name, host in self._hosts.items() if host.failure is None]
         total = len(waiting)
 
-        def say() -> None:
+        def show() -> None:
             hosts = f"{total - len(waiting)} of {total} hosts" if total > 1 else "this machine"
-            others = f", waiting for {', '.join(list(waiting)[:3])}" if waiting and total > 1 else ""
-            self._say(f"{doing}: {hosts}{others}")
+            others = f", waiting for {', '.join(waiting[:3])}" if waiting and total > 1 else ""
+            self._progress(f"{round_name}: {hosts}{others}")
 
         async def one(name: str) -> None:
             try:
-                await task(name)
-            except (ProbeLost, Refused, ValidationError) as error:
-                self._probes.pop(name, None)
+                await ask(name)
+            except (ProbeLost, ValidationError) as error:
                 lines = str(error).splitlines()
-                self._learn(name, failure=lines[0] if lines else "the probe failed")
-            del waiting[name]
-            say()
+                self._update(name, failure=lines[0] if lines else "the probe failed")
+            waiting.remove(name)
+            show()
 
-        say()
+        show()
         await asyncio.gather(*map(one, list(waiting)))
 
-    def _answering(self) -> list[str]:
-        """Return the hosts whose probe answers, in the order of the hostfile."""
-        return [name for name in self._hosts if name in self._probes]
-
-    def _learn(self, name: str, **changes: Any) -> None:
+    def _update(self, name: str, **changes: Any) -> None:
         self._hosts[name] = replace(self._hosts[name], **changes)
 
     def _facts(self, name: str) -> HostFacts:
@@ -257,133 +241,63 @@ class Examination:
         assert facts is not None
         return facts
 
-    async def _begin(self, name: str) -> None:
-        from packaging.requirements import Requirement
-
-        started = await HostProbe.start(self._commands[name], self._environment, self._limit_s)
-        self._started.append(started)
+    async def _ask_facts(self, name: str) -> None:
         launching = self._launching
         required = [Requirement(each).name for each in launching.requirements or ()]
-        answer = await started.ask(
+        is_first, has_links = name == next(iter(self._hosts)), len(self._hosts) > 1
+        ports = ([0, launching.master_port] if is_first else [0]) if has_links else []
+        answer = await self._probes[name].ask(
             "facts",
             python=launching.python,
-            packages=[*dict.fromkeys([*PACKAGES, *required])],
+            packages=[*dict.fromkeys([*COMPARED, *required])],
             project=launching.project,
             directory=launching.directory,
             checkpoints=launching.checkpoints,
-            hosts=[each.rpartition("@")[2] for each in self._hosts],
+            token=self._tokens[name],
+            ports=ports,
         )
-        self._probes[name] = started
-        self._learn(name, facts=TypeAdapter(HostFacts).validate_python(answer))
+        self._update(name, facts=TypeAdapter(HostFacts).validate_python(answer["facts"]))
+        if has_links:
+            own, *meeting = answer["listening"]
+            if "fault" in own:
+                raise ProbeLost(own["fault"])
+            self._ports[name] = own["port"]
+            self._meeting_fault = meeting[0].get("fault") if meeting else self._meeting_fault
 
-    async def _ask_clock(self, name: str) -> None:
-        clocks = []
-        loop = asyncio.get_running_loop()
-        for _ in range(CLOCK_ROUND_TRIPS):
-            begun, begun_at = loop.time(), time.time()
-            told = float(await self._probes[name].ask("clock"))
-            half = (loop.time() - begun) / 2
-            clocks.append(Clock(offset_s=told - (begun_at + half), uncertainty_s=half))
-        self._learn(name, clock=min(clocks, key=lambda each: each.uncertainty_s))
+    async def _ask_links(self, name: str) -> None:
+        """Try the next host, as stages do, and the rendezvous on the first host."""
+        names, first = [each for each in self._hosts if each in self._ports], next(iter(self._hosts))
+        target = names[(names.index(name) + 1) % len(names)]
+        links = []
+        if (address := rank_address(self._launching, self._hosts[target])) is not None:
+            links.append(Link(source=name, target=target, address=address, port=self._ports[target]))
+        meeting = meeting_address(self._hosts[first]) if self._meeting_fault is None else None
+        if meeting is not None and name != first:
+            port = self._launching.master_port
+            links.append(Link(source=name, target=first, address=meeting, port=port, is_meeting=True))
+        folder = self._facts(first).folder if first in self._ports else None
+        token = self._tokens[first]
+        answer = await self._probes[name].ask(
+            "links",
+            targets=[
+                {"address": each.address, "port": each.port, "token": self._tokens[each.target]} for each in links
+            ],
+            file="" if folder is None else str(Path(folder.path, f"{probe.PREFIX}{token}")),
+            token=token,
+        )
+        self._links += [replace(link, **found) for link, found in zip(links, answer["links"], strict=True)]
+        facts = self._facts(name)
+        if folder is not None and folder.fault is None:
+            facts = replace(facts, folder=replace(facts.folder, sees_token=answer["sees_token"]))
+        self._update(name, facts=facts, clock=self._probes[name].clock)
 
     async def _ask_imports(self, name: str) -> None:
         answer = await self._probes[name].ask(
             "imports",
-            # The probe tells why it gave up; only if it does not is it lost.
+            # The probe itself ends the import at its limit, and answers.
             limit_s=self._limit_s + probe.LIMIT_S,
             seconds=self._limit_s,
             variables=variables_of_rank(self._launching, self._facts(name).variables),
             directory=self._launching.directory,
         )
-        self._learn(name, imports=TypeAdapter(Imports).validate_python(answer))
-
-    async def _try_links(self) -> None:
-        names = self._answering()
-        tokens = {name: secrets.token_hex(probe.TOKEN_BYTES) for name in names}
-        addresses = {name: rank_address(self._launching, self._hosts[name]) for name in names}
-        ports: dict[str, int] = {}
-
-        async def listen(name: str) -> None:
-            ports[name] = int(await self._probes[name].ask("listen", port=0, token=tokens[name]))
-
-        async def reach(source: str) -> None:
-            place, faults = names.index(source), 0
-            for target in (names[place + 1 :] + names[:place])[:MOST_TRIES]:
-                address = addresses[target]
-                if target in ports and address is not None and faults < MOST_FAULTS:
-                    link = Link(source=source, target=target, address=address, port=ports[target])
-                    faults += not await self._reach(link, tokens[target])
-
-        await self._on_all("ports", names, listen)
-        await self._try_meeting(names[0], tokens[names[0]])
-        await self._on_all("connections of all hosts", self._answering(), reach)
-        await self._send(tokens)
-
-    async def _try_meeting(self, first: str, token: str) -> None:
-        """Let all hosts reach the port of the first one where the ranks would meet."""
-        if first != next(iter(self._hosts)) or first not in self._probes:
-            return
-        port, address = self._launching.master_port, meeting_address(self._hosts[first])
-        try:
-            await self._probes[first].ask("listen", port=port, token=token)
-        except Refused as refused:
-            self._meeting_fault = str(refused)
-            return
-        if address is None:
-            return
-
-        async def reach(source: str) -> None:
-            await self._reach(Link(source=source, target=first, address=address, port=port, is_meeting=True), token)
-
-        await self._on_all(f"port {port} of {first}", [name for name in self._answering() if name != first], reach)
-
-    async def _reach(self, link: Link, token: str) -> bool:
-        """Try a link, and return whether it is there."""
-        try:
-            told = await self._probes[link.source].ask("reach", address=link.address, port=link.port, token=token)
-        except Refused as refused:
-            self._links.append(replace(link, fault=str(refused)))
-            return False
-        interface = interface_of(self._facts(link.source), told["own"])
-        self._links.append(replace(link, interface=interface, round_trip_s=float(told["round_trip_s"])))
-        return True
-
-    async def _send(self, tokens: Mapping[str, str]) -> None:
-        """Let each host send to its next one, as stages do; hosts of one round share no link."""
-        names = self._answering()
-        ring = dict(zip(names, [*names[1:], *names[:1]], strict=True))
-        place = {(link.source, link.target): index for index, link in enumerate(self._links) if not link.is_meeting}
-
-        async def send(source: str) -> None:
-            index = place.get((source, ring[source]))
-            if index is None or self._links[index].fault is not None:
-                return
-            link = self._links[index]
-            where: dict[str, Any] = {"address": link.address, "port": link.port, "token": tokens[link.target]}
-            try:
-                sent = await self._probes[source].ask("bandwidth", **where, seconds=SENDING_S)
-                self._links[index] = replace(link, bandwidth=float(sent))
-            except Refused as refused:
-                self._links[index] = replace(link, fault=f"small messages pass, large ones do not: {refused}")
-
-        for part in (names[:-1:2], names[1:-1:2], names[-1:]):
-            if part:
-                await self._on_all("bandwidth", part, send)
-
-    async def _look_for_token(self) -> None:
-        """Let the first host write a file, and the others look for it."""
-        first = next(iter(self._answering()), None)
-        if first is None or self._facts(first).folder.fault is not None:
-            return
-        where: dict[str, Any] = {"directory": self._facts(first).folder.path, "token": secrets.token_hex(8)}
-        try:
-            await self._probes[first].ask("write", **where)
-        except Refused:
-            return
-
-        async def look(name: str) -> None:
-            seen = bool(await self._probes[name].ask("sees", **where))
-            facts = self._facts(name)
-            self._learn(name, facts=replace(facts, folder=replace(facts.folder, sees_token=seen)))
-
-        await self._on_all("the shared directory", self._answering(), look)
+        self._update(name, imports=TypeAdapter(Imports).validate_python(answer))

@@ -1,4 +1,4 @@
-"""Facts of hosts before a launch. Data only: the answers of the probe, the JSON of the doctor, and what checks read."""
+"""Facts of hosts before a launch: answers of the probe, input of the checks, and part of the JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,18 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What is installed for one Python."""
+    """Installed software, for one Python."""
 
     python: str | None
-    """Path of the Python that a launch starts; None if this host has none there."""
+    """Path of the Python that a launch starts; None if the host has none at it."""
     python_version: str
     """Of the Python that collected these facts."""
     packages: dict[str, str]
-    """Versions of the packages that were asked for and are installed."""
-    apex: str | None
-    """`nvidia`, `other` (PyPI's package of that name) or None."""
-    toolkit: str | None
-    """Version of CUDA's compiler; None if none was found."""
+    """Versions of the compared packages that are installed."""
     digest: str | None
     """Of the sources of this project; None if they are not in the folder where the launch expects them."""
     programs: dict[str, str]
@@ -28,14 +24,14 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An accelerator, as its driver describes it."""
+    """An accelerator, as its driver lists it."""
 
     name: str
-    """Its kind."""
+    """Model of the device."""
     memory_bytes: int
-    """All of its memory."""
+    """Total memory."""
     free_bytes: int
-    """What nobody uses of it."""
+    """Unused memory."""
     processes: tuple[str, ...]
     """Processes that compute on it."""
     driver: str
@@ -44,10 +40,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Imports:
-    """What torch and DeepSpeed say once they are imported."""
+    """Result of importing torch and DeepSpeed."""
 
     error: str | None = None
-    """Last line of what went wrong; None if nothing did."""
+    """Last line of the error; None if there was none."""
     accelerator: str | None = None
     """DeepSpeed's, such as `cuda` or `cpu`."""
     num_devices: int = 0
@@ -62,28 +58,26 @@ class Imports:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Cores, memory and limits of processes. A limit of None is none."""
+    """Cores, memory and limits of processes; a limit of None means unlimited."""
 
     cores: int
-    """That a process may use."""
+    """Cores that a process may use."""
     memory_bytes: int
-    """Of the host, or of the container."""
+    """Memory of the host, or of the container."""
     free_memory_bytes: int
-    """That a program can have without others being moved to disk."""
+    """Memory that is available without swapping."""
     shared_memory_bytes: int | None
     """Size of /dev/shm; None if there is none."""
     free_shared_memory_bytes: int
-    """What is free of it."""
+    """Free part of it."""
     locked_memory_bytes: int | None
-    """Memory that a process may lock into pages."""
+    """Memory that a process may lock (`ulimit -l`)."""
     open_files: int | None
-    """Files and connections of a process."""
+    """Files and connections of a process (`ulimit -n`)."""
     processes: int | None
-    """Processes and threads of this user."""
+    """Processes and threads of this user (`ulimit -u`)."""
     has_infiniband: bool
-    """Whether there is a card for RDMA."""
-    outgoing_ports: tuple[int, int] | None
-    """First and last port that the system gives to connections that ask for none; None = not known."""
+    """Whether there is an RDMA card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,29 +85,23 @@ class Interface:
     """A network interface."""
 
     name: str
-    """As the system has it."""
+    """Name of the interface."""
     addresses: tuple[str, ...]
-    """IPv4 and IPv6."""
+    """IPv4 and IPv6 addresses."""
     is_up: bool
-    """Whether it carries packets."""
-    speed_mbit: int | None
-    """Of its card; None if the system does not know."""
-    largest_packet: int
-    """Bytes (MTU)."""
+    """Whether it is up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names and addresses as one host knows them."""
+    """Name and addresses of a host."""
 
     hostname: str
-    """Its own."""
+    """Its own name."""
     own_addresses: tuple[str, ...]
-    """Addresses of that name, as it looks them up itself; empty if it cannot."""
+    """Addresses to which it resolves its own name; empty if it cannot."""
     listed_addresses: tuple[str, ...]
-    """What `hostname -I` prints, of which DeepSpeed takes the first of the first host."""
-    others: dict[str, tuple[str, ...]]
-    """Addresses of each host of the hostfile; empty if it cannot look them up."""
+    """Output of `hostname -I`. DeepSpeed uses the first address of the first host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,115 +109,111 @@ class Folder:
     """The directory for checkpoints, or the nearest one above it that exists."""
 
     path: str
-    """Of the directory that exists."""
+    """Path of the directory that exists."""
     fault: str | None
     """Why no file can be written there; None if one can."""
     free_bytes: int
-    """Room in it."""
+    """Free bytes of its disk."""
     sees_token: bool | None = None
-    """Whether it has the file that the first host wrote; None if that was not tried."""
+    """Whether the file that the first host wrote is visible in it; None if that was not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """The clock of a host beside that of the machine where the doctor runs."""
+    """Clock of a host, compared with the machine on which the doctor runs."""
 
     offset_s: float
     """Seconds that it is ahead."""
     uncertainty_s: float
-    """Half of the fastest round trip."""
+    """Half of the width of the interval that the answers of the host allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Everything that the probe found on a host."""
+    """All facts that the probe returned for a host."""
 
     software: Software
-    """What is installed."""
+    """Installed software."""
     devices: tuple[Device, ...]
     """Accelerators that the driver lists."""
     resources: Resources
     """Cores, memory and limits."""
     interfaces: tuple[Interface, ...]
-    """Of its network."""
+    """Network interfaces."""
     names: Names
-    """And addresses."""
+    """Name and addresses."""
     variables: dict[str, str]
-    """Those of the environment that torch, CUDA and the network read."""
+    """Variables of the environment that torch, CUDA and the network read."""
     folder: Folder
-    """For checkpoints."""
+    """Directory for checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host, and what is known of it."""
+    """A host and its facts."""
 
     name: str
-    """As the hostfile has it; `this machine` without one."""
+    """Name in the hostfile; `this machine` without one."""
     slots: int | None = None
-    """Ranks that the hostfile gives it; None without one."""
+    """Ranks of this host in the hostfile; None without one."""
     failure: str | None = None
     """Why the probe did not answer; None if it did."""
     facts: HostFacts | None = None
-    """What the probe found; None if it did not answer."""
+    """Answer of the probe; None if there was none."""
     imports: Imports | None = None
-    """What torch and DeepSpeed say; None if they were not asked."""
+    """Result of importing torch and DeepSpeed; None if that was not tried."""
     clock: Clock | None = None
-    """Beside this machine's; None if it was not asked."""
+    """Its clock; None if it was not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One try to reach a host from another."""
+    """An attempt to reach a host from another one."""
 
     source: str
     """The host that connects."""
     target: str
     """The host that listens."""
     address: str
-    """That was tried."""
+    """Address that was tried."""
     port: int
-    """That was tried."""
+    """Port that was tried."""
     is_meeting: bool = False
-    """Whether it is the place where the ranks meet."""
+    """Whether it is the rendezvous (master address and port) of the ranks."""
     fault: str | None = None
-    """Why there is no connection; None if there is."""
-    interface: str | None = None
-    """Of the source."""
+    """Why the connection failed; None if it did not."""
     round_trip_s: float | None = None
-    """The fastest of some; None if it was not measured."""
-    bandwidth: float | None = None
-    """Bytes per second; None if it was not measured."""
+    """Fastest of some round trips; None if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """The machine where the doctor runs, from which a launch would be started."""
+    """The machine on which the doctor runs, from which a launch would be started."""
 
     hostfile: str | None
-    """Its path; None if only this machine is looked at."""
+    """Its path; None if only this machine is checked."""
     launcher: str
-    """DeepSpeed's name of it."""
+    """DeepSpeed's name of the launcher."""
     python: str
     """Path of the Python that the launcher starts on all hosts."""
     project: str
     """Folder of this project."""
     directory: str
-    """The working directory, which the launcher enters on all hosts."""
+    """Working directory, which the launcher enters on all hosts."""
     checkpoints: str
-    """The directory to save to."""
+    """Directory for checkpoints."""
     save_is_given: bool
-    """Whether the user named it."""
+    """Whether `--save` named it."""
     master_port: int
-    """Where the ranks meet."""
+    """Port of the rendezvous."""
     programs: dict[str, str]
-    """Paths of launchers that were found here."""
+    """Paths of the launchers that are installed here."""
     variables: dict[str, str]
-    """Of this shell, as far as torch, CUDA and the network read them."""
+    """Variables of this shell that torch, CUDA and the network read."""
     environment_file: tuple[str, ...] | None = None
     """Lines of .deepspeed_env, which the launcher reads here; None if there is none."""
     requirements: tuple[str, ...] | None = None
-    """Of this project on packages, from its metadata; None if it is not installed."""
+    """Packages that this project requires, from its metadata; None if it is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,20 +221,20 @@ class Examined:
     """All facts of one examination."""
 
     launching: Launching
-    """The machine where the doctor runs."""
+    """The machine on which the doctor runs."""
     hosts: tuple[Host, ...]
     """In the order of the hostfile."""
     links: tuple[Link, ...] = field(default=())
-    """Tries to reach one host from another."""
+    """Attempts to reach one host from another."""
     meeting_fault: str | None = None
-    """Why the place where the ranks meet could not be opened; None if it could."""
+    """Why the port of the rendezvous could not be opened; None if it could."""
 
     @property
     def reached(self) -> Iterator[tuple[Host, HostFacts]]:
-        """Hosts whose probe answered, with their facts."""
+        """Hosts that answered, with their facts."""
         return ((host, host.facts) for host in self.hosts if host.facts is not None)
 
     @property
     def has_python(self) -> Iterator[tuple[Host, HostFacts]]:
-        """Those of them that have the Python of the launch, so that what is installed there counts."""
+        """Hosts that answered and have the Python of the launch."""
         return ((host, facts) for host, facts in self.reached if facts.software.python is not None)

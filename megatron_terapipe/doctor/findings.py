@@ -1,4 +1,4 @@
-"""Findings of checks: good, doubtful or wrong, each with its remedy."""
+"""Findings of checks: passed, warning or error, with a remedy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from megatron_terapipe.doctor.facts import Examined, Host, HostFacts
 
 
 class Level(StrEnum):
-    """How bad it is: an error keeps a run from starting or from being right, a warning makes it slow or fragile."""
+    """Level of a finding: an error keeps a run from starting or being right, a warning makes it slow or fragile."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -18,20 +18,20 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found where."""
+    """Result of a check on some hosts."""
 
     level: Level
-    """How bad it is."""
+    """Level of the finding."""
     check: str = ""
     """Name of the check."""
     hosts: tuple[str, ...] = ()
-    """Where; empty = it concerns the launch as a whole."""
+    """Hosts that it concerns; empty = the launch as a whole."""
     found: str
-    """The value."""
+    """Value that was found."""
     rule: str = ""
-    """What it should be; empty if it is."""
+    """Rule that the value breaks; empty if it breaks none."""
     remedy: str = ""
-    """What mends it; empty if nothing has to be."""
+    """How to fix it; empty if the check passed."""
 
     @property
     def line(self) -> str:
@@ -40,34 +40,34 @@ class Finding:
 
 
 Check = Callable[[Examined], Iterator[Finding]]
-"""Yields a finding for everything that it looked at, without the name of the check."""
+"""Yields findings, without the name of the check."""
 
 Verdict = Finding | str | None
-"""About one host: what is wrong, or a good value, or nothing to be looked at."""
+"""Result for one host: a finding, a good value, or None where the check does not apply."""
 
 
 def ok(found: str, host: str | None = None) -> Finding:
-    """Return that something is as it should be, on a host or (None) in the launch as a whole."""
+    """Return the finding of a check that passed on a host, or (None) for the launch as a whole."""
     return Finding(level=Level.OK, hosts=() if host is None else (host,), found=found)
 
 
 def warning(found: str, rule: str, remedy: str, host: str | None = None) -> Finding:
-    """Return that something makes a run slow or fragile."""
+    """Return the finding of a check whose failure makes a run slow or fragile."""
     return replace(ok(found, host), level=Level.WARNING, rule=rule, remedy=remedy)
 
 
 def error(found: str, rule: str, remedy: str, host: str | None = None) -> Finding:
-    """Return that something keeps a run from starting, or from being right."""
+    """Return the finding of a check whose failure keeps a run from starting or from being right."""
     return replace(warning(found, rule, remedy, host), level=Level.ERROR)
 
 
-def on_each_host(judge: Callable[[Examined, Host, HostFacts], Verdict | Iterable[Verdict]]) -> Check:
-    """Return the check of all hosts whose probe answered, from a function that judges one of them."""
+def on_each_host(check_host: Callable[[Examined, Host, HostFacts], Verdict | Iterable[Verdict]]) -> Check:
+    """Return the check of all hosts that answered, from the check of one host."""
 
-    @wraps(judge)
+    @wraps(check_host)
     def check(examined: Examined) -> Iterator[Finding]:
         for host, facts in examined.reached:
-            verdicts = judge(examined, host, facts)
+            verdicts = check_host(examined, host, facts)
             for each in [verdicts] if verdicts is None or isinstance(verdicts, Finding | str) else verdicts:
                 if each is not None:
                     yield ok(each, host.name) if isinstance(each, str) else replace(each, hosts=(host.name,))
@@ -75,11 +75,12 @@ def on_each_host(judge: Callable[[Examined, Host, HostFacts], Verdict | Iterable
     return check
 
 
-def same(what: str, values: Mapping[str, str | None], remedy: str, level: Level = Level.ERROR) -> Iterator[Finding]:
-    """Yield whether hosts have the same of something, naming the hosts of each value; nothing for one host.
+def same(name: str, values: Mapping[str, str | None], remedy: str, level: Level = Level.ERROR) -> Iterator[Finding]:
+    """Yield whether a value is the same on all hosts, with the hosts of each value; no finding for one host.
 
     Args:
-        values: of each host; None = it has none.
+        name: of the value.
+        values: by host; None = the host has none.
     """
     if len(values) < 2:
         return
@@ -88,14 +89,14 @@ def same(what: str, values: Mapping[str, str | None], remedy: str, level: Level 
         hosts.setdefault(value, []).append(host)
     if len(hosts) == 1:
         (value,) = hosts
-        yield ok(f"{what} {value} on all hosts" if value is not None else f"no {what} on any host")
+        yield ok(f"{name} {value} on all hosts" if value is not None else f"no {name} on any host")
         return
-    listed = "; ".join(f"{value or 'none'} on {some(names)}" for value, names in hosts.items())
-    yield replace(error(f"{what} {listed}", "must be the same on all hosts", remedy), level=level)
+    found = "; ".join(f"{value or 'none'} on {listed(names)}" for value, names in hosts.items())
+    yield replace(error(f"{name} {found}", "must be the same on all hosts", remedy), level=level)
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings, worst first, those that several hosts share as one."""
+    """Return findings, errors first, equal findings of several hosts as one."""
     hosts: dict[Finding, list[str]] = {}
     for each in findings:
         hosts.setdefault(replace(each, hosts=()), []).extend(each.hosts)
@@ -103,12 +104,12 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda each: list(Level).index(each.level)))
 
 
-def some(words: Iterable[str], most: int = 4) -> str:
-    """Return words with commas between them: some of them, and the number of the rest."""
+def listed(words: Iterable[str], most: int = 4) -> str:
+    """Return words separated by commas: the first ones, and the number of the others."""
     words = list(words)
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number of things in words, such as `2 ranks`."""
+    """Return a number and a noun, such as `2 ranks`."""
     return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,9 +1,9 @@
-"""The probe: one program, sent over ssh, that answers questions about its host, a line of JSON each.
+"""The probe: one self-contained program that is sent to each host, and prints a line of JSON for each question.
 
-Questions come on standard input, answers go to standard output. It imports the standard library only, because its
-source runs on hosts where nothing else may be installed. It ends when its input is closed, whatever it does at that
-time, and leaves no process, file or port behind: the doctor may be interrupted, and the ssh connection may be cut.
-The keys of its answers are the fields of `facts.py`.
+Questions come on standard input, answers go to standard output. The program imports the standard library only, because
+its source runs on hosts on which nothing else may be installed. It ends when its input is closed, also in the middle of
+a question, and removes every process, file and port of its own: a user may interrupt the doctor, and the ssh connection
+may break. The keys of its answers are the fields of `facts.py`.
 """
 
 import csv
@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import queue
-import re
 import resource
 import shutil
 import signal
@@ -21,14 +20,11 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
@@ -48,10 +44,9 @@ def resources() -> dict[str, Any]:
     """Return cores, memory and limits of a process here."""
     total, free = _memory()
     try:
-        shared = os.statvfs("/dev/shm")  # noqa: S108 - asked for its size
+        shared = os.statvfs("/dev/shm")  # noqa: S108 - only its size is read
     except OSError:
         shared = None
-    ports = _read("/proc/sys/net/ipv4/ip_local_port_range").split()
     return {
         "cores": _cores(),
         "memory_bytes": total,
@@ -62,19 +57,18 @@ def resources() -> dict[str, Any]:
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "processes": _limit(resource.RLIMIT_NPROC),
         "has_infiniband": any(Path("/sys/class/infiniband").glob("*")),
-        "outgoing_ports": [int(port) for port in ports] if len(ports) == 2 else None,
     }
 
 
 def _cores() -> int:
     cores = len(os.sched_getaffinity(0))
     quota, _, period = _read(CONTAINER / "cpu.max").partition(" ")
-    # A container may have a share of the cores that it sees.
+    # A container may use only a part of the cores that its kernel lists.
     return max(1, min(cores, int(quota) // int(period))) if quota.isdecimal() and period.isdecimal() else cores
 
 
 def _memory() -> tuple[int, int]:
-    """All bytes, and those that are free, of the host or of its container."""
+    """Return the total and the free bytes of the host or of its container."""
     lines = (line.split() for line in _read("/proc/meminfo").splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
     total, free = 1024 * kib.get("MemTotal", 0), 1024 * kib.get("MemAvailable", 0)
@@ -91,27 +85,21 @@ def _limit(which: int) -> int | None:
 
 def interfaces() -> list[dict[str, Any]]:
     """Return the network interfaces of this host."""
-    found = []
     lines = [line.split() for line in _read("/proc/net/if_inet6").splitlines()]
-    for _, name in socket.if_nameindex():
-        speed = _read(f"/sys/class/net/{name}/speed")
-        ipv6 = [str(IPv6Address(int(words[0], 16))) for words in lines if words[-1] == name]
-        found.append(
-            {
-                "name": name,
-                "addresses": [*_ipv4(name), *ipv6],
-                "is_up": bool(int(_read(f"/sys/class/net/{name}/flags") or "0", 16) & IS_UP),
-                "speed_mbit": int(speed) if speed.isdecimal() and int(speed) > 0 else None,
-                "largest_packet": int(_read(f"/sys/class/net/{name}/mtu") or 0),
-            }
-        )
-    return found
+    return [
+        {
+            "name": name,
+            "addresses": [*_ipv4(name), *(str(IPv6Address(int(words[0], 16))) for words in lines if words[-1] == name)],
+            "is_up": bool(int(_read(f"/sys/class/net/{name}/flags") or "0", 16) & IS_UP),
+        }
+        for _, name in socket.if_nameindex()
+    ]
 
 
 def _ipv4(name: str) -> list[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(asked, ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(any_socket, ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return []
     return [socket.inet_ntoa(answer[20:24])]
@@ -170,14 +158,10 @@ SOURCES = ("deepspeed_ext", "megatron_terapipe")
 
 def software(python: str, packages: list[str], project: str, directory: str) -> dict[str, Any]:
     """Return the installed software."""
-    compiler = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    toolkit = re.search(r"release (\d+\.\d+)", _output([compiler, "--version"], 10))
     return {
         "python": python if os.access(python, os.X_OK) else None,
         "python_version": platform.python_version(),
         "packages": {name: found for name in packages if (found := _version(name)) is not None},
-        "apex": _apex(),
-        "toolkit": toolkit[1] if toolkit else None,
         "digest": digest_of(Path(project)),
         "programs": programs(),
         "has_folder": os.path.isdir(directory),
@@ -208,46 +192,27 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _apex() -> str | None:
-    """Return the origin of apex: NVIDIA's has fused optimizers, PyPI's package of that name has none."""
-    try:
-        found = find_spec("apex")
-    except (ImportError, ValueError):
-        return None
-    if found is None:
-        return None
-    folders = list(found.submodule_search_locations or ())
-    return "nvidia" if any(Path(each, "optimizers", "fused_adam.py").exists() for each in folders) else "other"
-
-
 # Names and variables.
 
 READ_BY_RANKS = (
     *("NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "UCX_", "FI_", "TP_"),
     *("DS_ACCELERATOR", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "PYTHONPATH"),
 )
-"""Beginnings of variables that change a run. No others are read: they may hold passwords."""
+"""Prefixes of variables that change a run. No others are read, because they may contain passwords."""
 
 
-def names(others: list[str]) -> dict[str, Any]:
-    """Return names and addresses as this host resolves them."""
+def names() -> dict[str, Any]:
+    """Return the name of this host, and its addresses."""
     hostname = socket.gethostname()
-    with ThreadPoolExecutor(16) as pool:
-        own, *found = pool.map(_addresses, [hostname, *others])
+    try:
+        found = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
     return {
         "hostname": hostname,
-        "own_addresses": own,
+        "own_addresses": list(dict.fromkeys(str(address[0]) for *_, address in found)),
         "listed_addresses": _output(["hostname", "-I"], 10).split(),
-        "others": dict(zip(others, found, strict=True)),
     }
-
-
-def _addresses(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -255,35 +220,63 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if name.startswith(READ_BY_RANKS)}
 
 
-# The folder for checkpoints.
+# The directory for checkpoints.
 
 PREFIX = ".terapipe-doctor-"
 DISK_S = 15.0
-"""Seconds in which a disk must answer: a file server that is gone lets its users wait for ever."""
+"""Seconds in which a disk must answer: a process that waits for a dead file server may wait forever."""
 
 
-def folder(path: str, limit_s: float = DISK_S) -> dict[str, Any]:
-    """Return the state of a directory, or of the nearest one above it that exists: a run makes the others."""
+class Undo:
+    """Files and processes of this probe, which are removed when it ends."""
+
+    def __init__(self) -> None:
+        # Held while one is made and noted. `end` takes them and keeps them, so that none is made later.
+        self.file_lock, self.process_lock = threading.Lock(), threading.Lock()
+        self.files: list[Path] = []
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def end(self) -> None:
+        """Remove everything."""
+        self.process_lock.acquire(timeout=LONGEST_BEGIN_S)
+        for process in self.processes:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self.file_lock.acquire(timeout=LONGEST_BEGIN_S)
+        for path in self.files:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def folder(undo: Undo, path: str, token: str, limit_s: float = DISK_S) -> dict[str, Any]:
+    """Write a file into a directory, or into the nearest one above it that exists, because a run makes the others.
+
+    Args:
+        token: text of the file, and part of its name.
+    """
     found: list[dict[str, Any]] = []
-    looking = threading.Thread(target=lambda: found.append(_tried(path)), daemon=True)
-    looking.start()
-    looking.join(limit_s)
+    writer = threading.Thread(target=lambda: found.append(_write(undo, path, token)), daemon=True)
+    writer.start()
+    writer.join(limit_s)
     fault = f"the disk does not answer in {limit_s:.0f} s"
     return found[0] if found else {"path": path, "fault": fault, "free_bytes": 0}
 
 
-def _tried(path: str) -> dict[str, Any]:
+def _write(undo: Undo, path: str, token: str) -> dict[str, Any]:
     existing = Path(path)
     while not existing.is_dir() and existing != existing.parent:
         if existing.exists():
             return {"path": str(existing), "fault": f"{existing} is a file", "free_bytes": 0}
         existing = existing.parent
-    fault = None
+    fault, file = None, existing / f"{PREFIX}{token}"
     try:
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=PREFIX) as file:
-            file.write(b"terapipe doctor\n" * 256)
-            file.flush()
-            os.fsync(file.fileno())
+        with undo.file_lock:
+            undo.files.append(file)
+            opened = file.open("x")
+        with opened:
+            opened.write(token)
+            opened.flush()
+            os.fsync(opened.fileno())
     except OSError as error:
         fault = error.strerror or str(error)
     room = os.statvfs(existing)
@@ -294,21 +287,19 @@ def _tried(path: str) -> dict[str, Any]:
 
 TOKEN_BYTES = 16
 LIMIT_S = 3.0
-"""Seconds for a connection, and without any byte on one."""
+"""Longest time of a connection attempt, and longest silence on a connection."""
 
 ROUND_TRIPS = 20
-BUFFER_BYTES = 2**20
-ECHO, SINK = b"e", b"s"
 
 
 class Listener:
-    """A port on which threads answer until this process ends.
+    """A port on which threads send a token and echo bytes until this process ends.
 
     Args:
         port: to listen on; 0 = any that is free.
 
     Raises:
-        OSError: if the port is taken.
+        OSError: if the port is in use.
     """
 
     def __init__(self, port: int, token: str) -> None:
@@ -319,58 +310,54 @@ class Listener:
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
-        """Listen no more."""
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
-                threading.Thread(target=self._answer, args=[connection], daemon=True).start()
+                threading.Thread(target=self._echo, args=[connection], daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _echo(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
             connection.settimeout(2 * LIMIT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(self._token)
-            wanted = connection.recv(1)
-            if wanted == ECHO:
-                while byte := connection.recv(1):
-                    connection.sendall(byte)
-            elif wanted == SINK:
-                buffer, received = bytearray(BUFFER_BYTES), 0
-                while count := connection.recv_into(buffer):
-                    received += count
-                connection.sendall(received.to_bytes(8, "big"))
+            while byte := connection.recv(1):
+                connection.sendall(byte)
 
 
-def connect(address: str, port: int, token: str) -> socket.socket:
-    """Return a connection to the host that has a token.
+def reach(address: str, port: int, token: str) -> float:
+    """Return the seconds of the fastest of some round trips to the host that has a token.
 
     Raises:
-        OSError: if there is none, or another program answers.
+        OSError: if there is no connection, or another program answers.
     """
-    connection = socket.create_connection((address, port), timeout=LIMIT_S)
-    try:
+    with socket.create_connection((address, port), timeout=LIMIT_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        shown = b""
-        while len(shown) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(shown))):
-            shown += more
-        if shown != bytes.fromhex(token):
+        received = b""
+        while len(received) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(received))):
+            received += more
+        if received != bytes.fromhex(token):
             raise OSError("another program answers there")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        fastest = float("inf")
+        for _ in range(ROUND_TRIPS):
+            began = time.perf_counter()
+            connection.sendall(b".")
+            if not connection.recv(1):
+                raise ConnectionResetError("the connection was closed")
+            fastest = min(fastest, time.perf_counter() - began)
+        return fastest
 
 
-# The answers.
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (os.strerror(error.errno) if error.errno else str(error)).lower()
+
+
+# The questions.
 
 MARK = "doctor: "
-"""Begin of an answer; shells that greet print other lines."""
+"""First letters of an answer; shells that print greetings write other lines."""
 
 IMPORTED = "imported: "
 IMPORTS = f"""
@@ -387,176 +374,134 @@ print({IMPORTED!r} + json.dumps({{
 }}), flush=True)
 """
 
-TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
 
 LONGEST_BEGIN_S = 1.0
-"""Seconds that the begin of a process takes at most."""
+"""Longest time in which a process is started or a file made."""
 
 LIFETIME_S = 900
-"""Seconds after which a probe ends by itself: a connection that is cut may never be closed."""
+"""Seconds after which a probe ends by itself: a broken connection may never be closed."""
 
 
-class Probe:
-    """The questions, each a method, and what has to be undone at the end."""
+def all_facts(
+    undo: Undo,
+    python: str,
+    packages: list[str],
+    project: str,
+    directory: str,
+    checkpoints: str,
+    token: str,
+    ports: list[int],
+) -> dict[str, Any]:
+    """Return the facts of this host, and listen on some ports.
 
-    def __init__(self) -> None:
-        self._listeners: list[Listener] = []
-        self._processes: list[subprocess.Popen[str]] = []
-        self._files: list[Path] = []
-        self._beginning = threading.Lock()
-
-    def facts(
-        self, python: str, packages: list[str], project: str, directory: str, checkpoints: str, hosts: list[str]
-    ) -> dict[str, Any]:
-        """Return the facts of this host."""
-        return {
-            "software": software(python, packages, project, directory),
-            "devices": devices(),
-            "resources": resources(),
-            "interfaces": interfaces(),
-            "names": names(hosts),
-            "variables": variables(),
-            "folder": folder(checkpoints),
-        }
-
-    def clock(self) -> float:
-        """Return seconds since 1970 by the clock of this host."""
-        return time.time()
-
-    def imports(self, variables: dict[str, str], directory: str, seconds: float) -> dict[str, Any]:
-        """Import torch and DeepSpeed as a rank would, and return their versions and devices.
-
-        Args:
-            seconds: after which it is given up.
-        """
-        with self._beginning:
-            process = subprocess.Popen(
-                [sys.executable, "-c", IMPORTS],
-                cwd=directory if os.path.isdir(directory) else None,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            self._processes.append(process)
+    Args:
+        ports: to listen on; 0 = any that is free.
+    """
+    listening: list[dict[str, Any]] = []
+    for port in ports:
         try:
-            told, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return {"error": f"no answer within {seconds:.0f} s"}
-        for line in told.splitlines():
-            if line.startswith(IMPORTED):
-                return dict(json.loads(line.removeprefix(IMPORTED)))
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        return {"error": lines[-1][:300] if lines else f"exit code {process.returncode}"}
+            listening.append({"port": Listener(port, token).port})
+        except OSError as error:
+            listening.append({"fault": _reason(error)})
+    facts = {
+        "software": software(python, packages, project, directory),
+        "devices": devices(),
+        "resources": resources(),
+        "interfaces": interfaces(),
+        "names": names(),
+        "variables": variables(),
+        "folder": folder(undo, checkpoints, token),
+    }
+    return {"facts": facts, "listening": listening}
 
-    def listen(self, port: int, token: str) -> int:
-        """Listen on a port (0 = any that is free), and return it."""
-        listener = Listener(port, token)
-        self._listeners.append(listener)
-        return listener.port
 
-    def reach(self, address: str, port: int, token: str) -> dict[str, Any]:
-        """Return the address of this host on a connection to another, and the fastest of some round trips."""
-        with connect(address, port, token) as connection:
-            connection.sendall(ECHO)
-            fastest = float("inf")
-            for _ in range(ROUND_TRIPS):
-                begun = time.perf_counter()
-                connection.sendall(b".")
-                if not connection.recv(1):
-                    raise ConnectionResetError("the connection was closed")
-                fastest = min(fastest, time.perf_counter() - begun)
-            return {"own": connection.getsockname()[0], "round_trip_s": fastest}
+def links(undo: Undo, targets: list[dict[str, Any]], file: str, token: str) -> dict[str, Any]:
+    """Return the round trips to some hosts, and whether the file of another host is visible here.
 
-    def bandwidth(self, address: str, port: int, token: str, seconds: float) -> float:
-        """Return bytes per second to another host, from the first byte sent to the word that the last one came."""
-        buffer = memoryview(bytes(BUFFER_BYTES))
-        with connect(address, port, token) as connection:
-            connection.settimeout(2 * LIMIT_S)
-            connection.sendall(SINK)
-            begun = time.perf_counter()
-            while time.perf_counter() - begun < seconds:
-                connection.sendall(buffer)
-            connection.shutdown(socket.SHUT_WR)
-            told = connection.recv(8)
-            if len(told) < 8:
-                raise ConnectionResetError("the connection was closed")
-            return int.from_bytes(told, "big") / (time.perf_counter() - begun)
-
-    def write(self, directory: str, token: str) -> None:
-        """Write the file that other hosts look for; it goes with this process."""
-        path = Path(directory, PREFIX + token)
-        # Known before it is there, and not written once files are taken away, so that it is never left behind.
-        with self._beginning:
-            self._files.append(path)
-            with path.open("x") as file:
-                file.write(token)
-                file.flush()
-                os.fsync(file.fileno())
-
-    def sees(self, directory: str, token: str) -> bool:
-        """Whether this host has the file of another."""
+    Args:
+        targets: the arguments of `reach`, for each host.
+        file: its path.
+        token: text of it.
+    """
+    found: list[dict[str, Any]] = []
+    for target in targets:
         try:
-            os.listdir(directory)  # A network file system looks again, not into what it remembers.
-            return Path(directory, PREFIX + token).read_text() == token
-        except OSError:
-            return False
-
-    def end(self) -> None:
-        """Undo everything, for ever: nothing more is begun."""
-        self._beginning.acquire(timeout=LONGEST_BEGIN_S)
-        for listener in list(self._listeners):
-            listener.close()
-        for process in list(self._processes):
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for path in list(self._files):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def leave(self) -> None:
-        """Undo everything, and end this process."""
-        self.end()
-        os._exit(0)
+            found.append({"round_trip_s": reach(**target)})
+        except OSError as error:
+            found.append({"fault": _reason(error)})
+    try:
+        os.listdir(os.path.dirname(file))  # A network file system then reads the directory again.
+        return {"links": found, "sees_token": Path(file).read_text() == token}
+    except OSError:
+        return {"links": found, "sees_token": False}
 
 
-QUESTIONS = ("facts", "clock", "imports", "listen", "reach", "bandwidth", "write", "sees")
+def imports(undo: Undo, variables: dict[str, str], directory: str, seconds: float) -> dict[str, Any]:
+    """Import torch and DeepSpeed as a rank does, and return their versions and devices.
+
+    Args:
+        seconds: after which the import is ended.
+    """
+    with undo.process_lock:
+        process = subprocess.Popen(
+            [sys.executable, "-c", IMPORTS],
+            cwd=directory if os.path.isdir(directory) else None,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        undo.processes.append(process)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"no answer within {seconds:.0f} s"}
+    for line in output.splitlines():
+        if line.startswith(IMPORTED):
+            return dict(json.loads(line.removeprefix(IMPORTED)))
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return {"error": lines[-1][:300] if lines else f"exit code {process.returncode}"}
+
+
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {"facts": all_facts, "links": links, "imports": imports}
 
 
 def serve() -> None:
-    """Answer until the input is closed."""
-    probe = Probe()
+    """Answer questions until the input is closed."""
+    undo = Undo()
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
 
+    def leave() -> None:
+        undo.end()
+        os._exit(0)
+
     def wait_for_signals() -> None:
-        signal.sigwait(TOLD_TO_END)
-        probe.leave()
+        signal.sigwait(END_SIGNALS)
+        leave()
 
     def read() -> None:
         for line in sys.stdin:
             questions.put(line)
-        probe.leave()
+        leave()
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    # A thread waits for them: this one may be anywhere, also in the middle of beginning what is to be undone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_TO_END)
+    # A thread of its own waits for them, because this one may be just making a file or a process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     threading.Thread(target=wait_for_signals, daemon=True).start()
     signal.alarm(LIFETIME_S)
     threading.Thread(target=read, daemon=True).start()
     while True:
         question = json.loads(questions.get())
-        assert question["ask"] in QUESTIONS
         try:
-            answer = {"answer": getattr(probe, question["ask"])(**question["with"])}
-        except TimeoutError:
-            answer = {"fault": "no answer"}
+            answer: dict[str, Any] = {"answer": QUESTIONS[question["ask"]](undo, **question["with"])}
         except OSError as error:
-            answer = {"fault": (os.strerror(error.errno) if error.errno else str(error)).lower()}
+            answer = {"fault": _reason(error)}
         try:
-            print(MARK + json.dumps(answer), flush=True)
+            print(MARK + json.dumps({**answer, "time": time.time()}), flush=True)
         except OSError:
-            probe.leave()
+            leave()

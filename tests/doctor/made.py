@@ -1,4 +1,4 @@
-"""Facts of hosts with which nothing is wrong, and ways to change them."""
+"""Facts of hosts on which all checks pass, and functions that change them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,19 +27,12 @@ Change = Callable[[Examined], Examined]
 
 
 def facts(number: int, *, devices: int) -> HostFacts:
-    """Facts of one of three hosts.
-
-    Args:
-        number: of the host.
-        devices: how many it has.
-    """
+    """Facts of one of three hosts."""
     return HostFacts(
         software=Software(
             python="/env/bin/python",
             python_version="3.12.4",
             packages={"torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.0"},
-            apex=None,
-            toolkit=None,
             digest="0123456789ab",
             programs={"ssh": "/usr/bin/ssh", "pdsh": "/usr/bin/pdsh"},
             has_folder=True,
@@ -58,18 +51,16 @@ def facts(number: int, *, devices: int) -> HostFacts:
             open_files=65536,
             processes=None,
             has_infiniband=True,
-            outgoing_ports=(32768, 60999),
         ),
         interfaces=(
-            Interface(name="lo", addresses=("127.0.0.1", "::1"), is_up=True, speed_mbit=None, largest_packet=65536),
-            Interface(name="eth0", addresses=(f"10.0.0.{number}",), is_up=True, speed_mbit=25_000, largest_packet=9000),
-            Interface(name="eth1", addresses=(f"10.1.0.{number}",), is_up=True, speed_mbit=1000, largest_packet=1500),
+            Interface(name="lo", addresses=("127.0.0.1", "::1"), is_up=True),
+            Interface(name="eth0", addresses=(f"10.0.0.{number}",), is_up=True),
+            Interface(name="eth1", addresses=(f"10.1.0.{number}",), is_up=True),
         ),
         names=Names(
             hostname=f"node{number}",
             own_addresses=(f"10.0.0.{number}",),
             listed_addresses=(f"10.0.0.{number}", f"10.1.0.{number}"),
-            others={f"node{each}": (f"10.0.0.{each}",) for each in (1, 2, 3)},
         ),
         variables={},
         folder=Folder(path="/shared", fault=None, free_bytes=10**12, sees_token=True),
@@ -77,11 +68,7 @@ def facts(number: int, *, devices: int) -> HostFacts:
 
 
 def healthy(*, devices: int = 8) -> Examined:
-    """Three hosts on which a run would start.
-
-    Args:
-        devices: of each host.
-    """
+    """Three hosts on which a run would start."""
     imported = Imports(
         accelerator="cuda" if devices else "cpu",
         num_devices=devices,
@@ -103,26 +90,14 @@ def healthy(*, devices: int = 8) -> Examined:
             source=f"node{source}",
             target=f"node{target}",
             address=f"10.0.0.{target}",
-            port=40_000,
-            interface="eth0",
-            round_trip_s=5e-5,
-            bandwidth=2e9 if target == source % 3 + 1 else None,
-        )
-        for source in (1, 2, 3)
-        for target in (1, 2, 3)
-        if source != target
-    )
-    meeting = tuple(
-        Link(
-            source=f"node{source}",
-            target="node1",
-            address="10.0.0.1",
-            port=29500,
-            is_meeting=True,
-            interface="eth0",
+            port=29500 if is_meeting else 40_000,
+            is_meeting=is_meeting,
             round_trip_s=5e-5,
         )
-        for source in (2, 3)
+        for source, target, is_meeting in (
+            *((1, 2, False), (2, 3, False), (3, 1, False)),
+            *((2, 1, True), (3, 1, True)),
+        )
     )
     launching = Launching(
         hostfile="hostfile",
@@ -137,7 +112,7 @@ def healthy(*, devices: int = 8) -> Examined:
         variables={},
         requirements=REQUIREMENTS,
     )
-    return Examined(launching=launching, hosts=hosts, links=meeting + links)
+    return Examined(launching=launching, hosts=hosts, links=links)
 
 
 def alone() -> Examined:
@@ -148,11 +123,11 @@ def alone() -> Examined:
 
 
 def on(number: int, **changes: Any) -> Change:
-    """Change the facts of a host: whole fields of it, or with a dict some fields of what is there.
+    """Change facts of a host.
 
     Args:
         number: of the host, from 1.
-        **changes: by the name of the field of `Host` or `HostFacts`.
+        **changes: by the name of the field of `Host` or `HostFacts`; a dict changes some fields of a field.
     """
 
     def change(examined: Examined) -> Examined:
@@ -181,19 +156,12 @@ def everywhere(**changes: Any) -> Change:
 
 
 def launching(**changes: Any) -> Change:
-    """Change what is known of the machine that launches."""
+    """Change facts of the machine that launches."""
     return lambda examined: replace(examined, launching=replace(examined.launching, **changes))
 
 
 def link(source: int, target: int, *, meeting: bool = False, **changes: Any) -> Change:
-    """Change one try to reach a host.
-
-    Args:
-        source: number of the host that connects.
-        target: number of the host that listens.
-        meeting: whether it is the place where the ranks meet.
-        **changes: fields of `Link`.
-    """
+    """Change the attempt of a host to reach another one, or the rendezvous on it."""
 
     def change(examined: Examined) -> Examined:
         place = (f"node{source}", f"node{target}", meeting)

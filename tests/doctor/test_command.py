@@ -13,7 +13,7 @@ from megatron_terapipe.class_schema import class_schema
 from megatron_terapipe.doctor.__main__ import main
 from megatron_terapipe.doctor.facts import Examined
 from megatron_terapipe.doctor.findings import Level
-from megatron_terapipe.doctor.report import Document, document, findings, print_examination, summary
+from megatron_terapipe.doctor.report import Document, document, findings, print_examination
 from tests.doctor.made import GIB, healthy, on
 
 
@@ -48,9 +48,9 @@ def test_errors_and_a_bad_directory_give_exit_code_1(tmp_path: Path, capsys: pyt
     [
         (["--hostfile", "missing"], "--hostfile missing"),
         (["--hostfile", "hostfile"], "hostfile: line 1 of the hostfile"),
-        (["--master-port", "70000"], "--master-port 70000 is not a port: give a number from 1 to 65535"),
-        (["--timeout", "0"], "--timeout 0 is not from 1 to 600: give seconds"),
-        (["--launcher", "rsh"], "--launcher: invalid choice"),
+        (["--master-port", "70000"], "--master-port 70000"),
+        (["--timeout", "0"], "--timeout 0"),
+        (["--launcher", "rsh"], "--launcher"),
         (["--verbos"], "--verbos"),
     ],
 )
@@ -78,45 +78,23 @@ def test_documents_follow_the_schema(examined: Examined) -> None:
     jsonschema.validate(json.loads(json.dumps(document(examined, findings(examined)))), class_schema(Document))
 
 
-def test_the_table_shows_what_matters_first() -> None:
+def test_the_table_shows_hosts_and_then_faults() -> None:
     examined = on(1, slots=9)(on(2, failure="Connection refused", facts=None, imports=None, clock=None)(healthy()))
     lines = printed(examined)
     assert lines[0] == "host slots devices cores memory free disk free Python torch deepspeed clock next host"
-    assert lines[1].startswith(
-        "node1 error 9 8 x NVIDIA H100 64 500 GiB 1000 GB 3.12.4 2.13.0 0.19.8 +0.001 s 16 Gbit/s"
-    )
+    assert lines[1] == "node1 error 9 8 x NVIDIA H100 64 500 GiB 1000 GB 3.12.4 2.13.0 0.19.8 +0.001 s 50 us"
     assert lines[2].startswith("node2 error 8")
     assert lines[3].startswith("node3 ok 8")
-    first, second = lines[5:7]
-    assert first.startswith(
-        "error node2 reach Connection refused; the launcher must reach it by ssh without a password: "
-    )
-    assert second.startswith("error node1 slots slots=9, and 8 devices; every slot needs a device: write slots=8")
-    assert lines[-1] == summary(findings(examined))
+    assert lines[5].startswith("error node2 reach Connection refused; ")
+    assert lines[6].startswith("error node1 slots slots=9, and 8 devices; ")
+    found = findings(examined)
+    passed = sum(max(1, len(each.hosts)) for each in found if each.level is Level.OK)
+    assert lines[-1] == f"2 errors, {passed} checks passed"
     assert not any(line.startswith("ok") for line in lines)
-    assert any(line.startswith("ok node1, node3 reach the probe answered") for line in printed(examined, verbose=True))
-
-
-def test_a_healthy_cluster_takes_few_lines() -> None:
-    lines = printed(healthy())
-    assert len(lines) == 6
-    assert lines[-1].endswith(" checks passed")
-
-
-def test_a_narrow_terminal_does_without_some_columns() -> None:
-    stream = StringIO()
-    print_examination(healthy(), findings(healthy()), verbose=False, console=Console(file=stream, width=80))
-    header, *rows = stream.getvalue().splitlines()
-    assert header.split() == ["host", "slots", "devices", "memory", "free", "torch", "deepspeed", "next", "host"]
-    assert rows[0].split()[:3] == ["node1", "ok", "8"]
+    assert any(line.startswith("ok node1, node3 reach") for line in printed(examined, verbose=True))
+    assert len(printed(healthy())) == 6
 
 
 def test_words_in_brackets_are_printed_as_they_are() -> None:
     device = replace(on(1)(healthy()).hosts[0].facts.devices[0], free_bytes=GIB, processes=("[python] (1)",))  # type: ignore[union-attr]
     assert any("[python] (1)" in line for line in printed(on(1, devices=(device,) * 8)(healthy())))
-
-
-def test_the_summary_counts_hosts() -> None:
-    found = findings(on(1, slots=9)(healthy()))
-    passed = sum(max(1, len(each.hosts)) for each in found if each.level is Level.OK)
-    assert summary(found) == f"1 error, {passed} checks passed"
