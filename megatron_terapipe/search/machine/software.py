@@ -5,7 +5,7 @@ trainers.py     others, all of them by name, and descriptions in files of users
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -166,10 +166,13 @@ class Communication:
     2304.11277 section 3)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterBytes:
-    """Bytes of one parameter on a rank, and which of them data-parallel ranks divide among themselves."""
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of a parameter's weight, gradient and optimizer state on a rank, for a precision and a ZeRO stage."""
 
+    precision: str
+    zero_stage: int
+    _: KW_ONLY
     weights: float
     gradients: float
     optimizer: float
@@ -177,48 +180,16 @@ class ParameterBytes:
     """More while the optimizer steps; by then no activations are held."""
     divided: tuple[str, ...] = ()
     """Names of the fields above that data-parallel ranks divide."""
+    bucket: int = 0
+    """Bytes of an element of the buckets that reduce gradients and gather weights; 0 = none."""
+    whole_step: float = 0.0
+    """Bytes that the step reads or writes for each parameter of the rank, also for those that other data-parallel ranks
+    step: the norm of gradients, and zeroing them."""
 
     def on_rank(self, name: str, data_parallel_size: ScalarOrArray) -> ScalarOrArray:
         """Return the bytes of a field on one rank, a number or an array as the data-parallel size [...] is."""
         each: float = getattr(self, name)
         return each / data_parallel_size if name in self.divided else each
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateBytes:
-    """Bytes of weights, gradients and optimizer state, for a precision and a ZeRO stage."""
-
-    precision: str
-    zero_stage: int
-    parameter: ParameterBytes
-    bucket_element_bytes: int = 0
-    """Bytes of an element of the buckets that reduce gradients and gather weights; 0 = none."""
-    whole_step_bytes: float = 0.0
-    """Bytes that the step reads or writes for each parameter of the rank, also for those that other data-parallel ranks
-    step: the norm of gradients, and zeroing them."""
-
-
-def state_bytes(
-    precision: str,
-    zero_stage: int,
-    weights: float,
-    gradients: float,
-    optimizer: float,
-    *,
-    step: float = 0.0,
-    divided: tuple[str, ...] = (),
-    bucket: int = 0,
-    whole_step: float = 0.0,
-) -> StateBytes:
-    """Return the bytes of a parameter; the names are those of `ParameterBytes` and, shorter, of `StateBytes`."""
-    parameter = ParameterBytes(weights=weights, gradients=gradients, optimizer=optimizer, step=step, divided=divided)
-    return StateBytes(
-        precision=precision,
-        zero_stage=zero_stage,
-        parameter=parameter,
-        bucket_element_bytes=bucket,
-        whole_step_bytes=whole_step,
-    )
 
 
 OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (

@@ -14,7 +14,7 @@ from megatron_terapipe.search.machine.software import (
     Operators,
     Products,
     Software,
-    state_bytes,
+    StateBytes,
 )
 
 OPERATORS = Operators(
@@ -73,19 +73,19 @@ TERAPIPE = Software(
     bucket_elements=BUCKET_ELEMENTS,
     states=(
         # The step takes the norm of gradients (4), and scales them (8).
-        state_bytes("fp32", 0, weights=4, gradients=4, optimizer=8, whole_step=12),
+        StateBytes("fp32", 0, weights=4, gradients=4, optimizer=8, whole_step=12),
         # DeepSpeedZeroOptimizer keeps copies and moments, and gradients of its own part.
-        state_bytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
+        StateBytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
         # FP16_Optimizer: gradients in fp32, and again as one tensor.
-        state_bytes("fp16", 0, weights=2, gradients=2, optimizer=12, step=8),
-        state_bytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
+        StateBytes("fp16", 0, weights=2, gradients=2, optimizer=12, step=8),
+        StateBytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
         # BF16_Optimizer divides its state at stage 0, too; there gradients add up in bf16. But each rank takes the norm
         # of all gradients, which are cast for it (2 + 4 + 4), and zeroes them twice (4).
-        state_bytes(
+        StateBytes(
             "bf16", 0, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), whole_step=14
         ),
         # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025). The norm reads
         # them (4), and they are zeroed twice (8).
-        state_bytes("bf16", 1, weights=2, gradients=4, optimizer=12, divided=("optimizer",), bucket=4, whole_step=12),
+        StateBytes("bf16", 1, weights=2, gradients=4, optimizer=12, divided=("optimizer",), bucket=4, whole_step=12),
     ),
 )

@@ -44,7 +44,7 @@ from megatron_terapipe.search.machine.software import (
     Operators,
     Products,
     Software,
-    state_bytes,
+    StateBytes,
 )
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 
@@ -86,14 +86,14 @@ MEGATRON_LM = Software(
     residual_dropout=True,
     bucket_elements=500_000_000,
     states=(
-        state_bytes("fp32", 0, weights=4, gradients=4, optimizer=8),
-        state_bytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
+        StateBytes("fp32", 0, weights=4, gradients=4, optimizer=8),
+        StateBytes("fp32", 1, weights=4, gradients=4, optimizer=12, step=4, divided=("optimizer", "step"), bucket=4),
         # At stage 0 gradients add up in fp32.
-        state_bytes("fp16", 0, weights=2, gradients=4, optimizer=12),
-        state_bytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
-        state_bytes("bf16", 0, weights=2, gradients=4, optimizer=12),
+        StateBytes("fp16", 0, weights=2, gradients=4, optimizer=12),
+        StateBytes("fp16", 1, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), bucket=2),
+        StateBytes("bf16", 0, weights=2, gradients=4, optimizer=12),
         # A gradient of a micro-batch, and sums in fp32.
-        state_bytes("bf16", 1, weights=2, gradients=6, optimizer=12, divided=("optimizer",), bucket=2),
+        StateBytes("bf16", 1, weights=2, gradients=6, optimizer=12, divided=("optimizer",), bucket=2),
     ),
 )
 
@@ -193,7 +193,7 @@ FSDP = Software(
     # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
     bucket_elements=200_000_000,
     states=tuple(
-        state_bytes(
+        StateBytes(
             precision,
             1,
             weights=4,
@@ -287,7 +287,9 @@ MEGATRON_CORE = Software(
     bucket_elements=40_000_000,
     # The distributed optimizer divides copies and moments, not the gradients that products add to.
     states=tuple(
-        state_bytes(precision, stage, weights, 4, optimizer, divided=("optimizer",) if stage else ())
+        StateBytes(
+            precision, stage, weights=weights, gradients=4, optimizer=optimizer, divided=("optimizer",) if stage else ()
+        )
         for precision, weights, optimizer in (("fp32", 4, 8), ("fp16", 2, 12), ("bf16", 2, 12))
         for stage in (0, 1)
     ),

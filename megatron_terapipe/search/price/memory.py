@@ -247,9 +247,9 @@ class MemoryModel:
         groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
         kept = ("weights", "gradients", "optimizer", "step")
         return Counted(
-            **{name: parameters * state.parameter.on_rank(name, copies) for name in kept},
+            **{name: parameters * state.on_rank(name, copies) for name in kept},
             # One bucket reduces gradients, the other gathers weights.
-            buffers=2 * state.bucket_element_bytes * np.minimum(parameters, self.software.bucket_elements),
+            buffers=2 * state.bucket * np.minimum(parameters, self.software.bucket_elements),
             communicators=float(sum(size > 1 for size in groups)),
         )
 

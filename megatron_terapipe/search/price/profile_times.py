@@ -373,7 +373,7 @@ def measured_efficiency(
     if profile.engine is not None:
         reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
         moved = profile.engine.optimizer_s_per_parameter * reached_bytes
-        beside = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step_bytes
+        beside = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step
         values["optimizer_passes"] = max((moved - beside) / software.step_bytes, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s

@@ -101,7 +101,7 @@ def step_costs(
     )
     reached = memory_bandwidth * efficiency.memory_efficiency
     step_s = efficiency.optimizer_passes * software.step_bytes * stepped / reached
-    step_s = step_s + software.state(precision, zero_stage).whole_step_bytes * parameters / reached
+    step_s = step_s + software.state(precision, zero_stage).whole_step * parameters / reached
     return StepCosts(reduction, shared, step_s, late, gather)
 
 

@@ -41,7 +41,7 @@ def test_a_description_is_whole(name: str) -> None:
     for precision in ("fp32", "fp16", "bf16"):
         for zero_stage in (0, 1):
             if software.can_run("zero_stage", zero_stage):
-                state = software.state(precision, zero_stage).parameter
+                state = software.state(precision, zero_stage)
                 # A weight, a gradient and Adam's two moments at least.
                 assert state.weights + state.gradients + state.optimizer >= (16 if precision != "bf16" else 14)
     assert 0 <= software.communication.tensor_parallel_overlap < 1

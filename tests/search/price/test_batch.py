@@ -250,7 +250,7 @@ def test_gradients_travel_as_deepspeed_sends_them(
 def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
     def stepped(precision: str, zero_stage: int) -> float:
         """Seconds without what the step does to all gradients of the rank."""
-        whole = TERAPIPE.state(precision, zero_stage).whole_step_bytes
+        whole = TERAPIPE.state(precision, zero_stage).whole_step
         return float(step(precision, zero_stage).optimizer) - whole * 1e6 / 1e12
 
     part = stepped("fp32", 1)
