@@ -51,7 +51,7 @@ def test_it_is_for_devices_and_ranks_that_are_not_here(tmp_path: Path, capsys: p
     ("words", "line"),
     [
         ("--hostfile {0}", "--hostfile {0} cannot be read (No such file or directory): "),
-        ("--hostfile {1}", '--hostfile: {1}: line 1 of the hostfile, "alpha", says no slots: write '),
+        ("--hostfile {1}", '--hostfile: {1}: line 1 of the hostfile, "alpha", is not HOST slots=N '),
         ("--hostfile {2} --data-parallel-size 2", "--data-parallel-size 2 contradicts the 4 processes launched"),
     ],
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -29,7 +29,7 @@ from megatron_terapipe.search.machine.cluster import (
     Node,
     check_num_devices,
 )
-from megatron_terapipe.search.machine.documents import EXAMPLES, parse_text, suggestion
+from megatron_terapipe.search.machine.documents import parse_text, suggestion
 from megatron_terapipe.search.machine.entries import (
     Bandwidth,
     Entry,
@@ -132,8 +132,20 @@ def _short_for(name: str) -> BeforeValidator:
 def _link(value: object) -> object:
     """Text stands for a link of that bandwidth; a number alone has no unit."""
     if is_number(value):
-        raise ValueError(f"is a number without a unit: write it as {EXAMPLES['bandwidth']}")
+        raise ValueError("is a number without a unit: write it as 100 Gbit/s or 25 GB/s")
     return {"bandwidth": value} if isinstance(value, str) else value
+
+
+Described = TypeVar("Described", Device, Link, HostMemory)
+
+_UNKNOWN_DEVICE = Device(name="device", memory_bytes=0.0, memory_bandwidth=0.0, half_flops=0.0, single_flops=0.0)
+_IN_BASE_UNITS = {"memory": "memory_bytes", "latency": "latency_s"}
+
+
+def _with_fields(usual: Described, entry: Entry) -> Described:
+    """Return `usual` with the fields that an entry of a file gives."""
+    given = entry.model_dump(exclude_none=True, exclude={"like", "cards"})
+    return replace(usual, **{_IN_BASE_UNITS.get(name, name): value for name, value in given.items()})
 
 
 class DeviceEntry(Entry):
@@ -151,14 +163,11 @@ class DeviceEntry(Entry):
     def read(self, where: str) -> tuple[Device, Machine]:
         """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
         known = None if self.like is None else library.device(self.like, where)
-        given = self.model_dump(exclude_none=True, exclude={"like"})
         if known is None:
             for field in ("memory", "memory_bandwidth", "half_flops", "single_flops"):
-                if field not in given:
+                if getattr(self, field) is None:
                     raise ConfigError(f"{where}.{field} is missing: give {wanted(DeviceEntry, field)}")
-        if "memory" in given:
-            given["memory_bytes"] = given.pop("memory")
-        device = Device(**{"name": "device", **given}) if known is None else replace(known, **given)
+        device = _with_fields(known or _UNKNOWN_DEVICE, self)
         return device, library.usual_machine(known.name if known else device.name)
 
 
@@ -167,10 +176,6 @@ class LinkEntry(Entry):
 
     bandwidth: Bandwidth | None = None
     latency: Time | None = None
-
-    def read(self, usual: Link) -> Link:
-        """Return the link; `usual` is what it is where a field is left out."""
-        return Link(bandwidth=self.bandwidth or usual.bandwidth, latency_s=self.latency or usual.latency_s)
 
 
 class NetworkEntry(LinkEntry):
@@ -184,10 +189,6 @@ class HostEntry(Entry):
 
     memory: Memory | None = None
     bandwidth: Bandwidth | None = None
-
-    def read(self, usual: HostMemory) -> HostMemory:
-        """Return the memory; `usual` is what it is where a field is left out."""
-        return HostMemory(memory_bytes=self.memory or usual.memory_bytes, bandwidth=self.bandwidth or usual.bandwidth)
 
 
 DeviceOrName = Annotated[DeviceEntry, _short_for("like"), OrText("Name of a device of the library.")]
@@ -313,17 +314,17 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
     if entry.devices is not None:
         node = replace(node, num_devices=entry.devices)
     if entry.inside is not None:
-        node = replace(node, inside=entry.inside.read(node.inside))
+        node = replace(node, inside=_with_fields(node.inside, entry.inside))
         notes += _some(inside_doubt(node.device, node.inside))
     if entry.network is not None:
-        given, network = entry.network, entry.network.read(node.network)
+        given, network = entry.network, _with_fields(node.network, entry.network)
         cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
         if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
             notes.append(f"the network is read as that of each of the {cards} cards of the machine: give cards if not")
         node = replace(node, network=network, num_network_cards=given.cards or cards)
         notes += _some(network_doubt(network))
     if entry.host is not None:
-        node = replace(node, host=entry.host.read(node.host))
+        node = replace(node, host=_with_fields(node.host, entry.host))
     return replace(group, node=node, notes=tuple(notes))
 
 

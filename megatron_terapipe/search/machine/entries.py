@@ -11,14 +11,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.documents import EXAMPLES, parse_quantity, short, suggestion
+from megatron_terapipe.search.machine.documents import short, suggestion
 
 MOST = 10**15
 """Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
@@ -26,27 +27,60 @@ MOST = 10**15
 MOST_QUANTITY = 1e24
 """Quantities are at most this, in bytes, seconds and FLOPs, and at least its inverse."""
 
-UNITS_IN_NAMES = {
-    "bandwidth": {"GBps": 1e9, "Gbps": 1e9 / 8},
-    "memory": {"GB": 1e9, "GiB": 2.0**30},
-    "speed": {"TFLOPs": 1e12},
-    "time": {"us": 1e-6},
-}
-"""Endings of fields that hold bare numbers, as `bandwidth_GBps` for `bandwidth`, and what one of that unit is."""
+_PREFIXES = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]+)\s*")
 
 
-@dataclass(frozen=True)
+def _with_prefixes(prefixes: Mapping[str, float], **units: float) -> dict[str, float]:
+    return {f"{prefix}{unit}": factor * scale for unit, scale in units.items() for prefix, factor in prefixes.items()}
+
+
+@dataclass(frozen=True, eq=False)
 class Quantity:
-    """Marks a field that holds a number with a unit, as text."""
+    """Annotation of a field that holds a number with its unit, as text."""
 
     kind: str
+    example: str
+    units: Mapping[str, float]
+    """Size of each in bytes per second, bytes, FLOP/s or seconds."""
+    endings: tuple[str, ...]
+    """Units that may end the name of a field which holds a plain number, as `bandwidth_GBps` for `bandwidth`."""
 
     def __str__(self) -> str:
-        return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
+        return f"a {self.kind}, such as {self.example}"
 
-    def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Say in JSON Schemas what a file holds: text, whereas the number that it is read to has no unit."""
+    def number(self, value: object) -> float:
+        """Return the number in bytes, FLOPs and seconds."""
+        match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in self.units:
+            raise ValueError(f"is not a {self.kind} with its unit: write it as {self.example}")
+        number = float(match[1]) * self.units[match[2]]
+        if number <= 0:
+            raise ValueError("is not above zero: give more")
+        if not 1 / MOST_QUANTITY <= number <= MOST_QUANTITY:
+            raise ValueError(f"is no {self.kind} of any machine: give one, such as {self.example}")
+        return number
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.number, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Describe the text in a file, and not the number in memory."""
         return {"type": "string", "description": f"{self}".capitalize()}
+
+
+_BANDWIDTHS = _with_prefixes(_PREFIXES, **{"B/s": 1.0, "bit/s": 1 / 8, "b/s": 1 / 8, "Bps": 1.0, "bps": 1 / 8})
+_BANDWIDTHS |= _with_prefixes(_BINARY, **{"B/s": 1.0})
+_SPEEDS = _with_prefixes(_PREFIXES, **{"FLOP/s": 1.0, "FLOPS": 1.0, "FLOPs": 1.0})
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+Bandwidth = Annotated[float, Quantity("bandwidth", "100 Gbit/s or 25 GB/s", _BANDWIDTHS, ("GBps", "Gbps"))]
+Memory = Annotated[
+    float, Quantity("memory", "80 GiB or 16 GB", _with_prefixes(_PREFIXES | _BINARY, B=1.0), ("GB", "GiB"))
+]
+Speed = Annotated[float, Quantity("speed", "312 TFLOP/s", _SPEEDS, ("TFLOPs",))]
+Time = Annotated[float, Quantity("time", "5 us", _TIMES, ("us",))]
 
 
 @dataclass(frozen=True)
@@ -57,10 +91,6 @@ class OrText:
 
     def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"type": "string", "description": self.meaning}, handler(read)]}
-
-
-class _BareNumber(float):
-    """A number that had its unit in the name of its field."""
 
 
 class Entry(BaseModel):
@@ -74,7 +104,7 @@ class Entry(BaseModel):
         found = handler(read)
         properties = handler.resolve_ref_schema(found).get("properties", {})
         for name in list(properties):
-            for unit in _units_of(cls, name):
+            for unit in _endings_of(cls, name):
                 properties[f"{name}_{unit}"] = {
                     "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}],
                     "description": f"{name} in {unit}",
@@ -90,19 +120,19 @@ class Entry(BaseModel):
         read: dict[Any, Any] = {}
         for name, value in given.items():
             base, _, unit = str(name).rpartition("_")
-            scale = _units_of(cls, base).get(unit)
-            if scale is None or name in cls.model_fields:
+            if name in cls.model_fields or unit not in _endings_of(cls, base):
                 if value is not None or name not in cls.model_fields:
                     read[name] = value
             elif value is not None:
-                says = None
+                problem = None
                 if not is_number(value) or value <= 0:
-                    says = "is not a number above 0: give one"
+                    problem = "is not a number above 0: give one"
                 elif given.get(base) is not None or base in read:
-                    says = f"says again what {base} says: keep one of them"
-                if says is not None:
-                    raise PydanticCustomError("of_field", "{says}", {"name": name, "value": value, "says": says})
-                read[base] = _BareNumber(value * scale)
+                    problem = f"is a second value of {base}: keep one of them"
+                if problem is not None:
+                    context = {"name": name, "value": value, "problem": problem}
+                    raise PydanticCustomError("of_field", "{problem}", context)
+                read[base] = f"{value!r} {unit}"
         return read
 
 
@@ -114,9 +144,9 @@ def _quantity_of(kind: type[Entry], name: str) -> Quantity | None:
     return next((part for part in parts if isinstance(part, Quantity)), None)
 
 
-def _units_of(kind: type[Entry], name: str) -> Mapping[str, float]:
+def _endings_of(kind: type[Entry], name: str) -> tuple[str, ...]:
     quantity = _quantity_of(kind, name)
-    return {} if quantity is None else UNITS_IN_NAMES[quantity.kind]
+    return () if quantity is None else quantity.endings
 
 
 AnyEntry = TypeVar("AnyEntry", bound=Entry)
@@ -128,24 +158,6 @@ Positive = Annotated[float, Field(gt=0, le=MOST_QUANTITY)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST_QUANTITY)]
 
 
-def quantity(kind: str) -> BeforeValidator:
-    """Return what reads a number with a unit from text; `kind` is one of `UNITS`."""
-
-    def read(value: object) -> float:
-        number = parse_quantity(value, kind) if isinstance(value, str) else None
-        if isinstance(value, _BareNumber):
-            number = float(value)
-        if number is None:
-            raise ValueError(f"is not a {kind} with its unit: write it as {EXAMPLES[kind]}")
-        if number <= 0:
-            raise ValueError("is not above zero: give more")
-        if not 1 / MOST_QUANTITY <= number <= MOST_QUANTITY:
-            raise ValueError(f"is no {kind} of any machine: give one, such as {EXAMPLES[kind]}")
-        return number
-
-    return BeforeValidator(read)
-
-
 def fixed(wanted: object, remedy: str) -> BeforeValidator:
     """Return what refuses any value but one."""
 
@@ -155,12 +167,6 @@ def fixed(wanted: object, remedy: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(read)
-
-
-Bandwidth = Annotated[float, quantity("bandwidth"), Quantity("bandwidth")]
-Memory = Annotated[float, quantity("memory"), Quantity("memory")]
-Speed = Annotated[float, quantity("speed"), Quantity("speed")]
-Time = Annotated[float, quantity("time"), Quantity("time")]
 
 
 def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
@@ -229,7 +235,7 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
         case "less_than_equal":
             return str(fault(where, value, f"is more than {limits['le']:,}", "give less"))
         case "of_field":
-            return f"{place(file, path, *way, limits['name'])} {short(limits['value'])} {limits['says']}"
+            return f"{place(file, path, *way, limits['name'])} {short(limits['value'])} {limits['problem']}"
         case "value_error":
             return f"{where} {short(value)} {limits['error']}"
         case "model_type" if not way and not path:

@@ -19,16 +19,6 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)(.*)")
 _YAML = re.compile(r"-\s|[\w-]+:(\s|$)")
 _NOT_HOSTFILES = (".json", ".yaml", ".yml")
 
-_MISTAKES = (
-    (re.compile(r"slots\s*=.*()"), "names no host"),
-    (re.compile(r"(\S+):\d+"), "has a colon, which DeepSpeed does not read"),
-    (re.compile(r"(\S+)"), "says no slots"),
-    (re.compile(r"(\S+)\s+slots\s*=\s*\d.*"), "has blanks beside =, which DeepSpeed does not read"),
-    (re.compile(r"(\S+)\s+slots\s*=.*"), "has slots that are not a whole number from 0"),
-    (re.compile(r"(\S+)\s.*\bslots=.*"), "has words between host and slots, which DeepSpeed does not read"),
-)
-"""Lines that people write, and what is wrong with them; the group is the host."""
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -56,7 +46,10 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
     for number, line in _lines(text):
         match = _LINE.match(line)
         if match is None:
-            raise ConfigError(f"{file}: line {number} of the hostfile, {short(line)}, {_mistake(line)}")
+            raise ConfigError(
+                f"{file}: line {number} of the hostfile, {short(line)}, is not HOST slots=N as DeepSpeed reads it: "
+                "write so, N being its devices; a cluster file is JSON, or YAML with the ending .yaml"
+            )
         check_host_name(match[1], f"{file}: line {number} of the hostfile")
         if match[1] in hosts:
             raise ConfigError(f"{file}: line {number} of the hostfile names host {match[1]} again: keep one line")
@@ -98,14 +91,6 @@ def _slots(digits: str, where: str) -> int:
     if slots is None or slots > MOST_DEVICES:
         raise ConfigError(f"{where} has {short(digits)} slots, more than {MOST_DEVICES}: give the devices of the host")
     return slots
-
-
-def _mistake(line: str) -> str:
-    for pattern, problem in _MISTAKES:
-        match = pattern.fullmatch(line)
-        if match is not None:
-            return f"{problem}: write '{match[1] or 'HOST'} slots=N', N being its devices"
-    return "is not 'HOST slots=N': write it so; a cluster file is JSON, or YAML with the ending .yaml"
 
 
 def _some(words: list[str]) -> str:

@@ -3,37 +3,55 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.documents import parse_quantity, parse_text, read_document, suggestion
-from megatron_terapipe.search.machine.entries import Bandwidth, Count, Entry, Positive, Text, read_entry
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "expected"),
-    [
-        ("25 GB/s", "bandwidth", 25e9),
-        ("100 Gbit/s", "bandwidth", 12.5e9),
-        ("100Gbps", "bandwidth", 12.5e9),
-        ("1.6 TB/s", "bandwidth", 1.6e12),
-        ("1 GiB/s", "bandwidth", 2.0**30),
-        ("80 GiB", "memory", 80 * 2.0**30),
-        ("16 GB", "memory", 16e9),
-        ("312 TFLOP/s", "speed", 312e12),
-        ("5 us", "time", 5e-6),
-        ("1e-3 ms", "time", 1e-6),
-        ("25", "bandwidth", None),
-        ("25 GB", "bandwidth", None),
-        ("fast", "bandwidth", None),
-        ("-3 GB/s", "bandwidth", None),
-        ("1e400 GB/s", "bandwidth", None),
-    ],
+from megatron_terapipe.search.machine.documents import parse_text, read_document, suggestion
+from megatron_terapipe.search.machine.entries import (
+    Bandwidth,
+    Count,
+    Entry,
+    Memory,
+    Positive,
+    Speed,
+    Text,
+    Time,
+    read_entry,
 )
-def test_quantities(text: str, kind: str, expected: float | None) -> None:
-    found = parse_quantity(text, kind)
-    assert found == expected if expected is None else found == pytest.approx(expected)
+
+QUANTITIES: dict[str, tuple[Any, list[tuple[str, float | None]]]] = {
+    "bandwidth": (
+        Bandwidth,
+        [
+            ("25 GB/s", 25e9),
+            ("100 Gbit/s", 12.5e9),
+            ("100Gbps", 12.5e9),
+            ("1.6 TB/s", 1.6e12),
+            ("1 GiB/s", 2.0**30),
+            ("25", None),
+            ("25 GB", None),
+            ("fast", None),
+            ("-3 GB/s", None),
+            ("1e400 GB/s", None),
+        ],
+    ),
+    "memory": (Memory, [("80 GiB", 80 * 2.0**30), ("16 GB", 16e9)]),
+    "speed": (Speed, [("312 TFLOP/s", 312e12)]),
+    "time": (Time, [("5 us", 5e-6), ("1e-3 ms", 1e-6)]),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTITIES)
+def test_quantities(kind: str) -> None:
+    annotated, cases = QUANTITIES[kind]
+    adapter = TypeAdapter(annotated)
+    for text, expected in cases:
+        if expected is None:
+            with pytest.raises(ValueError, match=kind):
+                adapter.validate_python(text)
+        else:
+            assert adapter.validate_python(text) == pytest.approx(expected)
 
 
 class Inner(Entry):
@@ -85,8 +103,8 @@ def test_a_number_with_its_unit_in_the_name() -> None:
     assert read_entry(Outer, {"needed": 1, "link_GBps": 100}, "c.json").link == 1e11
     assert read_entry(Outer, {"needed": 1, "link_Gbps": 8, "link": None}, "c.json").link == 1e9
     for document, message in (
-        ({"link_GBps": 1, "link": "1 GB/s"}, "c.json: link_GBps 1 says again what link says: keep one of them"),
-        ({"link_GBps": 1, "link_Gbps": 2}, "c.json: link_Gbps 2 says again what link says: keep one of them"),
+        ({"link_GBps": 1, "link": "1 GB/s"}, "c.json: link_GBps 1 is a second value of link: keep one of them"),
+        ({"link_GBps": 1, "link_Gbps": 2}, "c.json: link_Gbps 2 is a second value of link: keep one of them"),
         ({"link_GBps": -1}, "c.json: link_GBps -1 is not a number above 0: give one"),
         ({"needed": 1, "link_us": 1}, "c.json: link_us 1 is not a known field: did you mean link?"),
         ({"needed": 1, "a_GBps": 1}, "c.json: a_GBps 1 is not a known field: "),
