@@ -1,6 +1,6 @@
 """A pipeline with token slices, on DeepSpeed.
 
-`deepspeed_ext.plan` says in what order a pipeline works and is pure; `deepspeed_ext.runtime` runs that order
+`deepspeed_ext.plan` computes the order of work in a pipeline and is pure; `deepspeed_ext.runtime` runs that order
 on DeepSpeed. Importing this package imports neither torch nor deepspeed.
 """
 

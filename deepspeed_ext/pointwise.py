@@ -30,7 +30,7 @@ CHOICES = ("auto", "always", "never")
 """Its values, the default first."""
 
 CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable of the environment that names the folder of what torch compiled."""
+"""Variable of the environment that names the folder of compiled code."""
 
 KINDS = 64
 """Kinds of arguments that a function is compiled for at most."""
@@ -72,7 +72,7 @@ class Pointwise:
 
 
 def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse compiled code of other users: it lies under /tmp, in a folder whose name all can foretell."""
+    """Refuse compiled code of other users: it is under /tmp, in a folder with a predictable name."""
     if CACHE_FOLDER in environment:
         return
     # Makes the folder where there is none.

@@ -1,6 +1,6 @@
-"""In what order a pipeline works: layouts, token slices, ops, schedules, simulation, search, lowering, drawings.
+"""The order of work in a pipeline: layouts, token slices, ops, schedules, simulation, search, lowering, drawings.
 
-Everything here is pure. A schedule can be read, simulated, drawn and run with the standard library alone; numpy and
+Everything here is pure. A schedule can be read, simulated, drawn and run with only the standard library; numpy and
 numba serve the fast simulator (`simulate.compiled`) and `solve`. Read in this order: `ops`, `schedules`,
 `simulate.plain`, `programs.lowering`.
 """

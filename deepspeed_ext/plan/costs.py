@@ -1,6 +1,6 @@
 """Costs of ops and transfers: tables of times, given, read from a file, or computed from the share of attention.
 
-A boundary is where two neighbouring stages meet: boundary i lies between stage i and stage i + 1. Activations cross it
+A boundary is where two neighbouring stages meet: boundary i is between stage i and stage i + 1. Activations cross it
 one way and their gradients, of the same size, the other way, each on a channel of its own.
 
     op of stage i    [F0.0][F0.1]
@@ -180,9 +180,9 @@ class OpCosts:
     def from_json(cls, text: str, shape: PipelineShape) -> "OpCosts":
         """Read `{"forward": [[per stage][per token slice]], "backward": ..., ...}`; the form is in the command's help.
 
-        `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
-        `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
-        With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
+        `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or the object that
+        `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece. With
+        model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
         """
         fields = parse_json(text, "the costs file")
         if not isinstance(fields, dict):
@@ -241,7 +241,7 @@ def attention_costs(
     head_share: float = 0.0,
     window: float | None = None,
 ) -> OpCosts:
-    """Costs of a pipeline whose layers are spread evenly, in forwards of one micro-batch on one pipeline rank.
+    """Costs of a pipeline with evenly spread layers, in forwards of one micro-batch on one pipeline rank.
 
     Attention of a token grows with the tokens before it, matrix products do not. With the whole sequence as 1 and token
     slice j as [start, end) of it:
@@ -257,7 +257,7 @@ def attention_costs(
         shape: of the pipeline. With V model chunks each stage takes 1/V of a rank's time.
         lengths: of the token slices, in tokens or in any other unit.
         attention_share: rho above, of a whole sequence, in [0, 1].
-        head_share: what the language-model head adds to F, BI and BW of the last stage, each, for a whole sequence.
+        head_share: time that the head adds to each of F, BI and BW of the last stage, for a whole sequence.
         window: sliding window of all layers, in the unit of the lengths; None = tokens attend to all before them.
     """
     shape.check_lengths(lengths)

@@ -3,14 +3,14 @@
 __all__ = ["PlanError", "ScheduleDeadlock", "UserError"]
 
 MOST_CHARACTERS = 2000
-"""Characters of a message at most: a value of a million digits is no line that anybody reads."""
+"""Characters of a message at most: a value of a million digits does not fit on a screen."""
 
 
 class UserError(ValueError):
     """Bad input from outside: one line that names the value, the rule and the remedy.
 
     Every command prints it as `error: ...` and exits with code 2. Our own invariants are `assert`s instead. Messages
-    quote what users wrote, and a value may hold line breaks, codes of terminals or half a character; here, in one place
+    quote values of users, which may contain line breaks, codes of terminals or half a character; here, in one place
     for all messages, it becomes a line that can be printed.
     """
 
@@ -29,7 +29,7 @@ class ScheduleDeadlock(PlanError):
 def one_line(message: str) -> str:
     r"""Return a message as one line of printable characters, its middle left out if it is very long.
 
-    What cannot be printed is written as in Python's strings: a line break becomes `\n`.
+    Other characters are written as in Python's strings: a line break becomes `\n`.
     """
     if not message.isprintable():
         message = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)

@@ -58,7 +58,7 @@ class ParallelLayout:
         pipeline_parallel_size: int = 1,
         num_token_slices: int = 1,
     ) -> "ParallelLayout":
-        """Give the data-parallel axis all the ranks that the other axes leave over."""
+        """Give the data-parallel axis all ranks that the other axes do not use."""
         sizes = {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size}
         if sequence_parallel_size != 1:
             sizes = {"sequence": sequence_parallel_size, **sizes}
@@ -108,7 +108,7 @@ class ParallelLayout:
         return (self.coordinate(rank) for rank in range(self.world_size))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Rank lists that differ in `axis` alone: the communication groups of that axis."""
+        """Rank lists that differ only in `axis`: the communication groups of that axis."""
         groups: dict[Coordinate, list[int]] = {}
         for rank, coordinate in enumerate(self.coordinates()):
             groups.setdefault(coordinate._replace(**{axis: 0}), []).append(rank)

@@ -1,4 +1,4 @@
-"""Measured steps: as the trainer records them, beside a simulation, and where the difference comes from.
+"""Measured steps: records of the trainer, their comparison with a simulation, and the causes of the difference.
 
     measured    stage 0 | F0.0 F0.1      .      B0.1 B0.0        of each op: start, end
                           `--- medians over micro-batches and steps = op costs ---.
@@ -6,7 +6,7 @@
 
 The simulation has the order, the dependencies and the times of ops, so the rest of a measured step is ops that took
 longer than usual, and gaps in front of ops that had all they needed. A second simulation, with the time that each op
-really took, tells these two apart. The clocks of ranks start at a barrier; a gap that seems to end before its cause
+really took, separates these two. The clocks of ranks start at a barrier; a gap that seems to end before its cause
 counts as none.
 """
 
@@ -48,7 +48,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "StepRecord":
-        """Read a step, or a timeline that says less."""
+        """Read a step, or a timeline, which has fewer fields."""
         timeline = Timeline.from_json(text)
         fields: Any = parse_json(text, "a measured step")
         schedule, iteration = fields.get("schedule"), fields.get("iteration")
@@ -61,8 +61,7 @@ class StepRecord:
             or len(lengths) not in (0, timeline.shape.num_token_slices)
         ):
             raise PlanError(
-                "not a measured step (schedule, iteration or token_slices are not what the trainer writes): write it "
-                "again"
+                "not a measured step (schedule, iteration or token_slices are not of the trainer): write it again"
             )
         return cls(timeline, schedule, iteration, tuple(lengths))
 
@@ -82,7 +81,7 @@ def read_steps(path: Path) -> list[StepRecord]:
 
 
 def alike(steps: list[StepRecord]) -> list[StepRecord]:
-    """The steps that ran what the last one ran: a run may ramp its batches up, or go on with another schedule."""
+    """The steps with the order of the last one: a run may ramp its batches up, or continue with another schedule."""
 
     def kind(step: StepRecord) -> tuple[object, ...]:
         return step.timeline.shape, step.timeline.unit, step.token_slices, executed_order(step.timeline)
@@ -116,7 +115,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """On what a rank spent the time of a step; the parts add up to the makespan."""
+    """Parts of the time of a rank in a step; they add up to the makespan."""
 
     busy: float
     """In ops."""
@@ -199,7 +198,7 @@ class Comparison:
 
     @cached_property
     def measured(self) -> Timeline:
-        """The step whose makespan is the median, the lower one of an even number: the one that is shown."""
+        """The step with the median makespan, the lower one of an even number: the one that is shown."""
         return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
 
     @property
@@ -214,7 +213,7 @@ class Comparison:
 
     @cached_property
     def simulated(self) -> Timeline:
-        """The order that ran, simulated with the op costs alone."""
+        """The order that ran, simulated only with the op costs."""
         return self._simulated(self.costs)
 
     @cached_property
@@ -226,13 +225,13 @@ class Comparison:
 
         costs = self.costs
         weight_gradient = None if costs.weight_gradient is None else later(costs.weight_gradient)
-        # What a waiting op waits for contains the host's part, which now is in the op before.
+        # The time that an op waits contains the host's part, which now is in the op before.
         transfer = max(self.transfer - self.host_overhead, 0.0)
         return self._simulated(OpCosts(later(costs.forward), later(costs.backward), weight_gradient, transfer))
 
     @cached_property
     def simulated_with_own_times(self) -> Timeline:
-        """The simulation with the time that each op of the shown step took itself: what remains are gaps."""
+        """The simulation with the measured time of each op of the shown step: it differs only by gaps."""
         own = {span.op: span.end - span.start for row in self.measured.spans for span in row}
         return self._simulated(_OwnTimes(self.costs.forward, self.costs.backward, self.costs.weight_gradient, own=own))
 
@@ -270,7 +269,7 @@ class Comparison:
 
     @cached_property
     def rank_times(self) -> list[RankTime]:
-        """On what each rank spent the shown step."""
+        """Parts of the time of each rank in the shown step."""
         return rank_times(self.measured, self.gaps)
 
     def mean_times(self) -> dict[OpKind, tuple[float, float]]:
@@ -284,7 +283,7 @@ class Comparison:
         return {kind: (measured[kind], simulated[kind]) for kind in OpKind if kind in measured}
 
     def differences(self) -> list[Difference]:
-        """Ops of the shown step, those first whose time the simulation explains least."""
+        """Ops of the shown step, by the part of their time that the simulation does not explain, largest first."""
         expected = {span.op: span.end - span.start for row in self.simulated.spans for span in row}
         found = [
             Difference(span.op, span.end - span.start - expected[span.op], gap.beyond)
@@ -308,7 +307,7 @@ class _OwnTimes(OpCosts):
 def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]], float] = median) -> OpCosts:
     """Return the times of ops per stage and token slice: medians over micro-batches and steps, or another average.
 
-    Where a stage ran some backwards whole and others in two parts, those in parts say what each part costs; where it
+    Where a stage ran some backwards whole and others in two parts, those in parts give the cost of each part; where it
     ran none in parts for some token slice, the whole is divided as those of all others are.
     """
     shape = steps[0].shape

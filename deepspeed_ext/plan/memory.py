@@ -13,8 +13,8 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
 Gradients of keys and values are there for the tokens before the last token slice, in buffers of each token slice, which
 its own backward frees. With one token slice there are none.
 
-Where stages are recomputed, their input stands for the activations, which are there during the backward alone. Where
-keys and values go to the host, those of each token slice are apart:
+Where stages are recomputed, a forward keeps only their input, and the activations exist only during the backward. Where
+keys and values go to the host, those of each token slice are separate:
 
     stage input         [=== of token slice 0 ==============]     from F0 to B0 or BI0
     activations                                         [===]     during B0, or from BI0 to BW0
@@ -62,28 +62,28 @@ class TokenBytes:
     """Bytes that one token of one micro-batch costs on each stage."""
 
     activation: tuple[float, ...]
-    """Per stage, what autograd keeps from forward to backward, but for keys and values."""
+    """Per stage, tensors that autograd keeps from forward to backward, without keys and values."""
     key_value: tuple[float, ...]
     """Per stage, keys and values of all its layers."""
     key_value_gradient: tuple[float, ...]
     """Per stage, their gradients, which add up in fp32 and may be kept in fewer bytes."""
     logits: float = 0.0
-    """On the last stage, logits and what the loss keeps."""
+    """On the last stage, logits and tensors of the loss."""
     freed_by_input_gradient: float = 0.0
-    """Share of `activation` that a BI already frees, where the backward is in two parts; what the products of weights
-    read stays until BW."""
+    """Share of `activation` that a BI already frees, where the backward is in two parts; inputs of the products of
+    weights stay until BW."""
     logits_limit: float = inf
-    """Bytes of logits that a rank keeps at most; it lets go of others, and computes them again."""
+    """Bytes of logits that a rank keeps at most; it frees others, and computes them again."""
     stage_input: tuple[float, ...] | None = None
     """Where stages are recomputed, per stage its input, which is all that a forward keeps but for keys and values;
-    `activation` is then what is computed again. None where forwards keep their activations."""
+    `activation` is then computed again. None where forwards keep their activations."""
 
     @classmethod
     def from_json(cls, text: str, shape: PipelineShape) -> "TokenBytes":
         """Read `{"activation": x, ...}`: the fields of this class, of which all but the first may be left out.
 
-        The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for
-        all stages but the first.
+        The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number is for all
+        stages but the first.
         """
         fields = parse_json(text, "the file of sizes")
         if not isinstance(fields, dict) or "activation" not in fields:
@@ -221,7 +221,7 @@ def _changes(
         tokens = lengths[op.token_slice]
         activation = tokens * token_bytes.activation[op.stage]
         logits = tokens * token_bytes.logits if op.stage == shape.last_stage else 0.0
-        # What a forward keeps, and what a backward computes again.
+        # Bytes that a forward keeps, and that a backward computes again.
         kept, again = activation + logits, 0.0
         if stage_input is not None:
             kept, again = tokens * stage_input[op.stage], kept
@@ -247,7 +247,7 @@ def _changes(
 def _key_value_changes(
     ops: Sequence[Span], last: float, stage: int, lengths: Sequence[float], token_bytes: TokenBytes, *, apart: bool
 ) -> Iterator[tuple[float, float]]:
-    """Changes of one micro-batch on one stage, whose ops are in order."""
+    """Changes of one micro-batch on one stage, given its ops in order."""
     forwards = [span for span in ops if span.op.kind is OpKind.FORWARD]
     backwards = [span for span in ops if span.op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)]
     if apart:
@@ -279,6 +279,6 @@ def _steps(changes: Iterable[tuple[float, float]]) -> StepFunction:
         held += change
         if change:
             steps.append((time, held))
-    if steps:  # everything is given back: what remains is rounding
+    if steps:  # everything is freed: the remainder is rounding
         steps[-1] = (steps[-1][0], 0.0)
     return steps

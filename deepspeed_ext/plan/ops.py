@@ -1,4 +1,4 @@
-"""Ops: the units of work that a schedule puts in order, what each of them waits for, and how many can be planned.
+"""Ops: the units of work that a schedule puts in order, the dependencies between them, and how many can be planned.
 
 The data flow is stated once, in `DEPENDENCIES`; the simulators, the lowering, the optimiser and the critical path read
 it.
@@ -55,7 +55,7 @@ LIVE_CHANGE: Mapping[OpKind, int] = MappingProxyType(
     {OpKind.FORWARD: 1, OpKind.INPUT_GRADIENT: 0, OpKind.WEIGHT_GRADIENT: -1, OpKind.BACKWARD: -1}
 )
 """By how many an op changes the live token slices of its rank: one lives until all of its backward is done, since
-weight gradients read what the forward kept."""
+weight gradients read tensors of the forward."""
 
 _TEXT_FORM = re.compile(r"([0-9]{1,9})([A-Z]+)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _KINDS = {kind.value: kind for kind in OpKind} | {"I": OpKind.INPUT_GRADIENT, "W": OpKind.WEIGHT_GRADIENT}
@@ -93,7 +93,7 @@ class Op(NamedTuple):
 
 
 class Placement(StrEnum):
-    """On which pipeline rank each stage stands, where a rank owns several.
+    """The pipeline rank of each stage, where a rank owns several.
 
     With four stages on two ranks:
 
@@ -109,7 +109,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """Extent of the pipeline: how many stages, micro-batches and token slices, and who owns the stages.
+    """Extent of the pipeline: stages, micro-batches and token slices, and the ranks of the stages.
 
     Example:
         >>> shape = PipelineShape(num_stages=8, num_micro_batches=4, num_model_chunks=2)
@@ -152,10 +152,10 @@ class PipelineShape:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "PipelineShape":
-        """Read what `to_fields` wrote, among other fields.
+        """Read the fields of `to_fields`, among others.
 
         Raises:
-            KeyError, ValueError: if it is something else.
+            KeyError, ValueError: if they are missing or have other values.
         """
         return cls(
             fields["num_stages"],
@@ -166,7 +166,7 @@ class PipelineShape:
         )
 
     def check_lengths(self, lengths: Sequence[float]) -> None:
-        """See that there is a length, or a share of the sequence, for each token slice."""
+        """Check that there is a length, or a share of the sequence, for each token slice."""
         if len(lengths) != self.num_token_slices or not all(0 < length < inf for length in lengths):
             raise PlanError(
                 f"lengths {list(lengths)} for {self.num_token_slices} token slices: give one above 0 for each of them"
@@ -196,7 +196,7 @@ class PipelineShape:
 
     @property
     def last_token_slice(self) -> int:
-        """The token slice whose backward runs first."""
+        """The token slice that runs its backward first."""
         return self.num_token_slices - 1
 
 
@@ -296,7 +296,7 @@ MOST_OPS_OF_RANK = 2**20
 _US_PER_OP = 2
 
 _SLOW_OPS = 2**21
-"""More ops than this take so long that people want to know why nothing happens."""
+"""With more ops than this, planning takes long enough for a message."""
 
 
 def num_ops(shape: PipelineShape) -> int:
@@ -313,7 +313,7 @@ def slow_planning(shape: PipelineShape) -> str | None:
 
 
 def check_num_ops(shape: PipelineShape, most: int = MOST_OPS) -> None:
-    """See that a step has no more ops than can be planned. Nothing of it has to be planned to know."""
+    """Check that a step has no more ops than can be planned, without planning it."""
     every = num_ops(shape)
     of_rank = every // shape.num_ranks
     if every <= most and of_rank <= MOST_OPS_OF_RANK:

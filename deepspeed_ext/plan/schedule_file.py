@@ -6,9 +6,9 @@ One line for each pipeline rank, first to last, with its ops in the order it run
     0F0.0, 0F0.1,        ,        , 0B0.1, 0B0.0
          , 1F0.0, 1F0.1, 1B0.1, 1B0.0
 
-Empty cells, lines with nothing else, and all text after a `#` are skipped. Where there is one token slice it may be
-left out (`0F0`), and `I` and `W` may stand for `BI` and `BW`, so that the CSV files of torch.distributed.pipelining can
-be read. The extents of the pipeline and the owners of stages follow from the ops.
+Empty cells, empty lines, and all text after a `#` are skipped. Where there is one token slice it may be left out
+(`0F0`), and `I` and `W` may be written for `BI` and `BW`, so that the CSV files of torch.distributed.pipelining can be
+read. The extents of the pipeline and the owners of stages follow from the ops.
 """
 
 import re
@@ -26,7 +26,7 @@ __all__ = ["parse_schedule", "read_schedule", "schedule_from_file", "write_sched
 
 
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
-    """Read the shape and the op order of every rank, and see that they are whole and can be run.
+    """Read the shape and the op order of every rank, and check that they are whole and can be run.
 
     Raises:
         ScheduleDeadlock: if ranks would wait for each other.
@@ -55,10 +55,10 @@ def _parse(text: str, name: str) -> _Parsed:
             raise PlanError(f"line {numbers[rank]}: {error}") from None
     written = fixed(orders)
 
-    def checked(asked_for: PipelineShape, rank: int) -> Iterator[Op]:
-        if asked_for != shape:
+    def checked(of_run: PipelineShape, rank: int) -> Iterator[Op]:
+        if of_run != shape:
             raise PlanError(
-                f"the schedule of {name} is for {_in_words(shape)}, and the run has {_in_words(asked_for)}: "
+                f"the schedule of {name} is for {_in_words(shape)}, and the run has {_in_words(of_run)}: "
                 "change the run, or choose another schedule"
             )
         return written(shape, rank)
@@ -69,7 +69,7 @@ def _parse(text: str, name: str) -> _Parsed:
 
 
 def schedule_from_file(path: Path | str) -> SimulatedSchedule:
-    """Return the schedule of a file, which fits the shape of the file alone and is known to end there."""
+    """Return the schedule of a file, which is only for the shape of the file and is proven to end there."""
     return parse_file(path, lambda text: _parse(text, str(path)))[2]
 
 
@@ -90,28 +90,28 @@ def _lines_with_ops(text: str) -> Iterator[tuple[int, list[Op]]]:
 
 
 def _shape_of(orders: Sequence[Sequence[Op]], numbers: Sequence[int]) -> PipelineShape:
-    """The smallest shape that holds all ops, with the placement that puts every stage on the rank it stands on."""
+    """The smallest shape that has all ops, with the placement that puts every stage on the rank of its line."""
     num_ranks = len(orders)
     _, *last = map(max, zip(*(op for order in orders for op in order), strict=True))
     num_stages, num_micro_batches, num_token_slices = (1 + int(index) for index in last)
-    stands_on = {(op.stage, rank) for rank, order in enumerate(orders) for op in order}
-    with_ops = {stage for stage, _ in stands_on}
+    placed = {(op.stage, rank) for rank, order in enumerate(orders) for op in order}
+    with_ops = {stage for stage, _ in placed}
     gap = next((stage for stage in range(num_stages) if stage not in with_ops), None)
     if gap is not None:
         raise PlanError(f"stage {gap} has no ops, and there are {num_stages} stages: add its ops to a line")
     if num_stages % num_ranks:
         raise PlanError(
-            f"{num_stages} stages stand on {num_ranks} lines, one for each pipeline rank: give all ranks as many stages"
+            f"{num_stages} stages are on {num_ranks} lines, one for each pipeline rank: give all ranks as many stages"
         )
     shapes = [
         PipelineShape(num_stages, num_micro_batches, num_token_slices, num_stages // num_ranks, placement)
         for placement in (Placement.LOOPED, Placement.V)
     ]
     for shape in shapes:
-        if all(shape.rank_of(stage) == rank for stage, rank in stands_on):
+        if all(shape.rank_of(stage) == rank for stage, rank in placed):
             return shape
     # Against the placement that fits best, the first op that is on a wrong line.
-    best = min(shapes, key=lambda shape: sum(shape.rank_of(stage) != rank for stage, rank in stands_on))
+    best = min(shapes, key=lambda shape: sum(shape.rank_of(stage) != rank for stage, rank in placed))
     number, op, rank = next(
         (number, op, rank)
         for rank, (number, order) in enumerate(zip(numbers, orders, strict=True))
@@ -119,7 +119,7 @@ def _shape_of(orders: Sequence[Sequence[Op]], numbers: Sequence[int]) -> Pipelin
         if best.rank_of(op.stage) != rank
     )
     raise PlanError(
-        f"line {number}: op {op} stands on rank {rank}, and stage {op.stage} of {num_stages} on {num_ranks} ranks is "
+        f"line {number}: op {op} is on rank {rank}, and stage {op.stage} of {num_stages} on {num_ranks} ranks is "
         f"rank {shapes[0].rank_of(op.stage)}'s if stages go round and round (looped), "
         f"rank {shapes[1].rank_of(op.stage)}'s if they go there and back (v): move it"
     )

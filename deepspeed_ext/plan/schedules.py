@@ -1,4 +1,4 @@
-"""Schedules: in what order each pipeline rank runs its ops. One pure generator per schedule, and a registry by name.
+"""Schedules: the order of ops on each pipeline rank. One pure generator per schedule, and a registry by name.
 
 Time runs to the right; F0.1 is the forward of token slice 1 of micro-batch 0. Two stages, two micro-batches, two
 token slices:
@@ -66,7 +66,7 @@ Schedule = Callable[[PipelineShape, int], Iterator[Op]]
 
 
 def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
-    """Yield every forward of a rank, in the order of `interleaved`; alone, the order of evaluation."""
+    """Yield every forward of a rank, in the order of `interleaved`, which is also the order of evaluation."""
     for micro_batches in _groups(shape):
         for unit in product(shape.stages_of(rank), micro_batches, range(shape.num_token_slices)):
             yield Op(OpKind.FORWARD, *unit)
@@ -84,7 +84,7 @@ def _groups(shape: PipelineShape) -> Iterator[range]:
     """Micro-batches that pass a model chunk together: the fewest that keep all ranks busy until they come back.
 
     With fewer, the first would come back to its rank before the rank is done with the last: a bubble in every pass.
-    What is left over joins the groups, which are then a little longer.
+    The remainder joins the groups, which are then a little longer.
     """
     least = -(-shape.num_ranks // shape.num_token_slices)
     num_groups = max(shape.num_micro_batches // least, 1)
@@ -158,7 +158,7 @@ def _alternate(shape: PipelineShape, rank: int, warmup: int) -> Iterator[Op]:
 
 
 def zero_bubble(shape: PipelineShape, rank: int) -> Iterator[Op]:
-    """1f1b with the backward in two parts, weight gradients late by as many ops as there are ranks before this one.
+    """1f1b with the backward in two parts, weight gradients delayed by as many ops as there are ranks before this one.
 
     ZB-H1's order (arXiv 2401.10241 section 3), for token slices. The last rank has the shortest warmup and the most
     weight gradients to fill its cooldown with; every rank keeps min(P - 1 + S, M * S) token slices. If all three
@@ -266,7 +266,7 @@ EFFORT = 0.2
 
 
 class FoundSchedule:
-    """A schedule that is found for each shape of the pipeline when it is first asked for. Every rank finds the same."""
+    """A schedule that is found for each shape of the pipeline at its first use. Every rank finds the same."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class FoundSchedule:
         self._found: dict[PipelineShape, OptimisedSchedule] = {}
 
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
-        """Return the ops of a rank in order, as `plan.schedules.Schedule` says."""
+        """Return the ops of a rank in order; see `Schedule`."""
         return iter(self.found(shape).orders[rank])
 
     def found(self, shape: PipelineShape) -> "OptimisedSchedule":

@@ -70,7 +70,7 @@ class TokenSlices:
 
     @classmethod
     def uniform(cls, seq_length: int, num_token_slices: int, *, granularity: int = 1) -> "TokenSlices":
-        """Cut as evenly as multiples of `granularity` allow; the first token slices take what is left over.
+        """Cut as evenly as multiples of `granularity` allow; the first token slices take the remainder.
 
         Tokens beyond the last multiple go to the last token slice.
 
@@ -95,7 +95,7 @@ class TokenSlices:
         """Cut so that every token slice costs the same, up to `granularity` tokens.
 
         A token at position x costs `linear_cost + attention_cost * x`: its matrix products, and its attention to
-        the x tokens before it. The first e tokens then cost a*e + b*e^2/2, and cut j of S lies where that is j/S
+        the x tokens before it. The first e tokens then cost a*e + b*e^2/2, and cut j of S is where that is j/S
         of the whole (the closed form of Seq1F1B's quadratic, arXiv 2406.03488 section 3.3).
 
         Args:
@@ -199,7 +199,7 @@ def parts_of_rank(token_slices: TokenSlices, rank: int, num_ranks: int) -> Token
     if uneven is not None:
         raise PlanError(
             f"token slice {uneven} of {token_slices} has {token_slices.lengths[uneven]} tokens, which "
-            f"{num_ranks} sequence-parallel ranks cannot share evenly: let every length be a multiple of {num_ranks}"
+            f"{num_ranks} sequence-parallel ranks cannot share evenly: give lengths that are multiples of {num_ranks}"
         )
     lengths = tuple(length // num_ranks for length in token_slices.lengths)
     return TokenSliceParts(lengths, whole=token_slices, rank=rank)

@@ -1,4 +1,4 @@
-"""What all commands share: help that reads well, an end in one line, a line of progress, the flag `--json [FILE]`."""
+"""Shared by all commands: the layout of help, errors in one line, a line of progress, the flag `--json [FILE]`."""
 
 import argparse
 import os
@@ -22,20 +22,20 @@ INTERVAL_S = 0.2
 """Seconds between two changes of the line."""
 
 SILENT_S = 1.0
-"""Seconds before the line appears: what is done by then needs none."""
+"""Seconds before the line appears: shorter work needs none."""
 
 
 def unseen(share: float) -> None:
-    """Take the share that is done, and show it to nobody."""
+    """Ignore the share that is done."""
 
 
 def part_of(progress: Progress, first: float, last: float) -> Progress:
-    """Return what takes the progress of a part of some work, between these shares of all of it."""
+    """Return a callback for the progress of a part of some work, between these shares of all of it."""
     return lambda share: progress(first + (last - first) * share)
 
 
 class ProgressLine:
-    """A line that is written over again, and gone at the end. Where nobody watches, nothing is written."""
+    """A line that is overwritten, and removed at the end. It is only written to a terminal."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -53,7 +53,7 @@ class ProgressLine:
         self._write("")
 
     def part(self, doing: str, first: float = 0.0, last: float = 1.0) -> Progress:
-        """Return what takes the progress of a part of the work.
+        """Return a callback for the progress of a part of the work.
 
         Args:
             first: share of all work that is done before it.
@@ -80,7 +80,7 @@ class ProgressLine:
 
 
 def time_left(elapsed_s: float, done: float) -> str:
-    """Return how long it will take from here, in words, if the rest goes as what is done."""
+    """Return the remaining time in words, if the rest is as fast as the part that is done."""
     left_s = elapsed_s * (1 - done) / done
     if left_s < 100:
         return f"{left_s:.0f} s"
@@ -88,10 +88,10 @@ def time_left(elapsed_s: float, done: float) -> str:
 
 
 BAD_INPUT = 2
-"""Exit code of a command whose input is bad."""
+"""Exit code for bad input."""
 
 INTERRUPTED = 130
-"""Exit code of a command that ended by Ctrl-C, as shells know it."""
+"""Exit code of a command that ended by Ctrl-C, as in shells."""
 
 WIDEST = 110
 """Columns of a help text at most: longer lines are hard to read."""
@@ -103,11 +103,11 @@ def run_command(action: Callable[[], int]) -> int:
         try:
             return action()
         finally:
-            # What `head` does not read any more is to be noticed here, not when Python closes the stream.
+            # A reader such as `head` may have closed the stream: that is noticed here, not when Python closes it.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
-        # What reads the output has enough. Python would complain again when it closes the stream.
+        # The reader has closed the stream. Python would raise the error again when it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError) as error:
@@ -130,7 +130,7 @@ def command_main(
     """
 
     def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
-        """Run the command and return its exit code: its own, 2 for bad input, said in one line, or 130 for Ctrl-C."""
+        """Run the command and return its exit code: its own, 2 for bad input, 130 for Ctrl-C."""
         return run_command(lambda: run(build_parser(prog).parse_args(argv), prog))
 
     return main
@@ -146,7 +146,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help begins with what the command does, and whose errors are `UserError`s of one line.
+    """A parser with help that begins with the description, and with errors that are `UserError`s of one line.
 
     Its sub-commands are such parsers, too.
     """
@@ -158,9 +158,9 @@ class CommandParser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and where the flags are explained."""
+        """Raise the error, with the nearest flag or the command for help."""
         if message.startswith("the following arguments are required"):
-            # Whoever misspelled the flag that is missed has to see both.
+            # Where the missing flag was misspelled, both are named.
             known = {*self._option_string_actions, "--"}
             wrong = [each for each in self._words if each.startswith("--") and each.partition("=")[0] not in known]
             message += f", and {' '.join(wrong)} is no flag of this command" if wrong else ""
@@ -170,16 +170,16 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message}: {hint}")
 
     def parse_known_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return what argparse does."""
+        """Parse as argparse does, and keep the words for errors."""
         self._words = list(sys.argv[1:] if words is None else words)
         return super().parse_known_args(words, namespace)
 
     def format_usage(self) -> str:
-        """Return the shortest command in one line: what must be given, and `[flags]` for all that may be left out."""
+        """Return the shortest command in one line: all that is required, and `[flags]` for all that is optional."""
         return f"usage: {self.usage or ' '.join([self.prog, *self._needed()])}\n"
 
     def format_help(self) -> str:
-        """Return the help: what the command does, how it is called, its flags by group, and examples."""
+        """Return the help: description, usage, flags by group, and examples."""
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         formatter.add_text(self.format_usage())
@@ -255,7 +255,7 @@ def _is_choice(action: argparse.Action) -> TypeGuard["argparse._SubParsersAction
 
 
 STANDARD_OUTPUT = "-"
-"""The value of the flag that stands for standard output."""
+"""The value of the flag for standard output."""
 
 
 def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: str | None = None) -> None:
@@ -265,19 +265,19 @@ def add_json_flag(group: argparse._ActionsContainer, content: str, *, default: s
         group: flags of a command, or a group of them.
         default: file that is written without the flag; None = none is.
     """
-    beside = "" if default is None else f" (default: {default})"
+    suffix = "" if default is None else f" (default: {default})"
     group.add_argument(
         "--json",
         metavar="FILE",
         nargs="?",
         const=STANDARD_OUTPUT,
         default=default,
-        help=f"write {content} as JSON; without FILE, or with -, print that alone{beside}",
+        help=f"write {content} as JSON; without FILE, or with -, print only that{suffix}",
     )
 
 
 def write_json(path: str, text: str) -> None:
-    """Write what the flag asks for, in a folder that is made where there is none, or onto standard output."""
+    """Write the file of the flag, in a folder that is created if missing, or standard output."""
     text = text if text.endswith("\n") else f"{text}\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""Files that users name: text with errors in one line, JSON that the rest of the program can hold, permissions.
+"""Files that users name: text with errors in one line, JSON with values that fit into arrays, permissions.
 
 Python's parser takes more than JSON: it reads NaN, it keeps the last of two equal keys, and it makes whole numbers and
 half characters that no file and no array can hold. None of this reaches a reader of files.
@@ -24,7 +24,7 @@ _Parsed = TypeVar("_Parsed")
 def permit_as_new(path: Path) -> None:
     """Give a file the permissions that a new file in its folder has: those that the user's umask leaves.
 
-    The umask of a process cannot be read without setting it for all threads, so a new file tells.
+    The umask of a process cannot be read without setting it for all threads, so a new file is created to read it.
     """
     import secrets  # It loads hashlib, which takes longer than all else here.
 
@@ -38,7 +38,7 @@ def permit_as_new(path: Path) -> None:
 
 
 def permit_to_run(path: Path) -> None:
-    """Let all those run a file who may read it."""
+    """Let all users that may read a file run it."""
     mode = path.stat().st_mode
     path.chmod(mode & 0o777 | (mode & 0o444) >> 2)
 
@@ -51,7 +51,7 @@ def read_text(path: Path | str, flag: str = "") -> str:
         raise UserError(f"{flag} {path} cannot be read ({error.strerror}): give a file that can".lstrip()) from None
     except UnicodeDecodeError as error:
         place = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise UserError(f"{flag} {path} is not UTF-8 text ({place}): mend the file".lstrip()) from None
+        raise UserError(f"{flag} {path} is not UTF-8 text ({place}): fix the file".lstrip()) from None
     except ValueError as error:  # A name that no file can have.
         raise UserError(f"{flag} {path} cannot be read ({error}): give a file that can".lstrip()) from None
 
@@ -83,7 +83,7 @@ WHOLE_NUMBERS = 2**63
 """Whole numbers are below this, and above its negative, as in arrays."""
 
 _LEAST_VALUES = 100_000
-"""Values that any text may stand for. More, and it cannot stand for more of them than it has characters."""
+"""Values that any text may have. A larger document may not have more values than characters."""
 
 
 def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
@@ -96,7 +96,7 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{described} is not JSON ({error}): mend it") from None
+        raise PlanError(f"{described} is not JSON ({error}): fix it") from None
     check_values(document, described, len(text), infinite=infinite, unbounded=unbounded)
     return document
 
@@ -107,8 +107,8 @@ def check_values(
     """Check that a document holds finite numbers and text that can be written, and is not nested too deeply.
 
     Args:
-        num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can stand for much
-            more than it holds.
+        num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can have many
+            more values.
     """
     level, counted = [document], 0
     for _ in range(MOST_LEVELS):
@@ -123,7 +123,7 @@ def check_values(
                 raise PlanError(f"{described} {fault}")
             counted += 1
             if counted > max(num_characters, _LEAST_VALUES):
-                raise PlanError(f"{described} refers to its own parts again and again: write out what it stands for")
+                raise PlanError(f"{described} refers to its own parts again and again: write the values out")
         if not below:
             return
         level = below
@@ -131,16 +131,16 @@ def check_values(
 
 
 def _fault(value: object, infinite: bool, unbounded: bool) -> str | None:
-    """Return what is wrong with a number or a text, and the remedy; None if nothing is."""
+    """Return the fault of a number or a text, and the remedy; None for a correct value."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"holds {value}, which is half a character: write the text anew"
+            return f"contains {value}, which is half a character: write the text again"
     elif isinstance(value, float) and not isfinite(value) and not (infinite and isinf(value)):
-        return f"holds the number {value}, or one too large to tell it from that: give a finite number"
+        return f"contains the number {value}, or one too large for a float: give a finite number"
     elif isinstance(value, int) and not unbounded and not -WHOLE_NUMBERS < value < WHOLE_NUMBERS:
-        return f"holds a whole number of {len(str(abs(value)))} digits: give one below 2^63, or write it as 1e30"
+        return f"contains a whole number of {len(str(abs(value)))} digits: give one below 2^63, or write it as 1e30"
     return None
 
 
@@ -148,7 +148,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
         repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"key {repeated!r} stands twice")
+        raise ValueError(f"key {repeated!r} appears twice")
     return document
 
 

@@ -120,7 +120,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Read what `to_json` wrote."""
+        """Read the JSON of `to_json`."""
         fields: Any = parse_json(text, "a timeline")
         try:
             shape = PipelineShape.from_fields(fields)

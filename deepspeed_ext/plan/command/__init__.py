@@ -1,4 +1,4 @@
-"""Command `terapipe plan`: simulate a schedule, say how good it is, draw it; or show what was measured.
+"""Command `terapipe plan`: simulate a schedule, show its figures, draw it; or show measured steps.
 
 options -> request (shape, costs, orders) -> simulated --.
         -> timeline of a run ------------> compared -----'--> figures, drawings

@@ -1,4 +1,4 @@
-"""Shows measured steps, each figure beside that of their simulation."""
+"""Shows measured steps and their simulation, figure by figure."""
 
 import argparse
 import json
@@ -36,10 +36,12 @@ _COLUMN = 13
 
 
 def show_measured(options: argparse.Namespace) -> int:
-    """Show what `--timeline` names. Returns the exit code."""
+    """Show the steps of `--timeline`. Returns the exit code."""
     for name in _ONLY_SIMULATED:
         if getattr(options, name) not in (None, False):
-            raise UserError(f"--timeline already says what ran, so --{name.replace('_', '-')} has no use: drop one")
+            raise UserError(
+                f"--{name.replace('_', '-')} contradicts --timeline, which shows a step that has run: drop one"
+            )
     steps = alike(read_steps(options.timeline))
     try:
         comparison = Comparison(tuple(step.timeline for step in steps))
@@ -114,7 +116,7 @@ def _steps(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _time_by_rank(comparison: Comparison) -> str:
-    """On what each rank spent the measured step."""
+    """How each rank spent the time of the measured step."""
     unit = comparison.measured.unit
     rows = [_row("measured time by rank", "in ops", "waits for ops", "transfers", "overhead")]
     for rank, spent in enumerate(comparison.rank_times):

@@ -7,12 +7,12 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.terminal import CommandParser, add_json_flag
 
 SEQ_LENGTH = 4096
-"""Tokens of a sequence that is cut, unless it is said."""
+"""Default tokens of a sequence that is cut."""
 LAYERS_OF_A_RANK = 8
-"""Layers that are dealt to stages, for each pipeline rank, unless it is said."""
+"""Default layers of a pipeline rank that are dealt to stages."""
 
 _DESCRIPTION = """\
-Simulate a pipeline schedule, draw it, and say how much of it is idle; or compare a measured timeline with a simulation.
+Simulate a pipeline schedule, draw it, and print its idle share; or compare a measured timeline with a simulation.
 
 Every rank starts an op as soon as it is free and the op's inputs have arrived. F0.1 is the forward of token slice 1
 of micro-batch 0, B its backward, or BI the part for the input and BW the part for the weights; a dot is idle time.
@@ -28,7 +28,7 @@ costs.json:
     "reductions":      [[0.5, 0.5], [0.5, 0.5]]     optional: times to sum gradients over replicas, last layer first
   }
   Times are in one unit of your choice. A transfer may also be {"latency": x, "bandwidth": y, "bytes": [per token
-  slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages share the time evenly.
+  slice]}. With model chunks, rows are for stages, or for pipeline ranks, and their stages share the time evenly.
   Without --costs and --attention-share every op takes 1 and transfers take 0.
 
 token_bytes.json:
@@ -37,7 +37,7 @@ token_bytes.json:
   The first four are the bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values,
   as their gradients, and as logits on the last stage. Then come the share of the activation that a BI frees, and the
   largest number of bytes of logits that a rank keeps. With stage_input stages are recomputed: a forward keeps their
-  input, and the activation is there during the backward alone; one number is for all stages but the first, which reads
+  input, and the activation exists only during the backward; one number is for all stages but the first, which reads
   tokens. This and the first three may be lists with one number for each stage. All but the first may be left out.
 
 examples:
@@ -54,16 +54,16 @@ exit code: 0, or 1 if the schedule deadlocks, or 2 for bad input."""
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command line. The fields of what it returns are read in this package alone."""
+    """Return the parser of the command line. Only this package reads the fields of its options."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION, epilog=_EPILOG)
-    what = parser.add_argument_group("what to simulate")
-    what.add_argument(
+    simulated = parser.add_argument_group("pipeline to simulate")
+    simulated.add_argument(
         "--schedule",
         metavar="NAME|FILE",
         help=f"one of {', '.join(SCHEDULES)}, {OPTIMISED}; or a file: a line of ops for each rank",
     )
-    what.add_argument("--stages", type=int, metavar="P", help="pipeline ranks; stages, if each rank owns one")
-    what.add_argument(
+    simulated.add_argument("--stages", type=int, metavar="P", help="pipeline ranks; stages, if each rank owns one")
+    simulated.add_argument(
         "--model-chunks",
         "--num-model-chunks",
         type=int,
@@ -71,33 +71,33 @@ def build_parser(prog: str) -> CommandParser:
         help="stages that each pipeline rank owns (default: 1; for the schedule "
         f"{OPTIMISED} with --attention-share: 1 or 2, whichever is faster)",
     )
-    what.add_argument(
+    simulated.add_argument(
         "--placement",
         "--model-chunk-placement",
         choices=[placement.value for placement in Placement],
         help="stages of a rank: looped = round and round, v = there and back (default: looped; where the model chunks "
         "are chosen, whichever is faster)",
     )
-    what.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an optimizer step")
-    what.add_argument(
+    simulated.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an optimizer step")
+    simulated.add_argument(
         "--token-slices",
         metavar="S|N,N,...",
         help="token slices of a micro-batch, or the tokens of each, such as 704,688,656 (default: 1)",
     )
-    what.add_argument(
+    simulated.add_argument(
         "--seq-length",
         type=int,
         metavar="N",
         help=f"tokens of a sequence, cut evenly unless they are listed (with --solve-slices, default: {SEQ_LENGTH})",
     )
-    what.add_argument(
+    simulated.add_argument(
         "--timeline",
         type=Path,
         metavar="FILE|DIR",
-        help="show a timeline instead, beside its simulation: a file or the directory that the trainer wrote with "
+        help="show a timeline and its simulation instead: a file or the directory that the trainer wrote with "
         "--timeline, or a file written by --json",
     )
-    what.add_argument(
+    simulated.add_argument(
         "--hardware-queues",
         type=int,
         metavar="N",
@@ -105,7 +105,7 @@ def build_parser(prog: str) -> CommandParser:
         "enough queues)",
     )
 
-    costs = parser.add_argument_group("what it costs")
+    costs = parser.add_argument_group("costs")
     costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the format below")
     costs.add_argument(
         "--attention-share",
@@ -134,7 +134,7 @@ def build_parser(prog: str) -> CommandParser:
         metavar="FILE",
         help="count memory in bytes: file of the bytes that a token keeps, in the format below",
     )
-    host = parser.add_argument_group("what may wait on the host")
+    host = parser.add_argument_group("copies to the host")
     host.add_argument(
         "--offload",
         action="store_true",
@@ -153,7 +153,7 @@ def build_parser(prog: str) -> CommandParser:
         metavar="N",
         help="with --offload: bytes that a rank may use on its host (default: no limit)",
     )
-    find = parser.add_argument_group("what to find")
+    find = parser.add_argument_group("search")
     find.add_argument(
         "--solve-slices",
         action="store_true",
@@ -190,7 +190,7 @@ def build_parser(prog: str) -> CommandParser:
         metavar="X",
         help="time to search: 2 takes twice as long as 1 and often finds better schedules (default: 1)",
     )
-    out = parser.add_argument_group("what to write")
+    out = parser.add_argument_group("output")
     add_json_flag(out, "the figures, the op orders and the timeline")
     out.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing")
     out.add_argument(

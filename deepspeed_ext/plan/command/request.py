@@ -1,4 +1,4 @@
-"""The simulation that the command line asks for: pipeline, costs of ops, their order, host copies, units of memory."""
+"""The simulation of a command line: pipeline, costs of ops, their order, host copies, units of memory."""
 
 import argparse
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Memory:
     lengths: Sequence[float]
     """Tokens of the token slices, or their shares of a sequence; empty for equal ones."""
     token_bytes: TokenBytes | None = None
-    """What a token keeps; None to count activations."""
+    """Bytes of a token; None to count activations."""
 
     @property
     def unit(self) -> str:
@@ -44,13 +44,13 @@ class Memory:
         return "activations, in micro-batches on one rank" if self.token_bytes is None else "bytes"
 
     def curves(self, timeline: Timeline) -> list[StepFunction]:
-        """Per rank, what it holds over time."""
+        """Per rank, its memory over time."""
         if self.token_bytes is None:
             return activation_over_time(timeline, self.lengths or None)
         return memory_over_time(timeline, self.lengths, self.token_bytes)
 
     def host_curves(self, timeline: Timeline) -> list[StepFunction]:
-        """Per rank, what waits on its host over time; empty where nothing does."""
+        """Per rank, the memory of its host over time; empty without host copies."""
         if self.token_bytes is None or not timeline.host_copies:
             return []
         return host_memory_over_time(timeline, self.lengths, self.token_bytes)
@@ -89,7 +89,7 @@ _MOST_OPS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A pipeline to simulate, as the options ask for it."""
+    """A pipeline to simulate, with all that the options specify."""
 
     schedule: str
     """Its name, or that of its file."""
@@ -99,13 +99,13 @@ class Request:
     costs: OpCosts
     orders: Sequence[Sequence[Op]]
     lower_bound: float | None = None
-    """No schedule has a smaller makespan; None if nobody has looked for a bound."""
+    """Makespan that no schedule can beat; None if no bound was computed."""
     partition: StagePartition | None = None
     """Layers of the stages, if they were looked for; else stages are alike."""
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """Put together what the options ask for, and show the progress of what is searched for."""
+    """Build the request of the options, and show the progress of searches."""
     if options.schedule is None:
         raise UserError("--schedule is missing: give it, or a --timeline to show")
     _check(options)
@@ -133,7 +133,7 @@ def _of_name(options: argparse.Namespace, line: ProgressLine) -> Request:
 
 
 _PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V))
-"""Model chunks and placements that are tried where nobody says which: whole stages, and halves either way."""
+"""Model chunks and placements that are tried where the options leave them open: whole stages, and halves either way."""
 
 
 _Part = tuple[float, float]
@@ -173,14 +173,14 @@ def _of_file(options: argparse.Namespace, path: Path) -> Request:
     }
     for flag, (given, written) in says.items():
         if given is not None and given != written and (flag != "--placement" or shape.num_model_chunks > 1):
-            raise UserError(f"{flag} {given} contradicts {path}, whose ops say {written}: drop it, or change the file")
+            raise UserError(f"{flag} {given} contradicts {path}, which has {written}: drop it, or change the file")
     if options.solve_slices:
         raise UserError("--solve-slices cuts for a schedule that has a name, not for one of a file: drop it")
     return Request(path.stem, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
 
 def _schedule_file(name: str) -> Path:
-    """The file that a schedule stands in, where it has no name we know."""
+    """The file of a schedule without a known name."""
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path
@@ -207,20 +207,20 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--head-share {head:g} is out of range: give 0 or more")
     if options.window is not None and searched:
         raise UserError(
-            f"--window {options.window} does not go with --solve-slices, which knows none: drop one of them"
+            f"--window {options.window} does not go with --solve-slices, which has no windows: drop one of them"
         )
     for name in ("memory_limit", "effort"):
         given = getattr(options, name)
         if given is not None and not 0 < given < inf:
             raise UserError(f"{_flag(name)} {given:g} is out of range: give more than 0")
     if options.effort is not None and not (searched or options.schedule == OPTIMISED):
-        raise UserError(f"--effort {options.effort:g} is for what is searched: add --solve-slices, or drop it")
+        raise UserError(f"--effort {options.effort:g} is for searches: add --solve-slices, or drop it")
     if share is None:
         for name in ("head_share", "window", "solve_slices"):
             if getattr(options, name) not in (None, False):
                 raise UserError(f"{_flag(name)} needs costs that follow from token slices: add --attention-share")
     elif options.costs is not None:
-        raise UserError("--costs and --attention-share both say what ops cost: drop one of them")
+        raise UserError("--costs and --attention-share both give the costs of ops: drop one of them")
 
 
 def _flag(name: str) -> str:
@@ -262,7 +262,7 @@ def _costs(
     if options.attention_share is not None:
         if options.window is not None and sum(lengths) < 2:
             raise UserError(
-                f"--window {options.window} counts tokens, and no flag says how many there are: add --seq-length"
+                f"--window {options.window} counts tokens, and the sequence has no length in tokens: add --seq-length"
             )
         return attention_costs(
             shape, lengths, options.attention_share, head_share=options.head_share or 0.0, window=options.window
@@ -294,7 +294,7 @@ def _optimised(
 
 
 def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLine, part: _Part) -> Request:
-    """Find token slices for the schedule, and layers of the stages if asked, then make of them what they give."""
+    """Find token slices for the schedule, and layers of the stages with --solve-stages, and build their request."""
     from deepspeed_ext.plan.solve import PolynomialCosts, TokenSliceCosts, op_costs, solve_stages, solve_token_slices
 
     if "," in (options.token_slices or ""):
@@ -338,7 +338,7 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLin
 
 
 def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory) -> HostCopySettings | None:
-    """Return what may wait on the host; None for nothing."""
+    """Return the settings of host copies; None without them."""
     if not options.offload:
         for name in ("host_bandwidth", "host_bytes"):
             if getattr(options, name) is not None:

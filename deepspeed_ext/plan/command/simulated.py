@@ -122,7 +122,7 @@ def order_figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def by_what(timeline: Timeline) -> str:
-    """Return what the numbers of a row are counted by."""
+    """Return the unit that each number of a row is for."""
     return "(by rank)" if timeline.shape.num_model_chunks > 1 else "(by stage)"
 
 
@@ -136,7 +136,7 @@ _TOLERANCE = 1e-9
 
 
 def show_simulated(options: argparse.Namespace) -> int:
-    """Simulate what the options ask for. Returns the exit code."""
+    """Simulate the schedule of the options. Returns the exit code."""
     request: Request | None = None
     if (options.schedule == OPTIMISED or options.solve_slices) and sys.stderr.isatty():
         print("searching: this takes some seconds, and less with --effort 0.1", file=sys.stderr)

@@ -25,7 +25,7 @@ def render_chrome_trace(
     Trace times are microseconds from the first op. A timeline without a unit counts each unit as one microsecond.
 
     Args:
-        memory: per rank, times of the timeline and what is held from each of them on; may be left out.
+        memory: per rank, its memory from each time of the timeline on; optional.
     """
     counters = {"memory": memory, "host memory": host_memory}
     return json.dumps({"traceEvents": list(_events(timeline, counters)), "displayTimeUnit": "ms"})
@@ -80,7 +80,7 @@ def _transfers(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_
 
 
 def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
-    """Reductions, on a thread of their rank behind those of its stages."""
+    """Reductions, on a thread of their rank after those of its stages."""
     shape = timeline.shape
     thread = shape.num_model_chunks
     for rank in sorted({shape.rank_of(one.stage) for one in timeline.reductions}):
@@ -91,7 +91,7 @@ def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[
 
 
 def _copies(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
-    """Copies to the host and back, on two threads of their rank behind that of its reductions."""
+    """Copies to the host and back, on two threads of their rank after that of its reductions."""
     for rank in range(timeline.shape.num_ranks):
         for lane, copies in enumerate(copies_of(timeline, rank)):
             place = {"pid": rank, "tid": timeline.shape.num_model_chunks + 1 + lane}

@@ -1,4 +1,4 @@
-"""What drawings share: labels of ops and rows, colours, lanes of host copies, and the vocabulary of our SVG pictures.
+"""Elements that drawings share: labels of ops and rows, colours, lanes of host copies, and elements of SVG.
 
 A micro-batch has a hue, a token slice a lightness, both in OKLCH, where equal steps look equal. Colours are given as
 attributes, for any viewer, and a style sheet changes them where the reader prefers dark.
@@ -88,7 +88,7 @@ def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
 
 
 def oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
-    """Convert OKLCH to sRGB, clipped to what a screen can show."""
+    """Convert OKLCH to sRGB, clipped to the gamut of a screen."""
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
     # The matrices of Ottosson's Oklab: to cone responses, then to linear sRGB.
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
@@ -128,14 +128,16 @@ class DrawnCopy(NamedTuple):
 
     @property
     def letter(self) -> str:
-        """Of what is copied."""
+        """Letter of the content."""
         return _LETTERS[self.copy.content]
 
     def words(self, lane: int) -> str:
-        """What is copied, in words."""
+        """Content and direction of the copy, in words."""
         _, stage, micro_batch, token_slice, *_ = self.copy
-        what = f"{self.copy.content.value} of token slice {token_slice} of micro-batch {micro_batch} on stage {stage}"
-        return f"{what} {LANES[lane]}"
+        content = (
+            f"{self.copy.content.value} of token slice {token_slice} of micro-batch {micro_batch} on stage {stage}"
+        )
+        return f"{content} {LANES[lane]}"
 
 
 def copies_of(timeline: Timeline, rank: int) -> Sequence[list[DrawnCopy]]:

@@ -1,6 +1,6 @@
 """Draws timelines as one HTML page that needs nothing else: zoom, pan, hover, the critical path, memory curves.
 
-The page draws on a canvas, and only what is in view, so a hundred thousand ops open at once. Its data are JSON: columns
+The page draws on a canvas, and only the visible ops, so a hundred thousand ops open at once. Its data are JSON: columns
 of numbers for each rank, and for each op the ops that it needs. Numbers of ops count over all ranks, in the order of
 the rows.
 """
@@ -32,10 +32,10 @@ class Panel:
     title: str
     timeline: Timeline
     memory: Sequence[StepFunction] = ()
-    """Per rank, what it holds over the time of the timeline; may be left out."""
+    """Per rank, its memory over the time of the timeline; optional."""
     memory_unit: str = "activations, in micro-batches on one rank"
     host_memory: Sequence[StepFunction] = ()
-    """Per rank, what waits on its host; may be left out."""
+    """Per rank, the memory of its host; optional."""
 
 
 def render_html(panels: Sequence[Panel], title: str) -> str:

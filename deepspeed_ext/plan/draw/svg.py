@@ -6,7 +6,7 @@ back              [===]               low, dotted: weight gradient
 links                    [====]       upper edge: model chunk, none on the first, thicker on each after it
         0     1     2     3    4      bare track: idle
 
-What an op is can be read without its label, which thin ops have no room for. Below the track of a rank are lanes, where
+An op can be recognised without its label, for which thin ops have no room. Below the track of a rank are lanes, where
 it has any: copies to the host and back, and gradients summed over replicas.
 """
 
@@ -58,9 +58,9 @@ COPY_FILLS = (OFFLOAD, FETCH)
 def lanes(timeline: Timeline, rank: int, scale: Scale, top: float) -> Iterator[str]:
     """Return the bars in the lanes of a rank."""
 
-    def drawn(start: float, end: float, y: float, fill: str, what: str) -> str:
+    def drawn(start: float, end: float, y: float, fill: str, name: str) -> str:
         x, right = scale.x(start - timeline.start), scale.x(end - timeline.start)
-        tooltip = f"{what}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
+        tooltip = f"{name}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
         mark = bar(x + min(0.75, (right - x) * 0.08), y, max(right - x - 1.5, (right - x) * 0.84), fill)
         return f"<g><title>{escape(tooltip)}</title>{mark}</g>"
 
@@ -79,7 +79,7 @@ def bar(x: float, y: float, width: float, fill: str) -> str:
 
 
 _GAP = 4
-_SMALLEST_LABEL = 8.0  # below it, colour and hatching speak for the op
+_SMALLEST_LABEL = 8.0  # below it, an op has only its colour and hatching
 _LOW = 0.62
 """Height of a weight gradient, in rows."""
 _TEXTURES = {
@@ -169,7 +169,7 @@ _LETTER = 6.6
 
 
 def legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> tuple[list[str], float]:
-    """Return the meaning of all that timelines show, on as many lines as the width needs, and the height of the lines.
+    """Return the legend of timelines, on as many lines as the width needs, and the height of the lines.
 
     `y` is the base line of the first line, which is not counted.
     """
@@ -257,7 +257,7 @@ def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterato
 
 
 def _token_slice_chips(shape: PipelineShape) -> list[tuple[str, str]]:
-    """As many steps of lightness as the eye tells apart; between first and last they stand for several each."""
+    """At most five steps of lightness, which the eye can distinguish; between first and last each is for several."""
     steps = min(shape.num_token_slices, 5)
     labels = [str(step) if step < steps - 1 else str(shape.last_token_slice) for step in range(steps)]
     if steps < shape.num_token_slices:

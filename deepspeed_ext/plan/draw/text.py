@@ -4,10 +4,10 @@
     stage 1 |  .   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0  .
 
 F0.1 is the forward of token slice 1 of micro-batch 0, a dot is idle time. Equal costs give one column per op. With
-uneven costs the shortest op is one column wide, and a longer one is drawn out with dashes: `B0.1----- `. A timeline
-too long for one line goes on below, as a score does. Where ranks own several stages, ops say of which they are: 2F0.1.
+uneven costs the shortest op is one column wide, and a longer one is drawn out with dashes: `B0.1----- `. A timeline too
+long for one line continues below, as a score does. Where ranks own several stages, ops have the stage's number: 2F0.1.
 
-Where anything waits on the host, lanes below each rank show the copies: K0.1 of keys and values, I0.1 of a stage input.
+Where there are host copies, lanes below each rank show them: K0.1 of keys and values, I0.1 of a stage input.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def render_text(timeline: Timeline, width: int = 120, max_bands: int = _MAX_BAND
     """Draw a timeline as text.
 
     Args:
-        max_bands: lines of the score. A timeline that needs more is drawn at a smaller scale, with the letters of its
-            ops alone.
+        max_bands: lines of the score. A timeline that needs more is drawn at a smaller scale, with only the
+            letters of its ops.
     """
     shape = timeline.shape
     names = [rank_name(shape, rank).split() for rank in range(shape.num_ranks)]
@@ -83,7 +83,7 @@ def _block(label: str, letter: str, width: int, column: int) -> str:
 
 
 def _label(op: Op, shape: PipelineShape) -> str:
-    """Text form of an op, without its stage where the row says it."""
+    """Text form of an op, without its stage where the row names it."""
     return str(op) if shape.num_model_chunks > 1 else f"{op.kind.value}{op.micro_batch}.{op.token_slice}"
 
 

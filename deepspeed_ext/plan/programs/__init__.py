@@ -1,1 +1,1 @@
-"""Programs: what every pipeline rank runs, instruction by instruction, and the proof that they end."""
+"""Programs: the instructions of every pipeline rank, and the proof that they end."""

@@ -1,4 +1,4 @@
-"""Whether programs end on the devices that run them: a model of what waits for what on CPUs and on CUDA devices.
+"""Proof that programs end on their devices: a model of the waits between events on CPUs and on CUDA devices.
 
 On a CPU the host computes and waits itself. On CUDA it enqueues, and the device has a stream for computing and one for
 each communicator, of messages and of collectives:
@@ -8,18 +8,18 @@ each communicator, of messages and of collectives:
     stream a   [receive 1  ][receive 2                ]              message are there
     stream b           [send 0        ]                              a message runs from when the work enqueued before
                                                                      it is done until its other end has run as well
-    to host        [offload 0]                                       copies to the host and back need their rank alone
+    to host        [offload 0]                                       copies to the host and back need only their rank
 
-The host does wait where a connection between two ranks is first used, until the other host uses it too; and at a
+The host does wait at the first use of a connection between two ranks, until the other host uses it too; and at a
 drain, which ends when all that was enqueued before is done. Streams that share a hardware queue
 (`CUDA_DEVICE_MAX_CONNECTIONS`) start their work in the order in which the host enqueued it.
 
-All of this is known before anything runs: it is a graph of events, each with those it needs. Programs end if the graph
-has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues after
-posting it. ADR 22 has the sources of these assumptions.
+All of this is determined before the programs run: a graph of events, each with those it needs. Programs end if the
+graph has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues
+after posting it. ADR 22 has the sources of these assumptions.
 
-Two checks need no such model: both ends of a channel name the same messages in the same order; and an op finds on the
-device what it reads, while host copies of a thing are offload, drop and fetch, once each.
+Two checks need no such model: both ends of a channel name the same messages in the same order; and the inputs
+of an op are on its device, while host copies of a tensor are offload, drop and fetch, once each.
 """
 
 from collections import defaultdict
@@ -53,14 +53,14 @@ from deepspeed_ext.plan.programs.program import (
 
 
 def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
+    """Check that both ends of each channel name the same messages in the same order."""
     sent: dict[Channel, list[Op]] = defaultdict(list)
     taken: dict[Channel, list[Op]] = defaultdict(list)
     for program in programs:
         for instruction in program.instructions:
             if instruction.kind in SENDS:
                 reader = reader_of(instruction.op, shape)
-                assert reader is not None, "what is sent is read by another stage"
+                assert reader is not None, "a message is read by another stage"
                 sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
             elif instruction.kind in RECEIVES:
                 message = message_of(instruction, shape)
@@ -75,7 +75,7 @@ def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
 
 
 def check_host_copies(programs: Sequence[Program], shape: PipelineShape, settings: HostCopySettings) -> None:
-    """See that each op finds what it reads on its device, and that each copy is of something that is there."""
+    """Check that the inputs of each op are on its device, and that each copy is of a tensor that exists."""
     settings = settings.fitting(shape)
     before = {OFFLOADS: None, DROPS: OFFLOADS, FETCHES: DROPS}
     for program in programs:
@@ -98,7 +98,7 @@ def check_host_copies(programs: Sequence[Program], shape: PipelineShape, setting
                 elif kinds is FETCHES:
                     away[content, stage, micro_batch].remove(token_slice)
             elif instruction.kind in COMPUTES and instruction.kind is not InstructionKind.WEIGHT_GRADIENT:
-                # A weight gradient reads what its input gradient has kept.
+                # A weight gradient reads tensors that its input gradient has kept.
                 for content in Content:
                     for each in away[content, stage, micro_batch]:
                         if each <= token_slice <= settings.last_reader(content, stage, each):
@@ -132,8 +132,8 @@ class Drains(StrEnum):
 class Device:
     """A device that runs the program of a rank, as the proof models it.
 
-    The default waits as often as any device may, so programs that end on it end on CPUs too, and on CUDA devices whose
-    streams have a hardware queue each.
+    The default waits as often as any device may, so programs that end on it also end on CPUs, and on CUDA devices with
+    a hardware queue for each stream.
     """
 
     hardware_queues: int | None = None
@@ -166,13 +166,13 @@ def num_streams(shape: PipelineShape) -> int:
 
 
 def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> None:
-    """See that programs end.
+    """Check that programs end.
 
     Args:
-        device: what runs each of them; None for the default of `Device`.
+        device: the device of each rank; None for the default of `Device`.
 
     Raises:
-        ScheduleDeadlock: if some rank waits for ever, or a channel's two ends disagree about the order of messages.
+        ScheduleDeadlock: if some rank waits for ever, or the two ends of a channel have different orders of messages.
     """
     check_channels(programs, shape)
     device = device or Device()
@@ -184,7 +184,7 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape, device: De
 
 @dataclass
 class _Rank:
-    """Events of one rank that those to come need."""
+    """Events of one rank that later ones need."""
 
     host: int | None = None
     """The last that the host waits for."""
@@ -199,7 +199,7 @@ class _Rank:
 
 
 class Events:
-    """All that happens when ranks run their programs: what each event needs, and which instruction it belongs to."""
+    """All events of a run of programs: the events that each one needs, and its instruction."""
 
     def __init__(self, programs: Sequence[Program], shape: PipelineShape, device: Device) -> None:
         self._programs, self._shape, self._device = programs, shape, device
@@ -208,7 +208,7 @@ class Events:
         self._of_instruction: dict[tuple[int, int], int] = {}
         self._results: dict[Op, int] = {}
         self._messages: dict[Op, int] = {}
-        self._connections: dict[Channel, tuple[int, int]] = {}  # what the hosts of source and target do at first use
+        self._connections: dict[Channel, tuple[int, int]] = {}  # first use by the hosts of source and target
         self._posted: list[tuple[int, int, int]] = []  # rank, position, message
         self._under_way: dict[int, list[int]] = defaultdict(list)  # per rank, messages that no drain has waited for
         self._ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
@@ -249,7 +249,7 @@ class Events:
                 event = self._event(program.rank, position, rank.host, rank.computed, self._message(instruction.op))
                 self._enqueue(event, COMPUTE_STREAM, rank)
             elif instruction.kind is InstructionKind.REDUCE_GRADIENTS:
-                # Replicas follow one program, so a reduction needs of them what it needs here.
+                # Replicas run one program, so a reduction needs the same events of them as of this rank.
                 event = self._add_behind(self._reduction_stream, program.rank, position, rank)
             elif instruction.kind in HOST_COPIES:
                 event = self._add_copy(program.rank, position, instruction, rank)
@@ -271,7 +271,7 @@ class Events:
         return event
 
     def _add_copy(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
-        """A copy runs behind all that its rank has computed, on a stream behind all others; drops wait for it."""
+        """A copy runs after all that its rank has computed, on a stream after all others; drops wait for it."""
         if instruction.kind in DROPS:
             event = self._event(number, position, rank.host, rank.computed, rank.copies.get(instruction[1:4]))
             self._enqueue(event, COMPUTE_STREAM, rank)
@@ -310,7 +310,7 @@ class Events:
         return self._channels[way]
 
     def _connect(self, number: int, channel: Channel, rank: _Rank, position: int) -> int:
-        """Let a host come to a connection. Returns the event that the other host has come too."""
+        """Add the first use of a connection by a host. Returns the event that both hosts have used it."""
         self._connected.add((number, channel))
         if channel not in self._connections:
             self._connections[channel] = self._event(channel.source, -1), self._event(channel.target, -1)
@@ -338,7 +338,7 @@ class Events:
             for need in needs:
                 followers[need].append(event)
             missing.append(len(needs))
-        # A result of which no program has the op needs nothing, and never comes.
+        # A result without an op in any program needs no event, and never arrives.
         absent = {event for event in (*self._results.values(), *self._messages.values()) if not self._needs[event]}
         level = [event for event, count in enumerate(missing) if not count and event not in absent]
         levels, reached = [], 0
@@ -358,7 +358,7 @@ class Events:
         return levels
 
     def check_drains(self, levels: Sequence[Sequence[int]]) -> None:
-        """See that one rank may wait at any instruction until its device has run empty."""
+        """Check that one rank may wait at any instruction until its device has run empty."""
         latest = self._latest_positions(levels)
         for rank, position, message in self._posted:
             needed = latest[message][rank]
@@ -400,7 +400,7 @@ class Events:
         return max(end.values(), default=0.0)
 
     def _describe(self, stuck: set[int]) -> str:
-        """Say for every rank that is stuck at which instruction it is, and what it waits for."""
+        """Name, for every rank that is stuck, its instruction and the results that this waits for."""
         results = {event: op for op, event in self._results.items()}
         messages = {event: op for op, event in self._messages.items()}
         receives = {
@@ -421,8 +421,8 @@ class Events:
             for position, instruction in enumerate(program.instructions):
                 event = self._of_instruction.get((program.rank, position))
                 if event in stuck:
-                    what = " and ".join(waits(event)) or "the host of the other end"
-                    lines.append(f"rank {program.rank} at '{instruction}' waits for {what}")
+                    missing = " and ".join(waits(event)) or "the host of the other end"
+                    lines.append(f"rank {program.rank} at '{instruction}' waits for {missing}")
                     break
         return f"the programs deadlock: {'; '.join(lines)}; {self._remedy()}"
 

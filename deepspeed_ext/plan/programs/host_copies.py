@@ -1,7 +1,7 @@
 """Host copies: keys, values and stage inputs that are not read for long wait in host memory. ADR 50.
 
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
-is recomputed, and keys and values. Between the last forward that reads one and the first backward that does lies a
+is recomputed, and keys and values. Between the last forward that reads one and the first backward that does is a
 pause, in which the rank may run whole other stages. A pause longer than a copy to the host and one back is used:
 
     rank     | [0F0.0][0F0.1]         other stages          [0B0.1][0B0.0]
@@ -11,7 +11,7 @@ pause, in which the rank may run whole other stages. A pause longer than a copy 
     host     |        [=============================]
 
     offload    posted right after the forward. Keys and values do not change after it, so others may still read them
-    drop       after the last forward that reads them, and the end of the copy: the device lets go
+    drop       after the last forward that reads them, and the end of the copy: the device frees them
     fetch      posted as late as it may be and still arrive in time; the op that reads waits for its end
 
 Copies change the order of no op. Each thing goes to the host and back at most once. A copy is posted at its place p,
@@ -42,13 +42,13 @@ TimedOpsOfRank = Callable[[int], Sequence[Timed]]
 
 @dataclass(frozen=True, slots=True)
 class HostCopySettings:
-    """What may wait on the host, and how fast it is copied."""
+    """Tensors that may wait on the host, and the bandwidths of their copies."""
 
     lengths: tuple[int, ...]
     """Tokens of each token slice."""
     input_bytes: tuple[float, ...]
-    """Per stage, bytes of its input for one token of a micro-batch; 0 for what is never copied, such as the tokens that
-    the first stage reads."""
+    """Per stage, bytes of its input for one token of a micro-batch; 0 for an input that is never copied, such as the
+    tokens that the first stage reads."""
     key_value_bytes: tuple[float, ...]
     """Per stage, bytes of the keys and values of all its layers for one token of a micro-batch."""
     to_host: float = inf
@@ -97,7 +97,7 @@ class HostCopySettings:
         return self.lengths[token_slice] * table[stage]
 
     def last_reader(self, content: Content, stage: int, token_slice: int) -> int:
-        """Return the last token slice that reads something: of keys and values, the last that has them in reach."""
+        """Return the last token slice that reads a tensor: of keys and values, the last that has them in its window."""
         if content is Content.INPUT:
             return token_slice
         window = self.windows[stage] if self.windows else None
@@ -110,7 +110,7 @@ class HostCopySettings:
 
 
 class HostCopy(NamedTuple):
-    """The way of one thing to the host and back. A place p is in front of op p of the rank's order."""
+    """The copy of one tensor to the host and back. A place p is before op p of the rank's order."""
 
     content: Content
     stage: int
@@ -118,9 +118,9 @@ class HostCopy(NamedTuple):
     token_slice: int
     size: float
     offload: int
-    """Place at which the copy to the host is posted: behind the forward of its token slice."""
+    """Place at which the copy to the host is posted: after the forward of its token slice."""
     drop: int
-    """Place at which the device lets go."""
+    """Place at which the device frees it."""
     fetch: int
     """Place at which the copy back is posted."""
     reader: int
@@ -128,18 +128,18 @@ class HostCopy(NamedTuple):
 
     @property
     def op(self) -> Op:
-        """The forward that leaves what is copied."""
+        """The forward that writes the copied tensors."""
         return Op(OpKind.FORWARD, self.stage, self.micro_batch, self.token_slice)
 
 
 class _Pause(NamedTuple):
-    """Something that is not read for some time."""
+    """A tensor that is not read for some time."""
 
     content: Content
     unit: tuple[int, int, int]
     size: float
     written: int
-    """Number of the op that leaves it: its forward."""
+    """Number of the op that writes it: its forward."""
     before: int
     """Number of the last forward that reads it."""
     after: int
@@ -155,7 +155,7 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
     settings = settings.fitting(shape)
     pauses = _within_host_bytes(list(_long_pauses(spans, settings)), settings.host_bytes)
     fetches = _place_fetches(pauses, spans, settings)
-    # Without those that would not be back in time, the others are on the host sooner, if anything.
+    # Without those that would not be back in time, the others are on the host earlier or at the same time.
     drops = _place_drops(fetches, spans, settings)
     return [
         HostCopy(pause.content, *pause.unit, pause.size, pause.written + 1, drops[pause], fetch, pause.after)
@@ -185,7 +185,7 @@ def _long_pauses(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator
 
 
 def _within_host_bytes(pauses: Sequence[_Pause], most: float) -> list[_Pause]:
-    """Leave out what the host has no room for: of all that would be there at a time, what is read again first."""
+    """Leave out copies that the host has no room for: of those there at a time, the one that is read again first."""
     chosen = set(pauses)
     on_host: list[tuple[int, int, _Pause]] = []
     held = 0.0
@@ -240,7 +240,7 @@ class CopiesOfPlace(NamedTuple):
 
 
 def copies_by_place(copies: Iterable[HostCopy]) -> dict[int, CopiesOfPlace]:
-    """Return what is offloaded, fetched and dropped at each place of a rank; nothing at places that are missing."""
+    """Return the copies offloaded, fetched and dropped at each place of a rank; missing places have none."""
     places: dict[int, CopiesOfPlace] = defaultdict(lambda: CopiesOfPlace([], [], []))
     for copy in copies:
         places[copy.offload].offloaded.append(copy)
@@ -252,7 +252,7 @@ def copies_by_place(copies: Iterable[HostCopy]) -> dict[int, CopiesOfPlace]:
 
 
 class TimedCopy(NamedTuple):
-    """The way of one thing to the host and back. The device holds it until `dropped`, and from `fetch_start` on."""
+    """The copy of one tensor to the host and back. It is on the device until `dropped`, and from `fetch_start` on."""
 
     content: Content
     stage: int
@@ -302,7 +302,7 @@ class CopyLanes:
         return start, self._free[lane]
 
     def arrive(self, place: int, time: float) -> float:
-        """Post the copies of a place, and return when the rank goes on: a drop waits for the copy to the host."""
+        """Post the copies of a place, and return the time at which the rank continues: a drop waits for the copy."""
         copied = self._places.get(place)
         if copied is None:
             return time
@@ -317,7 +317,7 @@ class CopyLanes:
         return time
 
     def there(self, number: int) -> float:
-        """When all is back that an op waits for, by its number in the order of the rank."""
+        """Time at which all fetches of an op are back, by its number in the order of the rank."""
         return self._there.get(number, -inf)
 
     def timed(self) -> Iterator[TimedCopy]:

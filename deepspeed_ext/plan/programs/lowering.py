@@ -8,19 +8,19 @@ timeline, so the programs end:
 - a send does not wait: it is posted when its op is done, and travels while the next ops compute;
 - a receive does not wait either: it is posted one op ahead of its reader, and only the reader waits;
 - a sent tensor is dropped once its send is complete, which a rank waits for only after the end of its reader;
-- messages match by their order alone, as NCCL wants: on the channel from one rank to another, receives are posted
+- messages match only by their order, as NCCL requires: on the channel from one rank to another, receives are posted
   in the order in which the other rank sends;
-- between two stages of one rank nothing travels: the result is passed on;
-- a copy to the host or back is posted, and waits for its own rank alone: `host_copies`.
+- between two stages of one rank no message is sent: the result is passed on;
+- a copy to the host or back is posted, and waits only for its own rank: `host_copies`.
 
     stage 0 | [F0.0 ....] send [F0.1 ....] send          complete 0.0
     stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
                                 ^ the message of F0.1 travels under F0.0
 
-A posted message is a kernel that runs until the other end is there. So whatever waits for a device to run empty (an
-allocator that returns memory, a module that is loaded: a drain) waits for all messages posted before. It must not be
-that one of these waits, over any number of ranks, for what comes after the drain. Two rules see to it. They read the
-simulated timeline, in which an op that depends on another starts no earlier than that one ends:
+A posted message is a kernel that runs until the other end is there. So an op that waits for a device to run empty (an
+allocator that returns memory, a module that is loaded: a drain) waits for all messages posted before. None of these may
+wait, over any number of ranks, for an op after the drain. Two rules ensure it. They read the simulated timeline, in
+which an op that depends on another starts no earlier than that one ends:
 
 - A receive is posted one op ahead of its reader, but not before an op that ends by the time its producer starts.
 - A send is posted right after its op, but not before an op that ends by the time at which the op before the receive
@@ -30,7 +30,7 @@ simulated timeline, in which an op that depends on another starts no earlier tha
     rank 1 |        [1F0.0][1B0.0     ]        one op ahead. But 1B0.0 starts after 0F0.0 has ended and may need
                                                it, so the receive is posted after it, at x.
 
-Holding an end back costs nothing on this timeline: the other end is not there earlier. ADR 22 has the proof.
+Posting an end later costs no time on this timeline: the other end is not there earlier. ADR 22 has the proof.
 
 Where all ranks may drain at every op, as in a first step, in which each loads its kernels, no message may be under way
 while an op of its ranks runs. Then a receive is posted right in front of its reader, and a send where the op before
@@ -76,14 +76,14 @@ _NOTHING = Span(Op(OpKind.FORWARD, 0, 0, 0), -inf, -inf)
 
 
 class Posting(NamedTuple):
-    """Where the ends of one message are posted: a place p is in front of op p of a rank's order, or behind all ops."""
+    """Places of the ends of one message: a place p is before op p of a rank's order, or after all ops."""
 
     message: Op
     """The result that travels, as `ops.result` names it."""
     send: int
     """Place on the sending rank."""
     expected: float
-    """When the receiver is nearly there: messages that are sent at one place go in the order of these."""
+    """Time shortly before the receive: messages that are sent at one place go in the order of these."""
     receive: int
     """Place on the receiving rank."""
     reader: int
@@ -169,7 +169,7 @@ class SimulatedSchedule:
         return schedule if isinstance(schedule, cls) else cls(schedule)
 
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
-        """The ops of a rank, as `schedules.Schedule` says."""
+        """The ops of a rank; see `schedules.Schedule`."""
         return self._schedule(shape, rank)
 
     def spans(self, shape: PipelineShape) -> SpansOfRank:
@@ -184,7 +184,7 @@ class SimulatedSchedule:
         if num_ops(shape) <= FEW_OPS:
             orders = rank_orders(self._schedule, shape)
             if self._complete:
-                # A forward without its backward would train on a part of the gradients, and nobody would notice.
+                # A forward without its backward would train on a part of the gradients, without an error.
                 check_complete(orders, shape)
             return simulate(orders, shape, costs).spans.__getitem__
         from deepspeed_ext.plan.simulate.compiled import CompiledOrders
@@ -216,10 +216,10 @@ def lower(
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
 
     Args:
-        costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
+        costs: of the ops, which determine the best places of messages; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
         device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
-        host_copies: what waits on the host while nothing reads it; None for nothing.
+        host_copies: settings of copies to the host; None for no copies.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
@@ -256,10 +256,10 @@ def check_lowering(
     device: Device | None = None,
     host_copies: HostCopySettings | None = None,
 ) -> None:
-    """See that the programs that ranks will lower by themselves end. What was proven once is not proven again.
+    """Check that the programs that ranks will lower by themselves end. Each proof is done once.
 
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
-    can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
+    can be simulated: the rules of `postings` ensure the rest, where each stream has a hardware queue of its own.
 
     Raises:
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
@@ -324,7 +324,7 @@ def lower_rank(
     loaded: set[int] = set()
     for place, (op, *_) in enumerate(messages[rank].spans):
         sending, receiving, completing = transfers(place)
-        # Another rank waits for what is sent. To drop, this rank may have to wait.
+        # Sends are first: another rank waits for them. Drops are last: this rank may have to wait for them.
         offloading, fetching, dropping = (
             [(table[copy.content], copy.op) for copy in of_place]
             for table, of_place in zip((OFFLOAD, FETCH, DROP), copied.get(place, nothing), strict=True)

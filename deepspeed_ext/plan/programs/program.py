@@ -1,8 +1,8 @@
-"""Programs: what a pipeline rank runs, instruction by instruction, and the ways that its messages take.
+"""Programs: the instructions of a pipeline rank, and the channels of its messages.
 
 Reductions sum the gradients of the replicas of a stage, layer by layer, while the pipeline drains. A replica has a
 gradient of a layer once the last backward of the iteration has passed that layer. From then on only the optimizer step
-waits for its sum over the data-parallel ranks, so it travels beside whatever the ranks still compute. Layers finish
+waits for its sum over the data-parallel ranks, so it travels while the ranks still compute. Layers finish
 last to first, and the reductions of a rank run one after the other on the links to its replicas:
 
     rank 0 | [B2.1 ...] [B2.0: layer 3 | layer 2 | layer 1 | layer 0]
@@ -47,19 +47,19 @@ class InstructionKind(StrEnum):
     PASS_GRADIENT = "pass gradient"
     """The stage before is this rank's too. Roughly: `inbox[i - 1, m, t] = buffers[b].inputs.grad`."""
     COMPLETE_ACTIVATION = "complete activation"
-    """Wait for a send and drop what it sent. Roughly: `sends.pop((i, m, t)).wait()`."""
+    """Wait for a send and free its tensor. Roughly: `sends.pop((i, m, t)).wait()`."""
     COMPLETE_GRADIENT = "complete gradient"
     """Wait for the send of a gradient and drop the gradient."""
     FREE = "free"
     """Empty a buffer for the next token slice. Roughly: `buffers[b] = None`."""
     REDUCE_GRADIENTS = "reduce gradients"
-    """Sum what is complete of a stage over its replicas. Roughly: `all_reduce(gradients[i], asynchronous)`."""
+    """Sum the complete gradients of a stage over its replicas. Roughly: `all_reduce(gradients[i], asynchronous)`."""
     OFFLOAD_INPUT = "offload input"
     """Post a copy of a stage's input to the host. Roughly: `host[i, m, t] = copy(buffers[b].inputs)`."""
     OFFLOAD_KEYS_AND_VALUES = "offload keys and values"
     """Post a copy of a token slice's keys and values to the host. Later token slices may still read them."""
     DROP_INPUT = "drop input"
-    """Wait for the copy and let go of the device's tensors. Roughly: `buffers[b].inputs = None`."""
+    """Wait for the copy and free the device's tensors. Roughly: `buffers[b].inputs = None`."""
     DROP_KEYS_AND_VALUES = "drop keys and values"
     FETCH_INPUT = "fetch input"
     """Post the copy back; the op that reads waits for it. Roughly: `buffers[b].inputs = copy(host.pop((i, m, t)))`."""
@@ -67,7 +67,7 @@ class InstructionKind(StrEnum):
 
 
 class Content(StrEnum):
-    """What a host copy is of: something that the forward of a token slice leaves on a stage for its backward."""
+    """Content of a host copy: tensors that the forward of a token slice leaves on a stage for its backward."""
 
     INPUT = "input"
     """The stage's input, from which a stage that is recomputed starts again."""
@@ -156,7 +156,7 @@ class Program:
 
 
 class Channel(NamedTuple):
-    """The way that results of one kind take from one pipeline rank to another."""
+    """Messages with results of one kind from one pipeline rank to another."""
 
     source: int
     target: int
@@ -181,8 +181,8 @@ def channels(shape: PipelineShape) -> list[Channel]:
 def communicators(shape: PipelineShape) -> dict[Channel, int]:
     """Number of the communicator for each channel: channels that share one have no rank in common.
 
-    A communicator runs the messages of a rank one after the other. A receive that is posted ahead would hold up a send
-    behind it; and where stages go round and round, the receive may wait for a result of that very send.
+    A communicator runs the messages of a rank one after the other. A receive that is posted ahead would delay a send
+    after it; and where stages go round and round, the receive may wait for a result of that very send.
     """
     busy: defaultdict[int, set[int]] = defaultdict(set)
     numbers = {}
@@ -236,7 +236,7 @@ def completing_ops(order: Iterable[Op]) -> dict[int, Op]:
 
 
 def with_reductions(program: Program) -> Program:
-    """A program that starts the reductions of each stage after the op that completes them, and after what it sends."""
+    """A program that starts the reductions of each stage after the op that completes them, and after its sends."""
     completing = {Instruction(COMPUTE[op.kind], *op[1:])[:4] for op in completing_ops(program.ops()).values()}
     placed: list[Instruction] = []
     due: list[Instruction] = []
@@ -253,7 +253,7 @@ def with_reductions(program: Program) -> Program:
 def reductions_beside(
     spans: Sequence[Sequence[tuple[Op, float, float]]], shape: PipelineShape, costs: Sequence[Sequence[float]] | None
 ) -> Iterator[Reduction]:
-    """Yield the reductions of an iteration whose ops have run; see `reductions`. Costs of None stand for none."""
+    """Yield the reductions of an iteration, given its ops; see `reductions`. No reductions if costs are None."""
     completed: dict[int, tuple[float, float]] = {}
     for rank in spans:
         times = {op: (start, end) for op, start, end in rank}

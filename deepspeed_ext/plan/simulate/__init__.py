@@ -1,9 +1,9 @@
-"""Op orders simulated: the plain statement of it, and the same compiled, many times faster.
+"""Simulation of op orders: in plain Python, and compiled, many times faster.
 
-    plain      what a schedule takes, and why it deadlocks: read this one
+    plain      the time of a schedule, or the reason why it deadlocks: read this one
     compiled   equal to it to the last bit, for searches; `arrays` puts orders into numbers and goes through them
 
-Both read what ops wait for from one table, `ops.DEPENDENCIES`.
+Both read the dependencies of ops from one table, `ops.DEPENDENCIES`.
 """
 
 from deepspeed_ext.plan.simulate.plain import (

@@ -1,7 +1,7 @@
 """Orders and host copies as arrays, and the loop of the fast simulator, which numba can compile.
 
 Ops are numbers in the order in which ranks run them. A result has the number unit + units x kind, where units count
-stages, micro-batches and token slices; where it arrives on another rank it has one more number, behind all those.
+stages, micro-batches and token slices; where it arrives on another rank it has one more number, after all those.
 Functions import numpy when they are called, so that the modules that import this one load at once.
 """
 
@@ -26,7 +26,7 @@ Array = Any
 NOTHING = -1
 
 OFFLOADED, FETCHED, DROPPED = range(3)
-"""What may happen to a host copy at a place, and the row of its times."""
+"""Events of a host copy at a place, and the rows of their times."""
 
 
 def simulate_ops(
@@ -50,10 +50,10 @@ def simulate_ops(
     starts: Array,
     ends: Array,
 ) -> int:
-    """Simulate all ops of all ranks; a rank that cannot go on is left until what it waits for is there.
+    """Simulate all ops of all ranks; a rank that must wait is resumed when the result that it waits for is there.
 
     Args:
-        bounds: [R + 1] where the ops of each rank begin, and at last where they end; of N ops in total.
+        bounds: [R + 1] first op of each rank, and then the end of all; of N ops in total.
         needs: [K * N] numbers of the results that op n waits for at K * n .. K * n + K; NOTHING fills up.
         gives: [N] number of the op's result on its own rank.
         arrives: [N] number of the result on the rank it is sent to; NOTHING if it stays.
@@ -62,8 +62,8 @@ def simulate_ops(
         durations: [N] time of the op.
         sending: [N] time for which its message keeps the channel busy.
         latency: [N] time from then until it is there.
-        posts: [N + 1] where those host copies begin in `posted` that have a place behind op n.
-        posted: [events] number of a copy, times 3, plus what happens to it.
+        posts: [N + 1] first index in `posted` of the host copies with a place after op n.
+        posted: [events] number of a copy, times 3, plus its event.
         copying: [2 * C] times of C copies to the host, then of those from it.
         back: [N] the copy that op n waits for; NOTHING if none.
         ready: [results] filled with -1; becomes the time at which each result is there.
@@ -143,7 +143,7 @@ def simulate_ops(
 def compiled_loop() -> Callable[..., int] | None:
     """Return `simulate_ops` as machine code; None where numba is not installed.
 
-    The code is kept on disk beside this file, or in the user's cache where that folder cannot be written.
+    The code is cached on disk in the folder of this file, or in the user's cache where that folder cannot be written.
     """
     try:
         from numba import njit
@@ -199,7 +199,7 @@ class OpColumns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Wiring:
-    """Arrays by the names that `simulate_ops` has for them, and where to find the times that it wants."""
+    """Arguments of `simulate_ops` by their names, and indices of the times that it needs."""
 
     needs: "Numbers"
     gives: "Numbers"
@@ -213,7 +213,7 @@ class Wiring:
     num_results: int
     """Results of all ops, each counted where it is made and where it arrives."""
     num_channels: int
-    """Channels, with one for what stays."""
+    """Channels, with one for results that stay on their rank."""
 
 
 def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
@@ -238,7 +238,7 @@ def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
 
 
 def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
-    """Look up in the table of dependencies what each op waits for, and where its result goes."""
+    """Look up in the table of dependencies the results that each op waits for, and the target of its own."""
     import numpy as np
 
     num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
@@ -286,7 +286,7 @@ class Ways(NamedTuple):
     targets: "Numbers"
     """The rank it is sent to; NOTHING if it stays."""
     channels: "Numbers"
-    """The channel it takes; what stays has channels of its own."""
+    """The channel it takes; results that stay on their rank have channels of their own."""
     boundaries: "Numbers"
     """The stage boundary it crosses; 0 if none."""
 
@@ -334,7 +334,7 @@ def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shap
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyEvents:
-    """Arrays by the names that `simulate_ops` has for them. Copies are numbered rank by rank."""
+    """Arguments of `simulate_ops` by their names. Copies are numbered rank by rank."""
 
     posts: "Numbers"
     posted: "Numbers"
@@ -349,7 +349,7 @@ class CopyEvents:
         num_ops = int(bounds[-1])
         back = np.full(num_ops, NOTHING, np.int32)
         sizes: list[float] = []
-        # By op, then what happens first, then the order in which copies are posted.
+        # By op, then by event, then in the order in which copies are posted.
         events: list[tuple[int, int, str, int]] = []
         for (first, _), copies in zip(pairwise(bounds.tolist()), () if plan is None else plan.ranks, strict=False):
             for posted, copy in enumerate(copies, start=len(sizes)):

@@ -83,7 +83,7 @@ class CompiledOrders:
     """[R + 1] where the ops of each rank begin and end."""
     columns: OpColumns
     wiring: Wiring
-    """What they wait for, give and send."""
+    """The results that they wait for, give and send."""
 
     @classmethod
     def of(cls, orders: Iterable[Sequence[Op]], shape: PipelineShape) -> "CompiledOrders":
@@ -98,7 +98,7 @@ class CompiledOrders:
         bounds = np.cumsum([0, *(len(rank.kind) for rank in ranks)])
         columns = OpColumns.joined(ranks)
         if not fits(bounds, columns, shape):
-            check_orders([columns.ops(first, last) for first, last in pairwise(bounds)], shape)  # says what is wrong
+            check_orders([columns.ops(first, last) for first, last in pairwise(bounds)], shape)  # raises the error
         return cls(shape, bounds, columns, wire(columns, shape))
 
     @classmethod
@@ -116,7 +116,7 @@ class CompiledOrders:
         return list(map(self.order, range(self.shape.num_ranks)))
 
     def check_complete(self) -> None:
-        """See that nothing of a training step is left out."""
+        """Check that all ops of a training step are there."""
         import numpy as np
 
         units = self.shape.num_stages * self.shape.num_micro_batches * self.shape.num_token_slices
@@ -130,7 +130,7 @@ class CompiledOrders:
             check_complete(self.orders, self.shape)
 
     def simulate(self, costs: OpCosts, host_copies: HostCopyPlan | None = None) -> SimulatedOrders:
-        """When each op runs: the same as `simulate.simulate`, to the last bit."""
+        """Simulate: the times are those of `simulate.simulate`, to the last bit."""
         import numpy as np
 
         num_ops = int(self.bounds[-1])
@@ -166,12 +166,12 @@ class CompiledOrders:
             num_done = simulate_ops(**lists)
             starts, ends, copied = (np.array(lists[name]) for name in ("starts", "ends", "copied"))
         if num_done < num_ops:
-            simulate(self.orders, self.shape, costs)  # says which ops wait for which
+            simulate(self.orders, self.shape, costs)  # raises the error
             raise AssertionError("the plain simulator ends where the fast one does not")
         return SimulatedOrders(self, starts, ends, tuple(copies.timed(host_copies, copied)))
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Per rank the most activation it holds, as `memory.peak_activation` says; it needs no costs."""
+        """Per rank its peak of activations, equal to `memory.peak_activation`; it needs no costs."""
         import numpy as np
 
         lengths = token_lengths(lengths, self.shape)

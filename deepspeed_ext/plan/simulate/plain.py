@@ -1,6 +1,6 @@
-"""Simulates the op orders of all pipeline ranks, or says why they deadlock.
+"""Simulates the op orders of all pipeline ranks, or explains their deadlock.
 
-The plain statement of what a schedule takes; `compiled.py` simulates the same orders faster, and is held equal to it.
+`compiled.py` simulates the same orders faster, with equal times.
 """
 
 from collections import defaultdict, deque
@@ -24,10 +24,10 @@ def simulate(
     both ranks compute, as the engine's messages do.
 
     Args:
-        host_copies: what goes to the host and back; a rank waits for what it reads. None for nothing.
+        host_copies: copies to the host and back; a rank waits for those that it reads. None for no copies.
 
     Raises:
-        ScheduleDeadlock: if ranks wait for each other; names what each stuck rank waits for.
+        ScheduleDeadlock: if ranks wait for each other; names the results that each of them waits for.
     """
     check_orders(orders, shape)
     ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
@@ -39,7 +39,7 @@ def simulate(
     clocks = [0.0] * len(orders)
     plan = host_copies or HostCopyPlan(((),) * len(orders))
     lanes = [CopyLanes(copies, plan) for copies in plan.ranks]
-    # A rank that cannot go on parks under the result it waits for; the end of that op wakes it. The work is thus
+    # A rank that must wait is listed under the result it waits for; the end of that op resumes it. The work is thus
     # linear in the number of ops, whatever their order.
     waiting: dict[Op, list[int]] = {}
     runnable = deque(range(len(orders)))
@@ -95,7 +95,7 @@ class _Network:
         self._transfers: dict[Channel, list[Transfer]] = defaultdict(list)
 
     def send(self, given: Op, time: float) -> None:
-        """Let a result leave at a time, if another rank reads it."""
+        """Send a result at a time, if another rank reads it."""
         target = reading_stage(given, self._shape)
         if target is None or self._ranks[target] == self._ranks[given.stage]:
             return
@@ -116,7 +116,7 @@ class _Network:
 
 
 def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
-    """Hold orders against the shape."""
+    """Check orders for a shape."""
     if len(orders) != shape.num_ranks:
         raise PlanError(f"{len(orders)} op orders for {shape.num_ranks} pipeline ranks: give one for each rank")
     for rank, order in enumerate(orders):
@@ -124,7 +124,7 @@ def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
 
 
 def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
-    """Hold the order of one rank against the shape; see `check_orders`."""
+    """Check the order of one rank for a shape; see `check_orders`."""
     stages = set(shape.stages_of(rank))
     seen: set[Op] = set()
     for op in order:
@@ -137,12 +137,12 @@ def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
             )
         computes = parts(op)
         if not seen.isdisjoint(computes):
-            raise PlanError(f"op {op} stands twice in the order of rank {rank}, whole or in part: remove one of them")
+            raise PlanError(f"op {op} appears twice in the order of rank {rank}, whole or in part: remove one of them")
         seen.update(computes)
 
 
 def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
-    """See that nothing of a training step is left out; orders of evaluation have no backward, and are not complete."""
+    """Check that all ops of a training step are there; orders of evaluation have no backward, and are not complete."""
     check_orders(orders, shape)
     for rank, order in enumerate(orders):
         computed = {part for op in order for part in parts(op)}
@@ -150,7 +150,7 @@ def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None
         for unit in product(shape.stages_of(rank), micro_batches, token_slices):
             missing = [kind for kind in STEP_PARTS if Op(kind, *unit) not in computed]
             if missing:
-                # Neither part of a backward: most likely it is the whole that was forgotten.
+                # Neither part of a backward: most likely the whole backward is missing.
                 kind = OpKind.BACKWARD if len(missing) > 1 and missing[0] in _HALVES else missing[0]
                 raise PlanError(f"op {Op(kind, *unit)} is missing in the order of rank {rank}: add it")
 
@@ -163,7 +163,7 @@ STEP_PARTS = (OpKind.FORWARD, *_HALVES)
 def _describe_deadlock(
     orders: Sequence[Sequence[Op]], positions: Sequence[int], shape: PipelineShape, done: Container[Op]
 ) -> str:
-    """Say for every rank that is not done which op it is at, and which op it waits for."""
+    """Name, for every rank that is not done, its op and the ops that this waits for."""
     named = {result(op): op for order in orders for op in order}
     stuck = []
     for rank, (order, position) in enumerate(zip(orders, positions, strict=True)):

@@ -6,7 +6,7 @@
 - `token_slices`: token slices, and layers of each stage with them, by search, for the schedule that runs.
 - `cuts.DocumentCuts`: token slices of equal cost for the packed documents of one micro-batch, roughly for any schedule.
 
-Results depend on the arguments alone, not on the clock.
+Results depend only on the arguments, not on the clock.
 """
 
 from deepspeed_ext.plan.solve.cuts import PolynomialCosts, TokenSliceCosts, op_costs

@@ -4,7 +4,7 @@
 
     time(start, end) = fixed + linear (end - start) + quadratic (end^2 - start^2),
 
-where `fixed` is what every op costs however short it is (so cutting is never free), `linear` are matrix products, and
+where `fixed` is the cost of an op of any length (so cutting is never free), `linear` are matrix products, and
 `quadratic` is attention to the tokens before. The same three terms fit measured times of fused attention and of GPUs
 that need long token slices to be busy: t(l, c) of TeraPipe (arXiv 2102.07988 section 3.3) with l = end - start,
 c = start has no others, but for a product l c that is in end^2 - start^2.
@@ -37,7 +37,7 @@ class TokenSliceCosts(Protocol):
 
         Args:
             starts: first tokens, an array of any shape.
-            ends: tokens behind the last, an array of the same shape.
+            ends: ends (exclusive), an array of the same shape.
 
         Returns:
             [3, stages, *shape of starts].
@@ -72,7 +72,7 @@ class PolynomialCosts:
         """Costs of stages of equal layers, by the share of attention as in `attention_costs`.
 
         Args:
-            fixed: what each op costs besides, on each stage.
+            fixed: additional cost of each op on each stage.
             head_time: F, BI and BW, each, of the language-model head, which is on the last stage.
             embedding_time: F and BW, each, of the embedding, which is on the first stage and needs no BI.
         """
@@ -136,7 +136,7 @@ class CutGrid:
         return -(-self.min_length // self.granularity) * self.granularity
 
     def check_count(self, num_token_slices: int) -> None:
-        """See that so many token slices fit."""
+        """Check that so many token slices fit."""
         last = max(self.min_length, self.granularity)
         most = 1 + (self.seq_length - last) // self.shortest if self.seq_length >= last else 0
         if not 1 <= num_token_slices <= most:
@@ -187,7 +187,7 @@ class DocumentCuts:
     equal cut     [           |           |           |           |           ]
     this cut      [               |         |      |    |                     ]
 
-    Every rank cuts a micro-batch for itself, from the starts of its documents alone, so that all cut alike. Lengths are
+    Every rank cuts a micro-batch for itself, only from the starts of its documents, so that all cut alike. Lengths are
     multiples of a quantum: the average length over `quanta`, rounded down to the granularity, and at least that. Tokens
     beyond the last multiple go to the last token slice.
 
@@ -229,7 +229,7 @@ class DocumentCuts:
         return tuple(multiple * self.quantum for multiple in multiples)
 
     def cut(self, starts: Sequence[Sequence[int]]) -> TokenSlices:
-        """Return the cut whose most expensive token slice is cheapest; of several, the one with the most even costs.
+        """Return the cut with the cheapest most expensive token slice; of several, the one with the most even costs.
 
         Args:
             starts: for each row of the micro-batch, the positions at which a document begins, ascending, the first 0.

@@ -8,29 +8,29 @@ busiest rank needs for one micro-batch. Every op has a wished time, which is its
                                                               + backward_depth (1 - d(i)))
     BW                                                 that of its BI, T * weight_delay later
 
-with d(i) from 0 at the first stage to 1 behind the last, as forwards take time. With `forward_spread` near 1 the token
-slices of a micro-batch enter one by one between backwards, near 0 together; `turn` is the number of micro-batches that
-are let in before the first backward is urgent; the depths order model chunks; `weight_delay` keeps weight gradients
-back to fill gaps. `patience` is for how long a rank may wait for a more urgent op, in periods. 1f1b and zero-bubble
-orders, V-shaped ones and all between are rules, or close to one.
+with d(i) from 0 at the first stage to 1 after the last, in proportion to the forwards. With `forward_spread` near 1 the
+token slices of a micro-batch enter one by one between backwards, near 0 together; `turn` is the number of micro-batches
+that are let in before the first backward is urgent; the depths order model chunks; `weight_delay` keeps weight
+gradients back to fill gaps. `patience` is for how long a rank may wait for a more urgent op, in periods. 1f1b and
+zero-bubble orders, V-shaped ones and all between are rules, or close to one.
 
 The list scheduler. Each rank has three queues per stage: forwards, input gradients and weight gradients, each in its
 own fixed order. Whenever a rank is free, it takes, of the heads of its queues that can start now or within its
 patience, the one of the smallest priority.
 
 Memory. A forward takes room, its weight gradient gives it back. With the limit L, a rank that let later micro-batches
-in too far would have no room to finish the oldest, and all ranks would wait for ever. So room is reserved: let k be
-the first micro-batch that has not gone forward on all stages of the rank; what is held of micro-batches after k must
-leave one whole micro-batch free, held <= L - 1. Then k can go forward on every rank, as all before it can turn back
-and be given up, and after it k + 1: some op can always run (the banker's algorithm, Dijkstra, EWD 623).
+in too far would have no room to finish the oldest, and all ranks would wait for ever. So room is reserved: let k be the
+first micro-batch that has not gone forward on all stages of the rank; the memory held of micro-batches after k must
+leave one whole micro-batch free, held <= L - 1. Then k can go forward on every rank, as all before it can turn back and
+be given up, and after it k + 1: some op can always run (the banker's algorithm, Dijkstra, EWD 623).
 
 Simulated annealing on finished orders. The makespan is the length of a critical path. Only a move that touches every
-such path can shorten it, so moves start from an op of one, taken anew after every change; from two causes of a start
-one is taken by lot. The op goes some places earlier or later in the order of its rank, but never past an op of its own
-queue, nor past what it reads or what reads it. A move that makes the step longer is taken with a probability that falls
-as the search cools (Kirkpatrick et al., Science 220, 1983; moves on critical paths: van Laarhoven et al., Operations
-Research 40, 1992, for job shops, which pipelines without memory are). Moves over the memory limit, and those that
-deadlock, are undone.
+such path can shorten it, so moves start from an op of one, which is found again after every change; of two causes of a
+start one is drawn. The op goes some places earlier or later in the order of its rank, but never past an op of its own
+queue, nor past an op that it reads or that reads it. A move that makes the step longer is taken with a probability that
+falls as the search cools (Kirkpatrick et al., Science 220, 1983; moves on critical paths: van Laarhoven et al.,
+Operations Research 40, 1992, for job shops, which pipelines without memory are). Moves over the memory limit, and those
+that deadlock, are undone.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ AT_ONCE = -1e300
 
 
 class PriorityRule(NamedTuple):
-    """Seven numbers that order all ops; what they mean is said above."""
+    """Seven numbers that order all ops; see the formulas above."""
 
     forward_spread: float
     forward_depth: float
@@ -165,7 +165,7 @@ def _next_op(
     ready: Numbers,
     starts: Numbers,
 ) -> tuple[float, int, int]:
-    """When a rank can go on, and with the queue of which kind and model chunk; UNKNOWN if nothing is there yet."""
+    """Return the next start on a rank, and the kind and model chunk of its queue; UNKNOWN if no op is ready."""
     num_stages, num_units = priorities.shape[1:]
     num_token_slices = len(activation)
     soonest = UNKNOWN
@@ -233,7 +233,7 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
     next_start = np.zeros(num_ranks)
     next_kind, next_model_chunk = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for _ in range(orders.size):
-        # Of all ranks the one that goes on first, so that no later decision changes what it could choose from.
+        # The rank with the earliest start, so that no later decision changes its choice.
         rank = -1
         for each in range(num_ranks):
             if stale[each]:
@@ -270,10 +270,10 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
         stale[rank] = True
         held[rank] += live_change[kind] * tables.activation[token_slice]
         if live_change[kind] > 0:
-            behind = num_units
+            fewest = num_units
             for model_chunk in range(num_model_chunks):
-                behind = min(behind, done[kind, tables.stages[rank, model_chunk]])
-            oldest[rank] = behind // num_token_slices
+                fewest = min(fewest, done[kind, tables.stages[rank, model_chunk]])
+            oldest[rank] = fewest // num_token_slices
             reserved[rank] = _held_after(tables, rank, oldest[rank], done[kind])
         result = flow.gives[kind]
         if result >= 0:
@@ -363,8 +363,8 @@ def _critical_path(
 
 @kernel
 def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: float, ready: Numbers) -> int:
-    """Where in `ready` a result stands that came from another stage as the op started; -1 if there is none."""
-    # Results of the own stage are first, then as many of other stages, then the row that stands for nothing.
+    """Index in `ready` of a result that came from another stage as the op started; -1 if there is none."""
+    # Results of the own stage are first, then as many of other stages, then the row without results.
     half = len(ready) // (len(reads) + 1) * (len(reads) // 2)
     for number in range(reads.shape[2]):
         index = reads[place, token_slice, number] + unit
@@ -374,18 +374,18 @@ def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: flo
 
 
 @kernel
-def _farthest(tables: Tables, parts: Numbers, row: Numbers, position: int, wanted: int) -> int:
-    """How far towards `wanted` the op at a position may move: not past its queue, nor past ops of its own unit."""
+def _farthest(tables: Tables, parts: Numbers, row: Numbers, position: int, target: int) -> int:
+    """Last position towards `target` to which an op may move: not past its queue, nor past ops of its own unit."""
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     op = row[position]
     stage, kind = op // num_units % num_stages, op // num_units // num_stages
-    step = 1 if wanted > position else -1
-    while position != wanted:
+    step = 1 if target > position else -1
+    while position != target:
         other = row[position + step]
         if other // num_units % num_stages == stage:
             other_kind = other // num_units // num_stages
-            # A whole backward stands in the queue of input gradients, and in that of weight gradients.
+            # A whole backward is in the queue of input gradients, and in that of weight gradients.
             same_queue = parts[other_kind] & parts[kind] > 0
             if same_queue or other % num_units == op % num_units:
                 break
@@ -435,8 +435,8 @@ def _anneal(
         distance = 1 + int(-MEAN_DISTANCE * np.log(1 - np.random.random()))
         if np.random.random() < 0.5:
             distance = -distance
-        wanted = min(max(position + distance, 0), lengths[rank] - 1)
-        target = _farthest(tables, flow.parts, rows[rank], position, wanted)
+        drawn_target = min(max(position + distance, 0), lengths[rank] - 1)
+        target = _farthest(tables, flow.parts, rows[rank], position, drawn_target)
         if target == position:
             continue
         _move(rows[rank], position, target)

@@ -262,7 +262,7 @@ def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders
 
 
 def _pairs(row: Numbers, per_kind: int) -> Numbers:
-    """Positions of input gradients whose weight gradient is next."""
+    """Positions of input gradients that are followed by their weight gradient."""
     kind, place = row // per_kind, row % per_kind
     next_to = (kind[:-1] == INPUT_GRADIENT) & (kind[1:] == WEIGHT_GRADIENT) & (place[:-1] == place[1:])
     return np.flatnonzero(next_to)

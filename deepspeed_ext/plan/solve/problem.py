@@ -3,8 +3,8 @@
 Kinds are numbers here: 0 forward, 1 input gradient, 2 weight gradient, 3 whole backward. A unit is a token slice of a
 micro-batch, `micro_batch * S + token_slice`. An op is one number, `(kind * N + stage) * M * S + unit`, for N stages.
 
-`replay` simulates orders given as numbers, for the loops that change an order or a cost and simulate again; tests hold
-it equal to `simulate.simulate`. numba is imported with this file, and this file by the solvers alone.
+`replay` simulates orders given as numbers, for the loops that change an order or a cost and simulate again; tests
+compare it with `simulate.simulate`. numba is imported with this file, and only the solvers import this file.
 """
 
 import itertools
@@ -39,12 +39,13 @@ class DataFlow(NamedTuple):
 
     Kernels keep the times at which results are there in an array `ready` of [(4 N + 1) x units]. Result r of stage i
     has the row r N + i of it where it is made; a result that stage i reads from a neighbour has row (2 + r) N + i. The
-    last row stands for nothing: it is always 0.
+    last row is for missing inputs: it is always 0.
     """
 
     reads: Numbers
-    """[4 N, S, K] by kind and stage, and token slice: where an op of unit 0 finds in `ready` what it reads; of another
-    unit, so many places further. K is the most that any kind of op reads; one that reads less reads the last row."""
+    """[4 N, S, K] by kind and stage, and token slice: index in `ready` of each result that an op of unit 0 reads; for
+    another unit, so many places further. K is the most that any kind of op reads; one that reads less reads the last
+    row."""
     makers: Numbers
     """[4 N] stage that makes the results of each row of `ready`."""
     gives: Numbers
@@ -89,7 +90,7 @@ class DataFlow(NamedTuple):
 
 
 def _is_reversed(kind: OpKind) -> bool:
-    """Whether a token slice needs those after it. Weight gradients, which need no other, go as what they read does."""
+    """Whether a token slice needs those after it. Weight gradients need no other, and follow their input gradients."""
     shift = next((each.token_slice for each in reads_of(kind) if each.token_slice), 0)
     return shift > 0 if shift else any(_is_reversed(each.needed) for each in reads_of(kind) if each.needed is not kind)
 
@@ -110,7 +111,7 @@ class Tables(NamedTuple):
     times: Numbers
     """[3, N, S] time of F, BI and BW."""
     activation: Numbers
-    """[S] what a token slice keeps on one stage, in activations of one micro-batch on one rank."""
+    """[S] memory of a token slice on one stage, in activations of one micro-batch on one rank."""
     channel: Numbers
     """[2, N] number of the channel that a result takes; -1 where it stays on its rank."""
     sending: Numbers
@@ -132,7 +133,7 @@ class SchedulingProblem:
     memory_limit: float
     """Activations of one micro-batch that a rank may hold; infinite if there is none."""
     is_split: bool
-    """Whether backwards may be in two parts: the costs tell weight gradients apart."""
+    """Whether backwards may be in two parts: the costs have separate weight gradients."""
     tables: Tables
     flow: DataFlow
 
@@ -164,7 +165,7 @@ class SchedulingProblem:
 
     @property
     def num_units(self) -> int:
-        """Token slices of all micro-batches: what each stage works on."""
+        """Token slices of all micro-batches."""
         return self.shape.num_micro_batches * self.shape.num_token_slices
 
     @property
@@ -223,18 +224,18 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 UNKNOWN = 1e300
-"""Time of what has not been scheduled yet."""
+"""Time of results that have not been scheduled yet."""
 
 
 def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Compile a function when it is first called, and keep the machine code on disk where there is a folder for it.
 
-    numba compiles anew when the file of a function has changed. Of functions in other files that it calls it does not
-    know: whoever edits one that another file calls should remove `__pycache__` of this package.
+    numba compiles again when the file of a function has changed, but not when a function of another file that it calls
+    has: after editing such a function, remove `__pycache__` of this package.
     """
     try:
         return njit(cache=True)(function)
-    except RuntimeError:  # neither beside the file nor in the user's cache
+    except RuntimeError:  # neither in the folder of the file nor in the user's cache
         return njit(cache=False)(function)
 
 
@@ -289,7 +290,7 @@ class NumberedOrders:
     """Op orders of all ranks as numbers."""
 
     rows: Numbers
-    """[P, longest] ops of each rank; what is beyond `lengths` means nothing."""
+    """[P, longest] ops of each rank; entries beyond `lengths` are unused."""
     lengths: Numbers
     """[P] ops of each rank: fewer where backwards are whole."""
 
@@ -372,7 +373,7 @@ def replay_rows(
     tables.free[:] = 0.0
     clock = np.zeros(num_ranks)
     positions = np.zeros(num_ranks, np.int64)
-    # Ranks that may be able to go on; one that cannot is put back by what it waits for.
+    # Ranks that may be able to continue; one that cannot is listed again by the result that it waits for.
     runnable = np.arange(num_ranks)[::-1].copy()
     is_listed = np.ones(num_ranks, np.bool_)
     num_runnable = num_ranks

@@ -4,14 +4,14 @@ TeraPipe (arXiv 2102.07988 sections 3.3 and 3.4) runs all forwards in a wave ove
 
     makespan = sum of all ops of a stage + (P - 1) (longest forward + longest backward)
 
-If no forward may be above one limit and no backward above another, the sum alone is left. Then every micro-batch is
+If no forward may be above one limit and no backward above another, only the sum remains. Then every micro-batch is
 best cut on its own, by a dynamic program over its tokens, and a knapsack finds the sizes of micro-batches that fill the
 batch. The paper tries many values of a limit that forward and backward share. Here pairs of limits are searched by
-branch and bound, which is exact for any times: a box of pairs holds the cuts whose maxima are in it, and its bound is
+branch and bound, which is exact for any times: a box of pairs contains the cuts with maxima in it, and its bound is
 the shortest sum under the box's upper corner, plus P - 1 times its lower corner.
 
 It is exact for equal stages and no transfers. Of uneven stages the busiest counts for the sum and the mean of all
-others for the waits, so the caller should simulate what is found.
+others for the waits, so the caller should simulate the result.
 """
 
 from collections.abc import Mapping
@@ -68,9 +68,9 @@ class TerapipeProblem:
 
         Args:
             costs: times of token slices, by size of micro-batches in sequences.
-            batch_size: sequences that one pipeline trains on in a step; with micro-batches of size 1 alone, their
+            batch_size: sequences that one pipeline trains on in a step; with only micro-batches of size 1, their
                 number.
-            num_waits: P - 1, however many of the stages `costs` tells apart.
+            num_waits: P - 1, however many stages `costs` has.
         """
         places = len(grid.points) - 1
         if places > MOST_POINTS:
@@ -191,7 +191,7 @@ class _Tables:
 
     @classmethod
     def of(cls, costs: TokenSliceCosts, grid: CutGrid, num_stages: int) -> "_Tables":
-        """Ask for the times of all token slices there can be."""
+        """Tabulate the times of all possible token slices."""
         points = grid.points
         whole = costs(range(num_stages), points[:1], points[-1:])
         busiest = int(whole.sum(axis=(0, 2)).argmax())
@@ -258,11 +258,11 @@ def _shortest_sum(
     any_number: bool,
     begins: Numbers,
 ) -> float:
-    """Shortest sum of times over the cuts of a sequence, none of whose token slices is above a limit.
+    """Shortest sum of times over the cuts of a sequence with no token slice above a limit.
 
     Args:
         times: [points, points] time of the token slice from a point to a later one.
-        forward: [points, points] what the first limit is for; infinite = no such token slice.
+        forward: [points, points] time under the first limit; infinite = no such token slice.
         backward: [points, points] the same for the second.
         any_number: whether any number of token slices is allowed, or as many as there are rows.
         begins: [rows, points] becomes the point where the token slice that ends at each point begins; one row for any
@@ -275,7 +275,7 @@ def _shortest_sum(
     reached = np.full(size, np.inf)
     reached[0] = 0.0
     for row in range(rows):
-        # Any number of token slices go on from points that this very row reached.
+        # Any number of token slices continue from points that the same row reached.
         further = reached if any_number else np.full(size, np.inf)
         for start in range(size - 1):
             if not np.isfinite(reached[start]):

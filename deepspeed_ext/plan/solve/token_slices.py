@@ -94,7 +94,7 @@ class _Evaluation(CutEvaluation):
 
 
 class FixedSchedule(_Evaluation):
-    """Judges cuts by one schedule, whose order does not depend on them."""
+    """Judges cuts by one schedule with a fixed order."""
 
     def __init__(
         self, schedule: Schedule, shape: PipelineShape, token_slice_costs: TokenSliceCosts, **more: Any
@@ -155,11 +155,11 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class SolvedTokenSlices:
-    """A cut and what it was judged by."""
+    """A cut and its makespan."""
 
     cut: TokenSlices
     makespan: float
-    """With the schedule; of an optimised one, what it has at most once it is optimised for this cut with about the same
+    """With the schedule; of an optimised one, at most this once it is optimised for this cut with about the same
     effort."""
 
 
@@ -261,7 +261,7 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, memory_limit: float) -> None:
-    """See that a schedule keeps the memory limit, in activations of one micro-batch, with a cut."""
+    """Check that a schedule keeps the memory limit, in activations of one micro-batch, with a cut."""
     peak = max(CompiledOrders.of_schedule(schedule, shape).peak_activation(cut.lengths))
     if peak > memory_limit + 1e-9:
         raise PlanError(
@@ -280,7 +280,7 @@ MOST_SOURCES = 4
 
 @dataclass(frozen=True)
 class SolvedStages:
-    """Stages, token slices, and what they were judged by."""
+    """Stages, token slices, and their makespan."""
 
     partition: StagePartition
     cut: TokenSlices
