@@ -207,4 +207,4 @@ def test_unreadable_strategy_file(tmp_path: Path) -> None:
         f"--strategy {tmp_path}/none.json cannot be read (No such file or directory): give a file that can"
     )
     (tmp_path / "broken.json").write_text('{"zero_stage": 0, "zero_stage": 1}')
-    assert "is not JSON (key 'zero_stage' stands twice): mend it" in refusal(f"--strategy {tmp_path}/broken.json")
+    assert "is not JSON (key 'zero_stage' appears twice): fix it" in refusal(f"--strategy {tmp_path}/broken.json")

@@ -28,7 +28,7 @@ def test_every_command_takes_it_alike() -> None:
     }
     for name, action in found.items():
         assert (action.nargs, action.const, action.metavar) == ("?", STANDARD_OUTPUT, "FILE"), name
-        assert "without FILE, or with -, print that alone" in (action.help or ""), name
+        assert "without FILE, or with -, print only that" in (action.help or ""), name
 
 
 def test_its_values() -> None:

@@ -40,8 +40,8 @@ def assert_refused(rule: str, remedy: str, **given: Any) -> None:
     ("text", "rule", "remedy"),
     [
         ("nowhere.json", f"{PATH} nowhere.json cannot be read (No such file or directory)", "give a file that can"),
-        ('{"block_configs": [', f"{PATH} is not JSON", "mend it"),
-        ('{"block_configs": [], "block_configs": []}', f"{PATH} is not JSON (key 'block_configs' stands twice", "mend"),
+        ('{"block_configs": [', f"{PATH} is not JSON", "fix it"),
+        ('{"block_configs": [], "block_configs": []}', f"{PATH} is not JSON (key 'block_configs' appears twice", "fix"),
         ('{"blocks": []}', f"{PATH} has unknown key 'blocks'", 'write {"block_configs": [{'),
         ('{"block_configs": [{}, {}], "x": 1}', f"{PATH} has unknown key 'x'", 'write {"block_configs": [{'),
         ("{}", f"{PATH} has no list `block_configs`", 'write {"block_configs": [{'),
@@ -122,9 +122,9 @@ def test_a_file_that_holds_no_object(tmp_path: Path, text: str) -> None:
 def test_a_file_that_is_broken_is_named(tmp_path: Path) -> None:
     file = tmp_path / "layers.json"
     file.write_text("{")
-    assert_refused(f"{PATH} {file} is not JSON", "mend it", heterogeneous_layers_config_path=str(file))
+    assert_refused(f"{PATH} {file} is not JSON", "fix it", heterogeneous_layers_config_path=str(file))
     file.write_bytes(b"\xff\xfe{")
-    assert_refused(f"{PATH} {file} is not UTF-8 text", "mend the file", heterogeneous_layers_config_path=str(file))
+    assert_refused(f"{PATH} {file} is not UTF-8 text", "fix the file", heterogeneous_layers_config_path=str(file))
 
 
 @pytest.mark.parametrize(

@@ -182,10 +182,10 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
     ("entry True, which is not a time", [costs(forward=[[1, True], [3, 4]])]),
     ("entry '2', which is not a time", [costs(forward=[[1, "2"], [3, 4]])]),
     (
-        "holds the number nan",
+        "contains the number nan",
         [costs(forward=[[1, float("nan")], [3, 4]]), costs(transfer={**LINK, "latency": float("nan")})],
     ),
-    ("holds the number inf", [costs(transfer=float("inf"))]),
+    ("contains the number inf", [costs(transfer=float("inf"))]),
     ("costs['transfer'] has the entry None", [costs(transfer=None)]),
     ("costs['transfer'] has no 'bandwidth'", [costs(transfer={"latency": 1})]),
     ("unknown field 'size'", [costs(transfer={**LINK, "size": 1})]),
@@ -235,10 +235,10 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
     # Orders
     ("1 op orders for 2 pipeline ranks", checks("0F0.0")),
     *((f"op {op} does not belong to rank 0", checks(op, "")) for op in ("1F0.0", "0F1.0", "0F0.2", "9F0.0")),
-    ("op 0F0.0 stands twice in the order of rank 0", checks("0F0.0 0F0.0", "")),
-    ("op 0BI0.0 stands twice in the order of rank 0, whole or in part", checks("0B0.0 0BI0.0", "")),
-    ("op 0BW0.0 stands twice in the order of rank 0, whole or in part", checks("0B0.0 0BW0.0", "")),
-    ("op 0B0.0 stands twice in the order of rank 0, whole or in part", checks("0BW0.0 0B0.0", "")),
+    ("op 0F0.0 appears twice in the order of rank 0", checks("0F0.0 0F0.0", "")),
+    ("op 0BI0.0 appears twice in the order of rank 0, whole or in part", checks("0B0.0 0BI0.0", "")),
+    ("op 0BW0.0 appears twice in the order of rank 0, whole or in part", checks("0B0.0 0BW0.0", "")),
+    ("op 0B0.0 appears twice in the order of rank 0, whole or in part", checks("0BW0.0 0B0.0", "")),
     ("'0F0.0' in the order of rank 0 is not an op: yield Op(...)", [lambda: simulate([["0F0.0"]], ALONE, UNIFORM)]),
     *(
         (
@@ -258,12 +258,12 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         for text, message in (
             ("0F0 0B0\n0X0", "line 2: op '0X0' is not written as stage"),
             ("\n\n0F0.0 0F0,0 0B0", "line 3: op '0' is not written as stage"),
-            ("0F0 0F0 0B0", "line 1: op 0F0.0 stands twice"),
-            ("0F0 0BI0 0B0", "line 1: op 0B0.0 stands twice"),
-            ("0F0 0B0\n# rank 1\n1F0 1B0 1F0", "line 3: op 1F0.0 stands twice"),
-            ("1F0 1B0\n0F0 0B0", "line 1: op 1F0.0 stands on rank 0, and stage 1 of 2 on 2 ranks is rank 1's"),
-            ("0F0 0B0 1F0 1B0\n1F1 1B1 0F1 0B1", "line 1: op 1F0.0 stands on rank 0"),
-            ("0F0 2F0 2B0 0B0\n1F0 1B0", "3 stages stand on 2 lines"),
+            ("0F0 0F0 0B0", "line 1: op 0F0.0 appears twice"),
+            ("0F0 0BI0 0B0", "line 1: op 0B0.0 appears twice"),
+            ("0F0 0B0\n# rank 1\n1F0 1B0 1F0", "line 3: op 1F0.0 appears twice"),
+            ("1F0 1B0\n0F0 0B0", "line 1: op 1F0.0 is on rank 0, and stage 1 of 2 on 2 ranks is rank 1's"),
+            ("0F0 0B0 1F0 1B0\n1F1 1B1 0F1 0B1", "line 1: op 1F0.0 is on rank 0"),
+            ("0F0 2F0 2B0 0B0\n1F0 1B0", "3 stages are on 2 lines"),
             ("0F0 0B0\n2F0 2B0", "stage 1 has no ops, and there are 3 stages"),
             ("0F0 1F0 1B0 0B0\n2F0 3F0 3B0 2B0", "rank 1's if stages go round and round (looped), rank 1's if they"),
             ("0F0 0F1 0B0", "op 0B1.0 is missing in the order of rank 0"),
@@ -381,17 +381,17 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         (message, [partial(parse_json, text, "f")])
         for text, message in (
             ("", "f is not JSON"),
-            ("[NaN]", "holds the number nan"),
-            ("[-Infinity]", "holds the number -inf"),
-            ("[1e999]", "holds the number inf"),
+            ("[NaN]", "contains the number nan"),
+            ("[-Infinity]", "contains the number -inf"),
+            ("[1e999]", "contains the number inf"),
             ("9" * 5000, "f is not JSON"),
             (f"[{2**63}]", "whole number of 19 digits"),
             ('["\\ud800"]', "half a character"),
             ('{"\\ud800": 1}', "half a character"),
             ("[" * 100_000, "f is not JSON"),
             ("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1), "levels deep: make it flatter"),
-            ('{"a": 1, "a": 2}', "key 'a' stands twice"),
-            ('{"a\\nb": 1, "a\\nb": 2}', "stands twice"),
+            ('{"a": 1, "a": 2}', "key 'a' appears twice"),
+            ('{"a\\nb": 1, "a\\nb": 2}', "appears twice"),
         )
     ),
     ("refers to its own parts", [lambda: check_values(nested(40), "f", 200)]),
@@ -427,4 +427,4 @@ def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "f").write_bytes(b"ab\xff")
     with pytest.raises(UserError) as caught:
         read_text(tmp_path / "f", "--flag")
-    assert str(caught.value) == f"--flag {tmp_path / 'f'} is not UTF-8 text (byte 2 is 0xff): mend the file"
+    assert str(caught.value) == f"--flag {tmp_path / 'f'} is not UTF-8 text (byte 2 is 0xff): fix the file"

@@ -200,7 +200,7 @@ def test_what_is_said_beside_a_schedule_file_must_agree_with_it(capsys, printed,
     ):
         assert main(["--schedule", "orders.csv", *words.split()]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"error: {words.split()[0]} ") and f"whose ops say {number}: " in message
+        assert message.startswith(f"error: {words.split()[0]} ") and f"which has {number}: " in message
 
 
 def test_a_deadlock_is_reported_with_its_reason(capsys, folder):
@@ -377,11 +377,11 @@ FILES = {
         (f"{PIPELINE} --head-share 0.5", "--head-share needs costs that follow from token slices"),
         (f"{PIPELINE} --attention-share 0 --head-share -1", "--head-share -1 is out of range"),
         (f"{PIPELINE} --solve-slices", "--solve-slices needs costs that follow from token slices"),
-        (f"{PIPELINE} --costs c.json --attention-share 0.5", "--costs and --attention-share both say"),
+        (f"{PIPELINE} --costs c.json --attention-share 0.5", "--costs and --attention-share both give"),
         (f"{PIPELINE} --memory-limit 0", "--memory-limit 0 is out of range: give more than 0"),
         (f"{PIPELINE} --memory-limit 2.49", "schedule '1f1b' holds 2.5 activations of a micro-batch on rank 0, and -"),
         (f"{PIPELINE} --min-token-slice 9", "--min-token-slice 9 is for --solve-slices: add it"),
-        (f"{PIPELINE} --effort 2", "--effort 2 is for what is searched: add --solve-slices, or drop it"),
+        (f"{PIPELINE} --effort 2", "--effort 2 is for searches"),
         (f"{PIPELINE} --effort 0", "--effort 0 is out of range: give more than 0"),
         (
             f"{PIPELINE} --token-slices 3,4 --solve-slices --attention-share 0.5",
@@ -410,8 +410,8 @@ FILES = {
         ("--timeline no/file", "no/file cannot be read (No such file"),
         ("--timeline malformed", "malformed: not a timeline"),
         ("--timeline .", ". has no iteration_*.json"),
-        ("--timeline t.json --stages 2", "--timeline already says what ran, so --stages has no use: drop one"),
-        ("--timeline t.json --solve-slices", "--timeline already says what ran, so --solve-slices has no use"),
+        ("--timeline t.json --stages 2", "--stages contradicts --timeline"),
+        ("--timeline t.json --solve-slices", "--solve-slices contradicts --timeline"),
     ],
 )
 def test_bad_input_is_one_line(capsys, folder, words, message):

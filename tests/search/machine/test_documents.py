@@ -124,7 +124,7 @@ def test_unknown_names() -> None:
         ("c.yaml", "a: 1\na: 2\n", "key 'a' stands twice"),
         ("c.yml", "a: [1\n", "is not YAML"),
         ("c.json", "{", "is not JSON"),
-        ("c.json", '{"a": 1, "a": 2}', "stands twice"),
+        ("c.json", '{"a": 1, "a": 2}', "twice"),
     ],
 )
 def test_files_that_are_not_what_they_say(name: str, text: str, message: str) -> None:
