@@ -31,11 +31,11 @@ Placed = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """A field of a strategy, and all that is done with it in general."""
+    """A field of a strategy, with its flag, its column and its other views."""
 
     name: str = ""
     default: Any = None
-    """Value where nothing is said."""
+    """Value where none is given."""
     types: tuple[Any, ...] = ()
     """Types of its values, by the annotation: int, bool, str, None, and tuples of whole numbers."""
     least: int = 1
@@ -51,9 +51,9 @@ class Dimension:
     found: tuple[str, ...] = ()
     """Words of its flag for values that need an order of ops to be found: priced one by one, and not ranked."""
     tried: tuple[Any, ...] | Tried | None = None
-    """Values that the search tries where no flag says otherwise; None = not searched."""
+    """Values that the search tries without a flag; None = not searched."""
     tried_if_long: tuple[Any, ...] = ()
-    """Values that it tries beside those where sequences are long."""
+    """Values that it tries in addition where sequences are long."""
     ranks: bool = False
     """Whether it multiplies the number of ranks."""
     axis: str = ""
@@ -73,11 +73,11 @@ class Dimension:
     phrase: Placed | None = None
     """Place and template in a strategy written in one line; None = left out."""
     always: bool = False
-    """Whether the phrase also stands there for the default."""
+    """Whether the phrase is also there for the default."""
     tie: int
     """Place in the order that decides between strategies of the same cost."""
     tie_key: Callable[[Any], Any] | None = None
-    """What orders its values there; None = the values themselves, None and names before lists."""
+    """Sort key of its values there; None = the values themselves, None and names before lists."""
 
     @property
     def flag(self) -> str:
@@ -100,7 +100,7 @@ class Dimension:
             if word in text.replace(" ", "").split(","):
                 raise ConfigError(
                     f"{self.flag} {word} is not ranked, because an order of ops has to be found for each strategy: "
-                    f"leave {word} out; rank says what it would save for the winner, and predict prices it"
+                    f"leave {word} out; rank reports its saving for the winner, and predict prices it"
                 )
         values = self._values(text)
         self._check_most(values, self.flag)
@@ -176,7 +176,7 @@ class Dimension:
         return {**(found[0] if len(found) == 1 else {"anyOf": found}), "default": default}
 
     def in_ties(self, value: Any) -> Any:
-        """Return what orders its values among strategies that cost the same, smallest first."""
+        """Return the sort key of a value among strategies of the same cost, smallest first."""
         if self.tie_key is not None:
             return self.tie_key(value)
         return value is not None, isinstance(value, tuple), value

@@ -235,8 +235,8 @@ class Strategy:
         tie=18,
         tie_key=lambda kept: KEY_VALUE_GRADIENTS.index(kept) if kept in KEY_VALUE_GRADIENTS else 2,
     )
-    """Type in which gradients of keys and values are kept between the backwards of token slices. The search tries what
-    rounds them only where it is asked to: it changes the numbers of a run."""
+    """Type in which gradients of keys and values are kept between the backwards of token slices. The search tries
+    `bf16`, which rounds them, only with its flag, because it changes the numbers of a run."""
 
     zero_stage: int = dimension(
         1,
@@ -318,7 +318,7 @@ class Strategy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """How its ranks are laid out, whatever they are told of token slices."""
+        """Layout of its ranks, without token slices."""
         return ParallelLayout(
             data_parallel_size=self.data_parallel_size,
             sequence_parallel_size=self.sequence_parallel_size,
@@ -398,7 +398,7 @@ class Strategy:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def settings(self) -> dict[str, Any]:
-        """Return what this strategy sets in the configuration, by field of its sections."""
+        """Return the settings of this strategy, by field of the configuration."""
         for each in DIMENSIONS:
             each.check_trained(getattr(self, each.name))
         if self.placement not in (None, tuple(range(self.world_size))):
@@ -443,7 +443,7 @@ DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 
 
 def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
-    """Return the JSON Schema of a strategy: of what `Strategy.from_json` reads, field by field."""
+    """Return the JSON Schema of the objects that `Strategy.from_json` reads."""
     texts = field_texts(Strategy)
     properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
     required = {"required": list(properties)} if whole else {}

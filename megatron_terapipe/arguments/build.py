@@ -38,11 +38,11 @@ from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strate
 
 
 def preset_settings(name_or_path: str) -> Mapping[str, Any]:
-    """Return the fields of the model section that `--model-preset` stands for."""
+    """Return the fields of the model section that `--model-preset` sets."""
     if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
         if not Path(name_or_path).exists() and not name_or_path.endswith(".json"):
             raise ConfigError(
-                f"--model-preset {name_or_path} is not here, and nothing is downloaded: download {CONFIG_FILE} of the "
+                f"--model-preset {name_or_path} is not here, and is not downloaded: download {CONFIG_FILE} of the "
                 "model, and give its path"
             )
         return read_fields(name_or_path, "--model-preset")
@@ -50,7 +50,7 @@ def preset_settings(name_or_path: str) -> Mapping[str, Any]:
 
 
 def take_model_from_checkpoint(given: dict[str, Any]) -> None:
-    """Fill in the model section. Where a flag says otherwise, the checkpoint is held against it when it is loaded."""
+    """Fill in the model section. The checkpoint is compared with flags that differ when it is loaded."""
     checkpoint = CheckpointConfig(
         **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
     )
@@ -61,13 +61,13 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
         # Of the model it counts the end of a document, too.
         given.setdefault("vocab_size", info.tokenizer["vocab_size"])
-    # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
+    # The sequence length of a model that was imported is the longest that it can process, not that of a training.
     left_out = () if info.was_trained else ("seq_length",)
     _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
 
 
 def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Take settings of a model that no flag says; but for those that follow from a scaling of rotations by flags."""
+    """Take settings of a model that no flag gives, except those that follow from a scaling of rotations by flags."""
     scaled = given.keys() & {"rotary_scaling", "rotary_scaling_factor"}
     follow = {"rotary_attention_factor"} if scaled else set()
     if given.get("rotary_scaling", "longrope") != "longrope":
@@ -90,10 +90,10 @@ def how_to_load_a_model(load: str) -> str:
 
 
 def take_model_folder(given: dict[str, Any]) -> None:
-    """Begin with the model of the folder that `--load` names: its settings, its tokenizer, its weights alone.
+    """Begin with the model of the folder that `--load` names: its settings, its tokenizer, and only its weights.
 
-    A run that has saved checkpoints already goes on from the newest, so that the same command starts it and starts it
-    again; the folder then says what the model is, and the checkpoint is held against that.
+    A run that has saved checkpoints already continues from the newest, so that one command starts and restarts it; the
+    folder then describes the model, and the checkpoint is compared with it.
     """
     load, save = str(given["load"]), given.get("save")
     for name in ("load_tag", "ckpt_step"):
@@ -114,7 +114,7 @@ def take_model_folder(given: dict[str, Any]) -> None:
 def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
     found = tokenizer_of(folder)
     if not found and not given.get("mock_data"):
-        raise ConfigError(f"--load {folder} has no tokenizer that is known here: add --tokenizer-type and its files")
+        raise ConfigError(f"--load {folder} has no tokenizer that can be read: add --tokenizer-type and its files")
     given.update(found)
 
 
@@ -124,7 +124,7 @@ NOT_SEARCHED = (
     *("model_chunk_placement", "pipeline_model_parallel_layout", "schedule_memory_limit"),
     *("gradient_accumulation_steps", "rampup_batch_size", "recompute_method", "recompute_num_layers"),
 )
-"""Fields that lay out a run in a way that the search does not know."""
+"""Fields with layouts of a run that the search does not have."""
 
 BATCH = "global_batch_size"
 
@@ -133,14 +133,14 @@ Constraints = Mapping[str, tuple[Any, ...]]
 
 
 StrategyFinder = Callable[[Config, Constraints], FoundStrategy]
-"""Finds the strategy of a run by its configuration, with layout and batch left at their defaults, and by what flags say
-of the strategy, the global batch size among it."""
+"""Finds the strategy of a run by its configuration, with layout and batch at their defaults, and by the constraints of
+flags, the global batch size among them."""
 
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
-    """Return what is said of the dimensions of a strategy, by the name of the dimension."""
+    """Return the values that flags allow for dimensions of a strategy, by the name of the dimension."""
     if given.get(BATCH) is None:
-        raise ConfigError(f"--strategy auto searches for one batch, and none is given: add {flag(BATCH)}")
+        raise ConfigError(f"--strategy auto searches for one global batch size: add {flag(BATCH)}")
     for name in NOT_SEARCHED:
         if given.get(name):
             raise ConfigError(f"--strategy auto does not search with {flag(name)} {given[name]}: drop one of the two")
@@ -168,7 +168,7 @@ def without_strategy(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """A command line, read: the configuration, and what the user should know of how it was read."""
+    """A command line, read: the configuration, and lines about it for the user."""
 
     config: Config
     """The configuration."""
@@ -187,7 +187,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
 
     Args:
         argv: words after the name of the program; None = those of this process.
-        find_strategy: finds the strategy that `--strategy auto` asks for; None where nothing is run.
+        find_strategy: finds the strategy of `--strategy auto`; None where no run starts.
     """
     words = sys.argv[1:] if argv is None else argv
     group = asked_for(words)
@@ -199,7 +199,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     if given.get("strategy") not in (None, AUTO):
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
     if given.get("model_preset"):
-        # Once its sizes are filled in, the name says nothing more: a checkpoint must not differ by it.
+        # Its sizes are filled in, and a checkpoint must not differ by the name.
         for name, value in preset_settings(given.pop("model_preset")).items():
             given.setdefault(name, value)
     if given.get("load") and names_model_folder(given["load"]):
@@ -236,7 +236,7 @@ def build_config(given: Mapping[str, Any]) -> Config:
 
 
 def _take_found_strategy(given: dict[str, Any], find_strategy: StrategyFinder | None) -> tuple[str, ...]:
-    """Add what a strategy sets that is found for the values given, and return the lines about it."""
+    """Add the settings of the strategy that is found for the values given, and return the lines about it."""
     if find_strategy is None:
         raise ConfigError("--strategy auto is found when a run starts: name a strategy file here")
     constraints = constraints_of(given)
@@ -253,7 +253,7 @@ def _take_found_strategy(given: dict[str, Any], find_strategy: StrategyFinder | 
 
 
 def _strategy_settings(path: str) -> dict[str, Any]:
-    """Read a strategy file, and return what it sets in the configuration, by field of its sections.
+    """Read a strategy file, and return its settings by field of the configuration.
 
     The file holds a strategy, or an entry of the search's output, which has one under `strategy`. Fields that it
     leaves out, or holds null for where null means "your choice", are not in the answer.
@@ -270,7 +270,7 @@ def _strategy_settings(path: str) -> dict[str, Any]:
 
 
 def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> None:
-    """Add what a strategy file sets to what flags set; one must not contradict the other."""
+    """Add the settings of a strategy file to those of flags; one must not contradict the other."""
     for name, value in strategy.items():
         explicit = given.setdefault(name, value)
         if str(explicit).replace(" ", "") != str(value).replace(" ", ""):
@@ -291,12 +291,12 @@ def _run_under_zero(given: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_accepted(line: CommandLine) -> None:
-    """Hold the flags that change nothing against those that do."""
+    """Check accepted flags against the flags whose value they promise."""
     defaults = {each.name: each.default for each in flags()}
     for spelling in line.accepted:
         accepted = foreign_flags().flags[spelling]
         if accepted.needs and accepted.needs not in line.given:
-            raise ConfigError(f"{spelling} does not say how many: add {flag(accepted.needs)}")
+            raise ConfigError(f"{spelling} needs {flag(accepted.needs)}: add it")
         if accepted.says is not None:
             name, promised = accepted.says
             actual = line.given.get(name, defaults[name])
@@ -306,7 +306,7 @@ def _check_accepted(line: CommandLine) -> None:
 
 
 def _fall_back(line: CommandLine) -> None:
-    """Apply the flags that speak only where nothing else does."""
+    """Apply the flags that count only where no other flag or file sets their field."""
     defaults = {each.name: each.default for each in flags()}
     for name, (spelling, value) in line.fallbacks.items():
         actual = line.given.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Flags of other trainers, read from the table `foreign_flags.toml`, which says what each part of it means."""
+"""Flags of other trainers, read from the table `foreign_flags.toml`, which begins with the meaning of its parts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ class ForeignFlag:
     verdict: Verdict
 
     text: str = ""
-    """Reason why nothing has to change; of a flag that is refused, or refused at other values, reason and remedy."""
+    """Reason why the flag has no effect; of a flag that is refused, or refused at other values, reason and remedy."""
 
     takes: Takes = 0
 
     values: tuple[str, ...] = ()
-    """Values that change nothing; empty if all do, or it takes none."""
+    """Values without effect; empty if all are, or it takes none."""
 
     says: tuple[str, object] | None = None
-    """Field of the configuration that it speaks of, and the value that it promises."""
+    """Field of the configuration that it is about, and the value that it promises."""
 
     needs: str = ""
-    """Field of the configuration that must be set beside it; empty if none."""
+    """Field of the configuration that must be set, too; empty if none."""
 
     without: str = ""
     """Of an idle flag, the flag without which it has no effect in its own trainer either; empty if it concerns
@@ -55,7 +55,7 @@ class ForeignFlags:
         return {name: each for name, each in self.flags.items() if each.verdict == verdict}
 
     def refusal(self, name: str, values: tuple[str, ...]) -> str | None:
-        """Return why a flag is refused with these values, and what to do about it; None if it is not."""
+        """Return why a flag is refused with these values, and the remedy; None if it is not."""
         found = self.flags.get(name)
         if found is None:
             return next((line for beginning, line in self.families.items() if name.startswith(beginning)), None)

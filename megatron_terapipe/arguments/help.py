@@ -43,16 +43,16 @@ MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "before a run": ("dry_run",),
     }
 )
-"""Fields whose flags most runs need, by what they are about."""
+"""Fields of the flags that most runs need, by topic."""
 
 
 def groups() -> tuple[str, ...]:
-    """Return the names that may follow `--help`: the sections of the configuration, what changes nothing, and all."""
+    """Return the names that may follow `--help`: the sections of the configuration, accepted flags, and all."""
     return (*sections(), ACCEPTED, ALL)
 
 
 def other_flags(prog: str) -> str:
-    """Return the lines of a help text that say how to see the flags that it leaves out; `prog` is what people type."""
+    """Return the lines of a help text about the flags that it leaves out; `prog` is the command as users type it."""
     return fill(
         f"These are the flags that most runs need. {prog} --help GROUP shows those of one group, and {prog} --help all "
         f"shows all: GROUP is one of {', '.join(groups())}.",
@@ -73,7 +73,7 @@ def asked_for(words: Sequence[str]) -> str | None:
         if not equals and following and not following[0].startswith("-"):
             group = following[0]
         if group and group not in groups():
-            raise ConfigError(f"--help {group} names no group of flags: give one of {', '.join(groups())}")
+            raise ConfigError(f"--help {group} is not a group of flags: give one of {', '.join(groups())}")
         return group
     return None
 
@@ -102,7 +102,7 @@ def trainer_help(group: str) -> str:
 
 
 def _add(group: argparse._ArgumentGroup, each: Flag) -> None:
-    """Add a flag with the first sentence of its help; of one that lists its values, without what each means."""
+    """Add a flag with the first sentence of its help; of one that lists its values, without their meanings."""
     names, settings = next(spellings(each))
     sentence = re.split(r"[.:;](?: |$)" if each.choices else r"\.(?: |$)", each.help, maxsplit=1)[0]
     default = f" (default: {each.default_text})" if each.default_text not in ("", "required") else ""

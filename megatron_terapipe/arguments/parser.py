@@ -48,7 +48,7 @@ class Flag:
     """Purpose of the flag."""
 
     option: Option
-    """Other spellings, and what the field cannot say."""
+    """Other spellings, bounds, and other facts about the field."""
 
     @property
     def metavar(self) -> str:
@@ -97,7 +97,7 @@ def _flags() -> Iterator[Flag]:
 
 
 def _range(declared: Option) -> str:
-    """Return the sentence that says which numbers a flag takes; empty if it takes all, or no numbers."""
+    """Return the sentence about the numbers that a flag takes; empty if it takes all, or no numbers."""
     bounds = declared.bounds
     return f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""
 
@@ -145,10 +145,10 @@ PROGRAM = "pretrain_gpt.py"
 SEE_HELP = "see --help all"
 
 ACCEPTED = "accepted"
-"""Group of the flags of other trainers that change nothing here."""
+"""Group of the flags of other trainers that have no effect here."""
 
 MOST_HINTS = 20
-"""Unknown flags for which one that is meant is looked for, which takes some milliseconds each."""
+"""Unknown flags for which the nearest flag is searched for, which takes some milliseconds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class CommandLine:
     """Value of each field that a flag sets."""
 
     fallbacks: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    """Flag, and the value it stands for where nothing else sets the field, by field."""
+    """Flag, and its value where no other flag or file sets the field, by field."""
 
     accepted: list[str] = field(default_factory=list)
     """Flags whose effect is always on."""
@@ -181,7 +181,7 @@ class CommandLine:
         self.given[name] = value
 
     def take(self, spelling: str, value: Any) -> None:
-        """Take a flag of another trainer, which sets nothing."""
+        """Take a flag of another trainer, which sets no field."""
         found = foreign_flags().flags[spelling]
         if found.verdict == "accepted":
             if found.values and value not in found.values:
@@ -202,7 +202,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the flag, then what else sets the same field; with each its settings for `argparse`."""
+    """Yield the flag, then other flags that set the same field; with each its settings for `argparse`."""
     own = flag(each.name)
     label = "" if each.default is MISSING else "default: "
     text = each.help + (f" ({label}{each.default_text})" if each.default_text else "")
@@ -219,7 +219,7 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
             case str() | int():
                 yield [spelling], {"nargs": 0, "const": meaning, "help": f"The same as {own} {meaning}."}
             case Otherwise(value):
-                text = f"{own} {value}, unless something else sets it."
+                text = f"{own} {value}, unless another flag or file sets it."
                 yield [spelling], {"nargs": 0, "const": meaning, "help": text}
             case Mapping():
                 text = ", ".join(f"{word} is {value or 'the default'}" for word, value in meaning.items())
@@ -284,7 +284,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse writes `argument --lr/--other: what is wrong`; the first spelling is enough.
+        # argparse writes `argument --lr/--other: message`; the first spelling is enough.
         text = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*: ", r"\1 ", message)
         text = text.replace("unrecognized arguments:", "no flag takes the value")
         remedies = {"expected": "give it one", "no flag": "drop it", "ignored": "drop the value"}
@@ -306,7 +306,7 @@ def new_parser(epilog: str | None = None) -> argparse.ArgumentParser:
 
 
 def _parser(line: CommandLine) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return a parser that writes into a command line, and every flag it knows."""
+    """Return a parser that writes into a command line, and all of its flags."""
     parser = new_parser()
     return parser, ["--help", *add_trainer_flags(parser, line)]
 
@@ -314,7 +314,7 @@ def _parser(line: CommandLine) -> tuple[argparse.ArgumentParser, list[str]]:
 def add_trainer_flags(
     parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = (), only: str | None = None
 ) -> list[str]:
-    """Add the flags of the trainer to a parser, and return all that it then knows of them.
+    """Add the flags of the trainer to a parser, and return them.
 
     Args:
         only: section whose flags are added, or `ACCEPTED`; None for all.
@@ -330,7 +330,7 @@ def add_trainer_flags(
             known += names
     if only not in (None, ACCEPTED):
         return known
-    group = parser.add_argument_group("Accepted", "Flags of other trainers that change nothing here.")
+    group = parser.add_argument_group("Accepted", "Flags of other trainers that have no effect here.")
     for name, foreign in foreign_flags().flags.items():
         if foreign.verdict == "refused":
             continue

@@ -1,4 +1,4 @@
-"""Flags of Megatron that lay out stages in its own way; their values become those of our fields.
+"""Flags of Megatron for the layers of stages; their values become those of our fields.
 
 The layers of stages come from a number of layers, from weights, or from Megatron's text:
 
@@ -151,7 +151,7 @@ class Spellings:
 
 
 def in_our_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields of ours, with those that `Spellings` stand for."""
+    """Return the values of fields of ours, with those that follow from `Spellings`."""
     names = {each.name for each in fields(Spellings)}
     spellings = Spellings(**{name: value for name, value in given.items() if name in names})
     ours = {name: value for name, value in given.items() if name not in names}

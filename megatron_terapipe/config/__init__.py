@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen section per concern, and `Config`, which holds them all.
 
 Flags and their help are derived from these sections: the field is the flag. An
-invalid section cannot be built, so nobody downstream checks again.
+invalid section cannot be built, so no reader of it checks again.
 """
 
 from megatron_terapipe.config.batch import BatchConfig

@@ -9,7 +9,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizes:
-    """Global batch size by the samples consumed so far.
+    """Global batch size by the number of samples consumed.
 
     On a ramp it rises from `start` to `final` in equal increments, each of which lasts equally many samples.
 
@@ -106,7 +106,7 @@ MOST_SEQUENCES = 10**9
 """Sequences of one optimizer step at most."""
 
 MOST_INCREMENTS = 10_000
-"""Increments of a ramp at most; what a run consumes on it is computed increment by increment."""
+"""Increments of a ramp at most; the samples that a run consumes on it are computed increment by increment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class BatchConfig:
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ConfigError(
                 f"--global-batch-size {self.global_batch_size} and --gradient-accumulation-steps "
-                f"{self.gradient_accumulation_steps} both say how large a step is: drop one of them"
+                f"{self.gradient_accumulation_steps} both set the size of a step: drop one of them"
             )
         self._check_ramp()
         self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
@@ -163,7 +163,7 @@ class BatchConfig:
                 f"{words} is not three numbers above 0: give START INCREMENT SAMPLES, such as 16 8 300000"
             )
         if self.global_batch_size is None:
-            raise ConfigError(f"{words} does not say where the ramp ends: add --global-batch-size")
+            raise ConfigError(f"{words} needs the size at the end of the ramp: add --global-batch-size")
         start, increment, _ = self.rampup_batch_size
         rise = self.global_batch_size - start
         if rise <= 0 or rise % increment:

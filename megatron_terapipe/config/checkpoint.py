@@ -1,4 +1,4 @@
-"""The section that says what is saved, and what a run goes on from."""
+"""The section of checkpoints: when they are saved, and the one that a run continues from."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ class CheckpointConfig:
     load: str | None = option(None, metavar="DIR")
     """Directory to continue from. If it holds no checkpoint, training starts from the beginning. It may be a folder of
     Hugging Face with config.json and safetensors: the model, its weights and, unless flags name another, its tokenizer
-    are then taken from there, and training starts at iteration 0, or goes on from the newest checkpoint in `--save`."""
+    are then taken from there, and training starts at iteration 0, or continues from the newest checkpoint in
+    `--save`."""
 
     save_interval: int | None = option(None, least=1, most=10**9)
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""
@@ -28,19 +29,19 @@ class CheckpointConfig:
     """Number of newest whole checkpoints to keep. Default: all."""
 
     async_save: bool = False
-    """Go on with training as soon as a checkpoint is copied to the host's memory. It is written, synced and named in
+    """Continue training as soon as a checkpoint is copied to the host's memory. It is written, synced and named in
     the background, one at a time; the end of the run waits for the last."""
 
     train_on_if_save_fails: bool = False
-    """Go on with training when a checkpoint cannot be saved, with a warning. Default: the run ends. That the last one
-    cannot be saved always ends it with an error."""
+    """Continue training when a checkpoint cannot be saved, with a warning. Default: the run ends. A failure to save the
+    last checkpoint always ends it with an error."""
 
     no_verify_checkpoint: bool = False
-    """Do not read a checkpoint once more to see that each file is what was saved. Names and sizes are checked all the
-    same."""
+    """Do not read a checkpoint once more to compare each file with its checksum. Names and sizes are checked in any
+    case."""
 
     load_previous_if_damaged: bool = False
-    """If the checkpoint to load is damaged, go on from the newest before it that is whole. The damaged one is kept
+    """If the checkpoint to load is damaged, continue from the newest before it that is whole. The damaged one is kept
     aside."""
 
     load_tag: str | None = option(None, metavar="TAG")
@@ -75,12 +76,12 @@ class CheckpointConfig:
         check_bounds(self)
         if self.keep_last_n_checkpoints is not None and self.save is None:
             raise ConfigError(
-                f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} does not say where to save: add --save"
+                f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} needs a directory to save in: add --save"
             )
         if self.save is None:
             for name in ("async_save", "train_on_if_save_fails"):
                 if getattr(self, name):
-                    raise ConfigError(f"{flag(name)} does not say where to save: add --save, or drop it")
+                    raise ConfigError(f"{flag(name)} needs a directory to save in: add --save, or drop it")
         self._check_extra_saves()
         if self.load_tag is not None and self.ckpt_step is not None:
             raise ConfigError(
@@ -90,16 +91,16 @@ class CheckpointConfig:
             needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step")
             for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged", "extend_positions"):
                 if getattr(self, name):
-                    raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
+                    raise ConfigError(f"{flag(name)} needs a checkpoint: add --load, or drop it")
 
     def _check_extra_saves(self) -> None:
         extra = self.extra_save_iterations
         if extra is None:
             return
         if not extra:
-            raise ConfigError("--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on")
+            raise ConfigError("--extra-save-iterations (empty) is not a list of iterations: give numbers from 0 on")
         if self.save is None:
-            raise ConfigError(f"--extra-save-iterations {extra[0]} does not say where to save: add --save")
+            raise ConfigError(f"--extra-save-iterations {extra[0]} needs a directory to save in: add --save")
 
     def saves_after(self, iteration: int) -> bool:
         """Whether a checkpoint is due when so many iterations are done; the last one of a run always is."""
@@ -109,12 +110,12 @@ class CheckpointConfig:
 
     @property
     def weights_only(self) -> bool:
-        """Whether the state of the optimizer stays unread."""
+        """Whether the optimizer state is not loaded."""
         return self.finetune or self.no_load_optim
 
     @property
     def tag(self) -> str | None:
-        """Checkpoint that is asked for; None for the newest."""
+        """Checkpoint to load; None for the newest."""
         return self.load_tag if self.ckpt_step is None else checkpoint_tag(self.ckpt_step)
 
 

@@ -45,7 +45,7 @@ class Config:
     deepspeed: DeepSpeedConfig
 
     def __post_init__(self) -> None:
-        """Fill in what follows from two sections, then check what no section can check alone."""
+        """Fill in values that follow from two sections, then check the rules between sections."""
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
         self._check_stages()
         self._check_tensor_parallel()
@@ -58,7 +58,7 @@ class Config:
         self._check_iterations()
 
     def token_slices(self) -> TokenSlices:
-        """Cut the sequence as `--num-token-slices` and `--token-slices` ask; equally, where documents decide."""
+        """Return the token slices of `--num-token-slices` and `--token-slices`; equal ones, where documents decide."""
         assert self.parallel.token_slices != AUTO, "found by `plan_pipeline`"
         seq_length, count = self.model.seq_length, self.parallel.num_token_slices
         if count > seq_length:
@@ -89,7 +89,7 @@ class Config:
         return cut
 
     def document_cuts(self) -> "DocumentCuts | None":
-        """Return what cuts micro-batches by their documents; None if all are cut alike."""
+        """Return the cuts of micro-batches by their documents; None if all micro-batches are cut alike."""
         if self.parallel.token_slices != BY_DOCUMENTS:
             return None
         return document_cuts(self.model, len(self.token_slices()), granularity=self.token_granularity)
@@ -148,7 +148,7 @@ class Config:
                 )
 
     def _check_sequence_parallel(self) -> None:
-        """See that the heads of each tensor-parallel rank can be dealt to the sequence-parallel ranks."""
+        """Check that the heads of each tensor-parallel rank can be dealt to the sequence-parallel ranks."""
         parallel, heads = self.parallel, self.model.num_attention_heads
         size, tensor = parallel.ds_sequence_parallel_size, parallel.tensor_model_parallel_size
         times = f" x --tensor-model-parallel-size {tensor} = {size * tensor}" if tensor > 1 else ""
@@ -209,8 +209,8 @@ class Config:
                 self.batch.global_batch_size is None or self.batch.rampup_batch_size is not None
             ):
                 raise ConfigError(
-                    f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a batch that is known and stays "
-                    "the same: add --global-batch-size, or use --train-samples"
+                    f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a constant global batch "
+                    "size: add --global-batch-size, or use --train-samples"
                 )
         return seq_length * (self.batch.global_batch_size or 1)
 
@@ -231,7 +231,7 @@ class Config:
             warmup = "lr_warmup_tokens" if in_tokens else f"lr_warmup_{unit}"
             most = int((decay - 1) * self._tokens_per_step()) if in_tokens else ceil(decay) - 1
             raise ConfigError(
-                f"{flag(warmup)} {getattr(optimizer, warmup)} leaves nothing of the {decay:.12g} {counted} until the "
+                f"{flag(warmup)} {getattr(optimizer, warmup)} is not less than the {decay:.12g} {counted} until the "
                 f"learning rate has decayed: give {most} or less"
             )
         if optimizer.lr_decay_style == "WSD" and last is None:
@@ -242,7 +242,7 @@ class Config:
                 f"give 1 to {int(decay)}"
             )
         if training.skip_train and not self.logging.eval_iters:
-            raise ConfigError("--skip-train with --eval-iters 0 leaves nothing to do: drop one of them")
+            raise ConfigError("--skip-train with --eval-iters 0 neither trains nor evaluates: drop one of them")
         measured, end = self.logging.timeline_iterations, training.train_iters
         profiled = self.logging.profiled_iterations
         if profiled and end and profiled[-1] > end:
@@ -252,5 +252,5 @@ class Config:
             )
         if measured is not None and end and self.logging.measured_iterations(0, end).last > end:
             raise ConfigError(
-                f"--timeline-iterations {measured} goes on after the last of --train-iters {end}: give {end} or less"
+                f"--timeline-iterations {measured} is beyond the last of --train-iters {end}: give {end} or less"
             )

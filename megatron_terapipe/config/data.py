@@ -33,7 +33,7 @@ def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixe
     paired = len(words) % 2 == 0 and all(weight is None for weight in weights[1::2])
     if not words or not paired or not all(weight is not None and 0 < weight < 1e30 for weight, _ in pairs):
         raise ConfigError(
-            f"{flag} {' '.join(words) or '(nothing)'} is neither prefixes nor pairs of a positive weight "
+            f"{flag} {' '.join(words) or '(empty)'} is neither prefixes nor pairs of a positive weight "
             "and a prefix: write it as 0.3 wiki 0.7 books"
         )
     return pairs
@@ -52,7 +52,7 @@ def read_split(split: str) -> tuple[float, float, float]:
 
 
 def read_data_arguments(path: str) -> tuple[str, ...]:
-    """Return the words of a file that stands for `--data-path`."""
+    """Return the words of the file of `--data-args-path`, as those after `--data-path`."""
     words = tuple(read_text(path, "--data-args-path").split())
     if not words:
         raise ConfigError(f"--data-args-path {path} is empty: write prefixes into it, as after --data-path")
@@ -60,7 +60,7 @@ def read_data_arguments(path: str) -> tuple[str, ...]:
 
 
 def read_data_arguments_by_part(path: str) -> dict[Part, tuple[str, ...] | None]:
-    """Return the words of a JSON file that stands for `--train-data-path` and its two relatives; None for no words."""
+    """Return the words of the JSON file of `--per-split-data-args-path` by part; None for no words."""
     described = f"--per-split-data-args-path {path}"
     document = read_json(path, "--per-split-data-args-path")
     if not isinstance(document, Mapping) or not document.get("train") or document.keys() - set(PARTS):
@@ -154,17 +154,16 @@ class DataConfig:
     """Data for testing, with `--train-data-path`."""
 
     data_args_path: str | None = option(None, metavar="FILE")
-    """File of what would follow `--data-path`, for blends of many prefixes: words, with spaces or new lines between
-    them."""
+    """File of the words of `--data-path`, for blends of many prefixes, with spaces or new lines between them."""
 
     per_split_data_args_path: str | None = option(None, metavar="FILE")
-    """JSON file of what would follow `--train-data-path` and its two relatives: an object with the keys `train`,
-    `valid` and `test`, and a string or a list of words under each."""
+    """JSON file of the words of `--train-data-path` and its two relatives: an object with the keys `train`, `valid` and
+    `test`, and a string or a list of words under each."""
 
     data_cache_path: str | None = option(None, metavar="DIR|none")
     """Directory for the shuffled order of documents and samples, and for the range of the token ids of each data file.
-    The next start reads it, and the ranks of a host share it. Default: `index_cache` beside the first of the data
-    files, if that can be written. With `none` every rank that reads data computes the order in memory."""
+    The next start reads it, and the ranks of a host share it. Default: `index_cache` in the directory of the first
+    data file, if that can be written. With `none` every rank that reads data computes the order in memory."""
 
     mmap_warmup: bool = False
     """Read the data files once at the start, so that the operating system has them in memory."""
@@ -217,7 +216,7 @@ class DataConfig:
     read when it is needed."""
 
     def __post_init__(self) -> None:
-        """Choose the tokenizer by its files, then check the lists, the files, and what excludes what."""
+        """Choose the tokenizer by its files, then check the lists, the files, and flags that exclude each other."""
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "byte")
         check_choices(self)
         check_bounds(self)
@@ -227,12 +226,12 @@ class DataConfig:
 
     @property
     def separates_documents(self) -> bool:
-        """Whether the documents within a sample are told apart: by their positions, by attention, or by both."""
+        """Whether the documents within a sample are separated: by their positions, by attention, or by both."""
         return self.reset_position_ids or self.reset_attention_mask
 
     @property
     def reads_ends(self) -> bool:
-        """Whether ends of documents are looked for among the tokens."""
+        """Whether the ends of documents among the tokens are needed."""
         return self.separates_documents or self.eod_mask_loss
 
     def weighted_prefixes(self, part: Part = "train") -> WeightedPrefixes:
@@ -261,7 +260,7 @@ class DataConfig:
         return shares[2] > 0 if shares else bool(self.weighted_prefixes("test"))
 
     def _read_files_of_paths(self) -> None:
-        """Take prefixes from the files that name them; what a flag says beside them must be the same."""
+        """Take prefixes from the files that name them; a flag for the same prefixes must agree."""
         named: dict[str, tuple[str, ...] | None] = {}
         if self.data_args_path is not None:
             named["data_path"] = read_data_arguments(self.data_args_path)
@@ -273,8 +272,7 @@ class DataConfig:
             if given is not None and given != words:
                 file = "data_args_path" if name == "data_path" else "per_split_data_args_path"
                 raise ConfigError(
-                    f"{flag(name)} {' '.join(given)} is not what {flag(file)} {getattr(self, file)} says: drop one of "
-                    "them"
+                    f"{flag(name)} {' '.join(given)} contradicts {flag(file)} {getattr(self, file)}: drop one of them"
                 )
             object.__setattr__(self, name, words)
 

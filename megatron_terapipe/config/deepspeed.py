@@ -203,7 +203,7 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedValues:
-    """Values that a DeepSpeed file gives to our fields. What contradicts flags is found when the run is prepared."""
+    """Values that a DeepSpeed file gives to our fields; those that contradict flags are refused before the run."""
 
     path: str | None
     """The file; None if there is none."""

@@ -87,7 +87,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction."""
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases after a reduction."""
     has_attention, has_mlp = bool(block.num_key_value_heads), bool(block.ffn_hidden_size)
     biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
     of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
@@ -195,7 +195,7 @@ def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_byt
 def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
     """Count the hidden states that a block keeps of a token: those that must stay, and outputs of norms.
 
-    The outputs of norms are inputs of products, and can be computed again from what stays: from the input of each norm.
+    The outputs of norms are inputs of products, and can be recomputed from the input of each norm, which stays.
     The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
     output; where there is no other norm, the product before keeps its input as it is.
     """
@@ -225,7 +225,7 @@ def block_activation_bytes_per_token(
     sbh(34 + 5as/h), less the two dropout masks (2sbh), which are drawn again in the backward, and the s x s scores,
     masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
     of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
-    block, and keys and values; `stage` keys and values alone, beside `stage_input_bytes_per_token`. Norms elsewhere,
+    block, and keys and values; `stage` only keys and values, besides `stage_input_bytes_per_token`. Norms elsewhere,
     and of queries and keys, are in `block_hidden_states` and `block_normed_channels`. Not counted are the one or two
     numbers that a norm keeps of a token, or of a head.
 

@@ -23,7 +23,7 @@ LAYERS_AFTER_BLOCKS = 2
 
 
 def output_layer(num_layers: int) -> int:
-    """Return the index of the output layer behind so many transformer layers; of its first part, if it has several."""
+    """Return the index of the output layer, or of its first part, after `num_layers` transformer layers."""
     return LAYERS_BEFORE_BLOCKS + num_layers + LAYERS_AFTER_BLOCKS - 1
 
 
@@ -39,7 +39,7 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of what it doubts in an expression, and then reads it.
+            warnings.simplefilter("ignore")  # Python warns of doubtful expressions, and then reads them.
             value = _value(ast.parse(pattern.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         value = None
@@ -58,13 +58,13 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
 
 
 def window_of_megatron(text: str) -> int:
-    """Return the tokens that a token attends to, from Megatron's `--window-size`: those before it and those behind it.
+    """Return the tokens that a token attends to, itself included, from the value of Megatron's `--window-size`.
 
-    Megatron does not count the token itself.
+    The value is the number of tokens before and after a token, without the token itself.
     """
     found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text.strip())
     if found is None:
-        raise ValueError(f"{text} is not N,0: give the tokens before a token, and 0 for those behind it")
+        raise ValueError(f"{text} is not N,0: give the number of tokens before a token, and 0 for those after it")
     return int(found[1]) + 1
 
 
@@ -117,7 +117,7 @@ class BlockShape:
 def canonical_layers(text_or_path: str) -> str:
     """Return the JSON text of a per-layer description, from that text or from the file that holds it.
 
-    The text is what a configuration keeps, and so what a checkpoint keeps: the file may be gone by then.
+    Configurations and checkpoints keep the text, because the file may be gone when a checkpoint is loaded.
     """
     inline = text_or_path.lstrip().startswith("{")
     document = parse_json(text_or_path, FLAG) if inline else read_json(text_or_path, FLAG)
@@ -130,7 +130,7 @@ def block_shapes(layers: str, *, usual: BlockShape, num_attention_heads: int, hi
     """Read a per-layer description in the manner of Megatron's heterogeneous-layers configuration.
 
     `{"block_configs": [{"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, ...]}`: a layer an
-    entry. What an entry does not name, or names as null, is as usual; `"no_op": true` leaves a part out. The words of
+    entry. Parts that an entry leaves out, or has as null, are as usual; `"no_op": true` removes a part. The words of
     Nemotron's files, which Megatron reads too, are read as Megatron does: `ffn` for `mlp`, `n_heads_in_group` (query
     heads of each key and value head) and `ffn_mult` (the width is 2/3 of that many hidden sizes, rounded up to 256).
     """
@@ -189,7 +189,9 @@ def _part(entry: Mapping[str, Any], name: str, keys: set[str], where: str) -> Ma
         if not isinstance(part.get(key, False), bool):
             raise ConfigError(f"{where} {name}.{key} is {json.dumps(part[key])}: give true or false")
     if part.get("replace_with_linear"):
-        raise ConfigError(f"{where} {name}.replace_with_linear: linear stand-ins are not in this trainer: use no_op")
+        raise ConfigError(
+            f"{where} {name}.replace_with_linear: linear layers in its place are not in this trainer: use no_op"
+        )
     _check_keys({key: part[key] for key in part if key != "replace_with_linear"}, {*keys, "no_op"}, f"{where} {name}")
     return {key: value for key, value in part.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The section that says what a run reports and when it evaluates."""
+"""The section of reports and evaluations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class LoggingConfig:
     """Report how many numbers of the gradient are exactly zero, before clipping."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """Timers to report beside the time per iteration: 0 none; 1 those of the phases of an iteration (ops with their
+    """Timers to report besides the time per iteration: 0 none; 1 those of the phases of an iteration (ops with their
     transfers, sums of shared gradients, sums over replicas, update); 2 also the computing of forwards and of
     backwards."""
 
@@ -151,14 +151,14 @@ class LoggingConfig:
     this run, because the first ones are slower than the rest."""
 
     ledger_directory: str | None = option(None, metavar="DIR")
-    """Directory in which every rank writes what it has done and whom it waits for, if the run stands still for
+    """Directory in which every rank writes its completed ops and the rank that it waits for, if the run stalls for
     `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_bounds(self)
         if self.timeline_iterations is not None and self.timeline is None:
-            raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
+            raise ConfigError(f"--timeline-iterations {self.timeline_iterations} needs a directory: add --timeline")
         if self.report is not None and self.metrics_file is None:
             raise ConfigError(f"--report {self.report} has no metrics to read: add --metrics-file")
         self.measured_iterations(0, 1)
@@ -166,13 +166,13 @@ class LoggingConfig:
         self._check_profile()
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} has no effect without --wandb-project: add it")
 
     def _check_profile(self) -> None:
         if self.use_pytorch_profiler and not self.profile:
-            raise ConfigError("--use-pytorch-profiler says how to profile, and nothing is: add --profile")
+            raise ConfigError("--use-pytorch-profiler has no effect without --profile: add it")
         if self.use_pytorch_profiler and self.tensorboard_dir is None:
-            raise ConfigError("--use-pytorch-profiler says not where to: add --tensorboard-dir")
+            raise ConfigError("--use-pytorch-profiler needs a directory for its traces: add --tensorboard-dir")
         if self.profile and not self.profiled_iterations:
             raise ConfigError(
                 f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
@@ -192,5 +192,5 @@ class LoggingConfig:
         """Return the iterations whose timelines are written, if there is a directory for them."""
         if self.timeline_iterations is not None:
             return IterationNumbers.parse(self.timeline_iterations, "--timeline-iterations")
-        # A run of one or two iterations has but slow ones to show.
+        # A run of one or two iterations has only slow ones.
         return IterationNumbers(((min(start + 3, last), min(start + 5, last)),))

@@ -57,7 +57,7 @@ class ModelConfig:
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
-        # Scripts pass the second beside RoPE: it speaks of the learned positions.
+        # Scripts pass the second together with RoPE: it is about the learned positions.
         also={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": Otherwise("none")},
         elsewhere=dict.fromkeys(("relative", "mrope", "alibi", "yarn"), MODEL_CANNOT_BE_TRAINED),
     )
@@ -78,7 +78,7 @@ class ModelConfig:
         also={"--use-rope-scaling": "llama3"},
     )
     """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
-    (`linear`); the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
+    (`linear`); only the slow ones, as in Llama 3.1 (`llama3`) or YaRN (`yarn`); by a larger base, for --seq-length
     beyond --rotary-original-length (`dynamic`); or by lists of factors, one for sequences up to that length and one for
     longer ones, as in Phi-3 (`longrope`)."""
 
@@ -96,12 +96,12 @@ class ModelConfig:
         least=1,
         most=10**9,
     )
-    """Tokens of the sequences before scaling: tells slow rotations from fast ones, with `dynamic` and `longrope` long
-    sequences from others."""
+    """Tokens of the sequences before scaling: the limit between slow and fast rotations, with `dynamic` and `longrope`
+    between short and long sequences."""
 
     rotary_short_factors: str | None = option(None, metavar="LIST")
-    """`longrope`: what each rotation is divided by if --seq-length is --rotary-original-length or less, a number for
-    each pair of channels, with commas between them."""
+    """`longrope`: divisors of the rotations if --seq-length is --rotary-original-length or less, a number for each pair
+    of channels, with commas between them."""
 
     rotary_long_factors: str | None = option(None, metavar="LIST")
     """`longrope`: the same for longer sequences."""
@@ -110,13 +110,13 @@ class ModelConfig:
     """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
 
     rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
-    """`llama3` leaves rotations alone that turn more times than this within --rotary-original-length."""
+    """`llama3` does not scale rotations that turn more times than this within --rotary-original-length."""
 
     rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",), above=0, most=1e6)
     """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
 
     rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",), above=0, most=1e6)
-    """`yarn` leaves rotations alone that turn more times than this within --rotary-original-length."""
+    """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
 
     rotary_attention_factor: float = option(
         derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, sqrt(1 + ln(--rotary-scaling-factor) / "
@@ -234,8 +234,8 @@ class ModelConfig:
     layer and the position of the token, so token slices, stages and ranks do not change them."""
 
     attention_dropout: float = option(0.0, least=0, below=1)
-    """Dropout on the attention probabilities. Flash kernels do not know the position of a token, so attention is then
-    written out, which is slower."""
+    """Dropout on the attention probabilities. Flash kernels do not have the position of a token, so attention is then
+    computed without them, which is slower."""
 
     heterogeneous_layers_config_path: str | None = option(
         None, metavar="FILE", aliases=("--heterogeneous-layers-config-encoded-json",)
@@ -297,16 +297,14 @@ class ModelConfig:
             )
         if self.sliding_window is None and self.window_attn_skip_freq is not None:
             raise ConfigError(
-                f"--window-attn-skip-freq {self.window_attn_skip_freq} has no window to skip: add --sliding-window"
+                f"--window-attn-skip-freq {self.window_attn_skip_freq} needs a window: add --sliding-window"
             )
         if self.sliding_window is None and self.rotary_base_local is not None:
             raise ConfigError(
                 f"--rotary-base-local {self.rotary_base_local} is for layers with a window: add --sliding-window"
             )
         if self.no_rope_freq is not None and self.position_embedding_type != "rope":
-            raise ConfigError(
-                f"--no-rope-freq {self.no_rope_freq} has no rotations to leave out: add --position-embedding-type rope"
-            )
+            raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")
 
     def _resolve_layers(self) -> None:
         if self.heterogeneous_layers_config_path is not None:
@@ -336,7 +334,7 @@ class ModelConfig:
 
     @property
     def has_projection_bias(self) -> bool:
-        """Whether the projection behind attention has a bias."""
+        """Whether the projection after attention has a bias."""
         return not self.disable_bias_linear or self.add_attention_bias
 
     @property

@@ -1,7 +1,7 @@
 """Facts that a field of a section gives to its flag, and the checks that sections share.
 
 A section is a frozen dataclass. The name of a field is its flag, its type is the type of the flag, and the docstring
-under it is the help text. `option` adds the little that these cannot say.
+under it is the help text. `option` adds other facts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """A flag without a value that counts only where nothing else sets the field."""
+    """Value of a flag without values that counts only where no other flag or file sets the field."""
 
     value: str
 
 
 Also = str | int | Otherwise | Mapping[str, str | None] | Callable[[str], object]
-"""Value that a flag without values stands for; or its words, and what they mean here; or what reads its value."""
+"""Value of a flag without values; or its words, each with the value here; or a function that reads its value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """Facts about a flag that the name, type, default and docstring of its field do not say."""
+    """Facts about a flag that do not follow from the name, type, default and docstring of its field."""
 
     derived: str = ""
     """How the default follows from other fields; empty if it does not."""
@@ -45,8 +45,8 @@ class Option:
     """Other spellings of its values."""
 
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Values that other trainers have and this one does not, and how the line about each ends: choosing another value
-    would make another model."""
+    """Values that other trainers have and this one does not, and how the line about each ends: another value would
+    make another model."""
 
     least: float | None = None
     """Smallest value; of a flag that takes several, of each."""
@@ -55,8 +55,8 @@ class Option:
     """Number that values are above."""
 
     most: float | None = None
-    """Largest value. No model and no machine comes near it: what is beyond is a slip of the hand, and would end in
-    lack of memory or in numbers that nothing can hold."""
+    """Largest value, far beyond all models and machines: larger ones are typing errors, and would end in a lack of
+    memory or in overflows."""
 
     below: float | None = None
     """Number that values are below."""
@@ -90,7 +90,7 @@ def option(default: Any = MISSING, **settings: Any) -> Any:
 
 
 def option_of(declared: Field[Any]) -> Option:
-    """Return what `option` said of a field."""
+    """Return the facts that `option` gave to a field."""
     details = declared.metadata.get("option", Option())
     assert isinstance(details, Option)
     return details

@@ -1,4 +1,4 @@
-"""The section that says how the work is laid out: over ranks, and over time."""
+"""The section of parallelism: the layout of the work over ranks, and its order in time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,8 +13,8 @@ from megatron_terapipe.config.pipeline import check_schedule, listed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
-"""Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
-nobody cuts a sequence."""
+"""Token slices, or the layers of stages, that are found for a run once its number of ranks is known; until then no
+sequence is cut."""
 
 BALANCED, BY_DOCUMENTS = "balanced", "balanced-by-documents"
 """Token slices of equal work: for one document in each sequence; for the documents of each micro-batch."""
@@ -45,7 +45,7 @@ class ParallelConfig:
     """Ranks of the pipeline, each with its part of the layers."""
 
     num_model_chunks: int = option(
-        derived="what --num-layers-per-virtual-pipeline-stage comes to, else 1",
+        derived="by --num-layers-per-virtual-pipeline-stage, else 1",
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
         least=1,
         most=10_000,
@@ -129,15 +129,15 @@ class ParallelConfig:
 
     strategy: str | None = option(None, metavar="FILE")
     """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before
-    the run starts, as `terapipe search rank` does, keeping what other flags say."""
+    the run starts, as `terapipe search rank` does, and keeps the values of other flags."""
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""
 
     distributed_timeout_minutes: float = option(30.0, above=0, most=1e6)
-    """Longest time in minutes for which a rank waits for another. If the run stands still for so long, one line says
-    which rank is behind, and all processes end with exit code 75. It must be longer than anything that a rank does
-    alone, such as compiling or writing its part of a checkpoint."""
+    """Longest time in minutes for which a rank waits for another. If the run stalls for so long, one line names the
+    rank that the others wait for, and all processes end with exit code 75. It must be longer than any work of a single
+    rank, such as compiling or writing its part of a checkpoint."""
 
     local_rank: int | None = option(None, least=0, most=65_535)
     """Rank on this machine. The launcher sets it."""
@@ -147,10 +147,10 @@ class ParallelConfig:
         check_choices(self)
         check_bounds(self)
         if self.vocabulary_stages and self.pipeline_model_parallel_size == 1:
-            # On one rank there is nothing to share.
+            # One rank has no other to share with.
             object.__setattr__(self, "vocabulary_stages", False)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            # Scripts set it whatever the size; on one rank there is nothing to share.
+            # Scripts set it whatever the size; one rank has no other to share with.
             object.__setattr__(self, "sequence_parallel", False)
         self._resolve_token_slices()
         resolve(self, "num_model_chunks", 1)
@@ -198,7 +198,7 @@ class ParallelConfig:
             return
         if self.token_slices in (BALANCED, BY_DOCUMENTS):
             if self.num_token_slices is None:
-                raise ConfigError(f"--token-slices {self.token_slices} does not say how many: add --num-token-slices")
+                raise ConfigError(f"--token-slices {self.token_slices} needs their number: add --num-token-slices")
         elif self.token_slices is not None:
             num_lengths = len(self.listed_token_slices() or ())
             resolve(self, "num_token_slices", num_lengths)
@@ -227,7 +227,7 @@ class ParallelConfig:
             raise ConfigError(f"--token-slices: {error}, or give {words} in their place") from None
 
     def uniform_stages(self, num_layers: int) -> StagePartition:
-        """Return as many transformer layers for each stage as can be."""
+        """Return the partition with as equal numbers of layers as possible."""
         return StagePartition.uniform(num_layers, self.num_stages)
 
     def stage_bounds(self) -> StagePartition | None:
@@ -238,7 +238,7 @@ class ParallelConfig:
 
     @property
     def least_world_size(self) -> int:
-        """Ranks that the sizes need, with one replica where nobody says how many."""
+        """Ranks that the sizes need, with one replica where --data-parallel-size is not given."""
         return self.ranks_of_a_replica * (self.data_parallel_size or 1)
 
     @property
@@ -247,7 +247,7 @@ class ParallelConfig:
         return self.ds_sequence_parallel_size * self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """Lay the parallel axes over the ranks."""
+        """Return the layout of the parallel axes over the ranks."""
         if world_size > MOST_RANKS:
             raise ConfigError(
                 f"{world_size} ranks are more than the {MOST_RANKS:,} that a run can have: lower "

@@ -1,8 +1,8 @@
-"""Parsing of what users write: JSON files, YAML files and the names of hosts.
+"""Parsing of input of users: JSON files, YAML files and the names of hosts.
 
 Launchers pass host names to ssh, pdsh and mpirun, to which other words are options, lists or commands. A host name is
 letters, digits and hyphens between dots (RFC 1123, section 2.1), and underscores, which clusters use, or an address.
-`user@` may stand before it.
+`user@` may come before it.
 """
 
 import json
@@ -31,7 +31,7 @@ def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: 
 
 
 def parse_yaml(text: str, described: str) -> object:
-    """Parse YAML text. A date stays the text that it is."""
+    """Parse YAML text. Dates stay text."""
     try:
         import yaml
     except ImportError:
@@ -42,7 +42,7 @@ def parse_yaml(text: str, described: str) -> object:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{described} is not YAML ({problem}{line}): mend it") from None
+        raise ConfigError(f"{described} is not YAML ({problem}{line}): fix it") from None
     try:
         check_values(document, described, len(text))
     except PlanError as error:
@@ -59,7 +59,7 @@ def _loader() -> type[Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Loads plain values alone."""
+        """Loads only plain values."""
 
         levels = 0
 
@@ -78,7 +78,7 @@ def _loader() -> type[Any]:
         found: dict[Any, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=node.start_mark)
             found[key] = loader.construct_object(value, deep=True)
         return found
 
@@ -96,7 +96,7 @@ MOST_CHARACTERS = 253
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a text is the name or address of a host, and nothing else to any launcher."""
+    """Whether a text is the name or address of a host, and cannot be an option, a list or a command to a launcher."""
     user, at, host = text.rpartition("@")
     if at and not _USER.fullmatch(user):
         return False

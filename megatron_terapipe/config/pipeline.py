@@ -27,8 +27,8 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
     if stage_partition.startswith("type:"):
         raise ConfigError(
             f"--stage-partition {stage_partition}: only transformer layers are dealt out, as by "
-            "type:transformer: use uniform, beside it --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers where embedding and output layer weigh much"
+            "type:transformer: use uniform, and --decoder-first-pipeline-num-layers or "
+            "--decoder-last-pipeline-num-layers where embedding and output layer are expensive"
         )
     try:
         bounds = StagePartition.parse(stage_partition)
@@ -45,7 +45,7 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
 
 
 def check_schedule(name: str, shape: PipelineShape, memory_limit: float | None) -> None:
-    """See that a name is that of a schedule, or of a file, and that the schedule is for a pipeline."""
+    """Check that a name is that of a schedule, or of a file, and that the schedule fits the pipeline."""
     if memory_limit is not None and memory_limit < 1:
         raise ConfigError(
             f"--schedule-memory-limit {memory_limit} is less than one micro-batch, which has to go forward before it "
@@ -58,7 +58,7 @@ def check_schedule(name: str, shape: PipelineShape, memory_limit: float | None) 
         )
     if name in SCHEDULES:
         try:
-            # A schedule says itself which pipelines it is for.
+            # A schedule raises an error for pipelines that it is not for.
             next(SCHEDULES[name](shape, 0), None)
         except PlanError as error:
             raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
@@ -77,11 +77,11 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
     """Cut a sequence so that forward plus backward of every token slice cost the same.
 
     Later token slices attend to more, and a flash kernel's backward costs more of its forward than a matrix product's
-    does; so the first token slices are longer than a balance of forward FLOPs alone would make them. Once a sliding
+    does; so the first token slices are longer than a balance of only forward FLOPs would make them. Once a sliding
     window is full, every token attends to as much, and token slices are equally long.
 
     Args:
-        granularity: every length is a multiple of this, whatever kernels like.
+        granularity: every length is a multiple of this.
     """
     granularity = granularity_of(model.seq_length, num_token_slices, granularity)
     linear, attention = _flops_of_layers(model)
@@ -94,10 +94,10 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
 
 
 def document_cuts(model: ModelConfig, num_token_slices: int, *, granularity: int = 1) -> "DocumentCuts":
-    """Return what cuts each micro-batch so that its token slices cost the same, with the documents that it has.
+    """Return the cuts of micro-batches with which token slices cost the same, by the documents of each micro-batch.
 
     Args:
-        granularity: every length is a multiple of this, whatever kernels like.
+        granularity: every length is a multiple of this.
     """
     # Its package has solvers that are compiled, which takes a second to load.
     from deepspeed_ext.plan.solve.cuts import DocumentCuts

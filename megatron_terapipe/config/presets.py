@@ -1,9 +1,9 @@
-"""Published models by name: what `--model-preset` stands for.
+"""Published models by name, the values of `--model-preset`.
 
-A preset says what the model is, and how long the sequences are that it was published with; nothing of the training.
-Dropout is not part of it. Sources:
+A preset has the settings of the model, and the length of the sequences that it was published with, but no setting of
+the training, such as dropout. Sources:
 
-    TeraPipe   Li et al., arXiv 2102.07988 table 1; its blocks alone are timed there, here they get GPT-3's ends
+    TeraPipe   Li et al., arXiv 2102.07988 table 1; only its blocks are timed there, here they get GPT-3's ends
     GPT-2      Radford et al., Language Models are Unsupervised Multitask Learners, table 2; sizes as released
     GPT-3      Brown et al., arXiv 2005.14165 table 2.1
     Llama      Touvron et al., arXiv 2302.13971 table 2
@@ -18,7 +18,8 @@ Dropout is not part of it. Sources:
     OLMo 2     OLMo team, arXiv 2501.00656 table 1
     SmolLM3    Hugging Face, SmolLM3: smol, multilingual, long-context reasoner (2025)
 
-What a paper leaves out, such as epsilons and rows of the vocabulary, is as in `config.json` of the released weights.
+Values that a paper leaves out, such as epsilons and rows of the vocabulary, are those of `config.json` of the released
+weights.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class Preset:
     """A published model."""
 
     source: str
-    """Who published it; the package says where."""
+    """Publication, by its name in the docstring of this module."""
 
     published_parameters: float
     """Parameters as published."""
@@ -97,7 +98,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Settings that the models of a source share, beside their sizes."""
+"""Settings that the models of a source share, besides their sizes."""
 
 
 def _preset(

@@ -54,7 +54,7 @@ def frequencies_of_base(base: float, channels: int) -> tuple[float, ...]:
 
 
 def scaled_frequencies(model: "ModelConfig") -> tuple[float, ...]:
-    """Return the angle per position of each pair of channels, scaled as the model section says."""
+    """Return the angle per position of each pair of channels, scaled by the settings of the model section."""
     plain = frequencies_of_base(model.rotary_base, model.rotary_channels)
     if model.rotary_scaling == "none":
         return plain
@@ -114,14 +114,14 @@ def _none_kept(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
 
 
 def _kept_in_llama3(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
-    """Share of each frequency that is left alone, which grows with its turns within the original length."""
+    """Share of each frequency that is not scaled, which grows with its turns within the original length."""
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
     turns = (model.rotary_original_length * each / (2 * pi) for each in plain)
     return [_within_unit((each - low) / (high - low)) for each in turns]
 
 
 def _kept_in_yarn(model: "ModelConfig", plain: tuple[float, ...]) -> list[float]:
-    """Share of each frequency that is left alone, which falls with its number (Peng, equations 17 to 19)."""
+    """Share of each frequency that is not scaled, which falls with its number (Peng, equations 17 to 19)."""
 
     def number(turns: float) -> float:
         """Number of the pair of channels that turns so often within the original length, a fraction."""
@@ -206,5 +206,5 @@ def check_rotation(model: "ModelConfig") -> None:
         )
     if model.rotary_scaling != "none" and model.position_embedding_type != "rope":
         raise ConfigError(
-            f"--rotary-scaling {model.rotary_scaling} has no rotations to scale: add --position-embedding-type rope"
+            f"--rotary-scaling {model.rotary_scaling} needs rotations: add --position-embedding-type rope"
         )

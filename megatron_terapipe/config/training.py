@@ -13,7 +13,7 @@ SEEDS = 2**32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Training: how long, from which seed, and what to recompute."""
+    """Training: length, seed, and recomputation."""
 
     train_iters: int | None = option(None, least=1, most=10**9)
     """Optimizer steps of the whole run."""
@@ -22,9 +22,9 @@ class TrainingConfig:
     """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then also counted in samples."""
 
     train_tokens: int | None = option(None, least=1, most=10**18)
-    """Tokens of the whole run. Alone, it stands for `--train-samples`, tokens / `--seq-length`. Beside `--train-iters`
-    or `--train-samples`, the run ends with the first iteration that reaches it, as in Megatron-DeepSpeed; the order of
-    the data and the learning rate follow from the other flag."""
+    """Tokens of the whole run. Without another length, it gives `--train-samples`, tokens / `--seq-length`. With
+    `--train-iters` or `--train-samples`, the run ends with the first iteration that reaches it, as in
+    Megatron-DeepSpeed; the order of the data and the learning rate follow from the other flag."""
 
     seed: int = option(1234, least=0, most=SEEDS - 1)
     """Seed of the weights and of the order of the data."""
@@ -35,7 +35,7 @@ class TrainingConfig:
 
     deterministic_mode: bool = False
     """Make the run repeatable to the bit on the same devices: only deterministic algorithms of torch, cuBLAS and NCCL,
-    which may be slower. What has none ends the run."""
+    which may be slower. An operation without such an algorithm ends the run."""
 
     exit_interval: int | None = option(None, least=1, most=10**9)
     """Stop after the next iteration that is a multiple of this number. A checkpoint is saved, as with the other two
@@ -52,8 +52,8 @@ class TrainingConfig:
     """Only evaluate on validation and test data."""
 
     dry_run: bool = False
-    """Check everything that a run checks before it starts, print what would run, and exit. Devices and hosts are not
-    looked at, so a login node can do it. Without a launcher, the number of ranks is that of `--hostfile`, or sequence
+    """Check everything that a run checks before it starts, print the plan of the run, and exit. Devices and hosts are
+    not checked, so a login node can do it. Without a launcher, the number of ranks is that of `--hostfile`, or sequence
     x tensor x pipeline x `--data-parallel-size`, or the variable WORLD_SIZE."""
 
     dry_run_without_files: bool = False
@@ -82,8 +82,8 @@ class TrainingConfig:
 
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Layers that `full` recomputes. `uniform`: all of them, `--recompute-num-layers` at a time. `block`: the first
-    `--recompute-num-layers` transformer layers of each stage, one at a time; what is found for a run, as by
-    `--token-slices auto`, still counts with all of them."""
+    `--recompute-num-layers` transformer layers of each stage, one at a time; searches for a run, as by
+    `--token-slices auto`, still count with all of them."""
 
     recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",), least=1, most=10_000)
     """Layers between two activations that `uniform` keeps; layers of each stage that `block` recomputes."""
@@ -117,12 +117,12 @@ class TrainingConfig:
             raise ConfigError("neither --train-iters nor --train-samples is given: add one")
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError(
-                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} both say how long the "
-                "training is: drop one of them"
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} both set the length of "
+                "the training: drop one of them"
             )
 
     def for_sequences(self, seq_length: int) -> "TrainingConfig":
-        """Return the section with `--train-tokens` turned into samples, if it is given alone."""
+        """Return the section with `--train-tokens` turned into samples, if it is the only length given."""
         tokens = self.train_tokens
         if tokens is None or self.train_iters is not None or self.train_samples is not None:
             return self
@@ -236,7 +236,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges and the pairs."""
-        # The general line would not say why DeepSpeed's other two stages are not on offer.
+        # The general line does not give the reason why two of DeepSpeed's stages are not offered.
         if self.zero_stage in (2, 3):
             raise ConfigError(
                 f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines, not even of "
@@ -247,19 +247,19 @@ class OptimizerConfig:
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: give {self.lr} or less")
-        self._check_said_once(
+        self._check_given_once(
             "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"
         )
         self._check_decoupled()
-        self._check_said_once("decay", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+        self._check_given_once("decay", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         self._check_rising_weight_decay()
 
-    def _check_said_once(self, what: str, *names: str) -> None:
+    def _check_given_once(self, name: str, *names: str) -> None:
         defaults = {each.name: each.default for each in fields(self)}
-        given = [name for name in names if getattr(self, name) != defaults[name]]
+        given = [each for each in names if getattr(self, each) != defaults[each]]
         if len(given) > 1:
-            first, second = (f"{flag(name)} {getattr(self, name)}" for name in given[:2])
-            raise ConfigError(f"{first} and {second} both say how long the {what} is: drop one of them")
+            first, second = (f"{flag(each)} {getattr(self, each)}" for each in given[:2])
+            raise ConfigError(f"{first} and {second} both set the length of the {name}: drop one of them")
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -270,7 +270,9 @@ class OptimizerConfig:
     def _check_decoupled(self) -> None:
         if self.decoupled_lr is None:
             if self.decoupled_min_lr is not None:
-                raise ConfigError(f"--decoupled-min-lr {self.decoupled_min_lr} has no effect alone: add --decoupled-lr")
+                raise ConfigError(
+                    f"--decoupled-min-lr {self.decoupled_min_lr} has no effect without --decoupled-lr: add it"
+                )
             return
         for name, value in (("--decoupled-min-lr", self.ends[1]), ("--lr-warmup-init", self.lr_warmup_init)):
             if value > self.decoupled_lr:
@@ -287,7 +289,7 @@ class OptimizerConfig:
                     )
         elif start is None or end is None:
             missing = "--start-weight-decay" if start is None else "--end-weight-decay"
-            raise ConfigError(f"--weight-decay-incr-style {style} needs {missing}: add it, or use --weight-decay alone")
+            raise ConfigError(f"--weight-decay-incr-style {style} needs {missing}: add it, or use only --weight-decay")
         elif start > end:
             raise ConfigError(
                 f"--weight-decay-incr-style {style} would fall from --start-weight-decay {start} to --end-weight-decay "
@@ -300,7 +302,7 @@ class LearningRateSteps:
     """Lengths of the warmup and of the whole, in iterations or in samples."""
 
     warmup: float
-    """Steps of the rise; they need not be whole where a fraction or tokens say them."""
+    """Steps of the rise; not a whole number where it is given as a fraction or in tokens."""
 
     decay: float
     """Step at which the decay ends."""
@@ -322,7 +324,7 @@ class LearningRateSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Precision: fp32 unless one of the flags says otherwise."""
+    """Precision: fp32 unless a flag chooses another."""
 
     fp16: bool = False
     """Train in fp16, with a scaled loss. Needs ZeRO stage 1."""
@@ -372,13 +374,13 @@ class PrecisionConfig:
 
     @property
     def dtype(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Type of the parameters and of what flows between stages."""
+        """Type of the parameters and of the messages between stages."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumbersConfig:
-    """Numbers: what follows if a loss, a gradient or a weight is NaN or infinite, if a loss jumps, or if copies differ."""  # noqa: E501
+    """Numbers: actions if a loss, a gradient or a weight is NaN or infinite, if a loss jumps, or if copies differ."""
 
     bad_numbers: Literal["stop", "skip", "ignore"] = option(
         "stop",
@@ -387,20 +389,20 @@ class NumbersConfig:
             "--no-check-for-nan-in-loss-and-grad": "ignore",
         },
     )
-    """What follows if the loss or the gradient of an iteration is NaN or infinite; its update never reaches the
-    weights. `stop` saves the iteration before and ends the run; `skip` goes on with the next batch. Both name rank,
-    layer, micro-batch and token slice in which it began. `ignore` says nothing. In fp16 with an adaptive loss scale
-    this is for overflows that the scale cannot cure: those before lower it, as usual."""
+    """Action if the loss or the gradient of an iteration is NaN or infinite; its update never reaches the weights.
+    `stop` saves the iteration before and ends the run; `skip` continues with the next batch. Both name rank, layer,
+    micro-batch and token slice in which it began. `ignore` reports no such iteration. In fp16 with an adaptive loss
+    scale this is for overflows that the scale cannot cure: those before lower it, as usual."""
 
     max_bad_numbers_in_a_row: int = option(10, least=0, most=10**9)
     """Iterations in a row that `--bad-numbers skip` leaves out before it ends the run."""
 
     spiky_loss: Literal["note", "stop", "ignore"] = option("note", also={"--check-for-spiky-loss": "note"})
-    """What follows if the loss of an iteration is above its median over the last 100 by more than 7 times their spread,
-    and by more than 7 %: `note` says so in the log and in `--metrics-file`, `stop` also ends the run."""
+    """Action if the loss of an iteration is above its median over the last 100 by more than 7 times their spread,
+    and by more than 7 %: `note` reports it in the log and in `--metrics-file`, `stop` also ends the run."""
 
     large_grads: Literal["note", "stop", "ignore"] = option("ignore", also={"--check-for-large-grads": "note"})
-    """What follows if the norm of the gradient is above its median over the last 100 iterations by more than 7 times
+    """Action if the norm of the gradient is above its median over the last 100 iterations by more than 7 times
     their spread, and more than three times the median; as for `--spiky-loss`."""
 
     check_consistency: int | None = option(

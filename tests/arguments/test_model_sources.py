@@ -69,7 +69,7 @@ def test_a_preset_may_be_a_file_of_hugging_face(folder: Path, file: str) -> None
         (("--model-preset", "{}/gone.json"), "gone.json cannot be read"),
         (
             ("--model-preset", "Qwen/Qwen2.5-7B"),
-            "--model-preset Qwen/Qwen2.5-7B is not here, and nothing is downloaded",
+            "--model-preset Qwen/Qwen2.5-7B is not here, and is not downloaded",
         ),
         (("--load", "Qwen/Qwen2.5-7B"), "add them; --load Qwen/Qwen2.5-7B holds no model: neither a checkpoint, nor"),
         (("--model-preset", "llama2-7q"), "--model-preset llama2-7q is not known: did you mean llama2-7b?"),
@@ -146,7 +146,7 @@ def test_a_folder_may_have_other_tokenizers(folder: Path, files: dict[str, str],
         (folder / name).write_text(text)
     words: tuple[Any, ...] = ("--data-path", "unread", "--load", folder, "--seq-length", 64)
     if found is None:
-        assert "has no tokenizer that is known here: add --tokenizer-type" in refusal(*words)
+        assert "has no tokenizer that can be read: add --tokenizer-type" in refusal(*words)
         assert parsed("--mock-data", *words[2:]).data.tokenizer_type == "byte"
     else:
         assert parsed(*words).data.tokenizer_type == found

@@ -107,12 +107,12 @@ def test_files_stand_for_long_blends(tmp_path: Path) -> None:
     [
         ("--data-args-path", "", "is empty: write prefixes into it"),
         ("--data-args-path", "0.3 wiki books", "is neither prefixes nor pairs"),
-        ("--data-path a --data-args-path", "b", "--data-path a is not what --data-args-path"),
+        ("--data-path a --data-args-path", "b", "--data-path a contradicts --data-args-path"),
         ("--per-split-data-args-path", "{", "is not JSON"),
         ("--per-split-data-args-path", '{"valid": "a"}', "is no object with the keys train, valid and test"),
         ("--per-split-data-args-path", '{"train": "a", "validation": "b"}', "is no object with the keys"),
         ("--per-split-data-args-path", '{"train": {"a": 1}}', "train is neither a string nor a list"),
-        ("--train-data-path b --per-split-data-args-path", '{"train": "a"}', "--train-data-path b is not what"),
+        ("--train-data-path b --per-split-data-args-path", '{"train": "a"}', "--train-data-path b contradicts"),
         ("--data-path b --per-split-data-args-path", '{"train": "a"}', "--data-path divides one body of data"),
     ],
 )

@@ -66,7 +66,7 @@ def assert_refused(rule: str, remedy: str, **given: Any) -> None:
         (described({"mlp": {"no_op": 1}}, {}), f"{PATH}: layer 0 mlp.no_op is 1", "give true or false"),
         (
             described({"attention": {"replace_with_linear": True}}, {}),
-            f"{PATH}: layer 0 attention.replace_with_linear: linear stand-ins are not in this trainer",
+            f"{PATH}: layer 0 attention.replace_with_linear: linear layers in its place",
             "use no_op",
         ),
         *(

@@ -74,7 +74,7 @@ def test_cuts_by_documents_count_what_balanced_token_slices_count() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reset_attention_mask": True}, "does not say how many: add --num-token-slices"),
+        ({"reset_attention_mask": True}, "needs their number: add --num-token-slices"),
         (
             {"num_token_slices": 4, "reset_position_ids": True},
             "counts attention within documents, which the model attends across: add --reset-attention-mask, or give "

@@ -109,7 +109,7 @@ def test_what_the_trainer_has_against_the_command_is_said(
     (tmp_path / "window.yml").write_text("finetune: true\n")
     assert main([*files, str(tmp_path / "window.yml")]) == 0
     err = capsys.readouterr().err
-    assert "the trainer does not take this as it is: --finetune has nothing to load: add --load, or drop it" in err
+    assert "the trainer does not take this as it is: --finetune needs a checkpoint: add --load, or drop it" in err
 
 
 def test_what_cannot_be_trained_ends_it(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,8 +182,8 @@ def test_older_files_have_older_defaults(files: list[str], capsys: pytest.Captur
     ("text", "line"),
     [
         ("num_layers: 3\nnum-layers: 4\n", "sets num_layers twice: remove one"),
-        ("num_layers: 3\nnum_layers: 3\n", "is not YAML (key 'num_layers' stands twice in line 1)"),
-        ("optimizer: {params: {lr: 1, lr: 2}}\n", "is not YAML (key 'lr' stands twice in line 1)"),
+        ("num_layers: 3\nnum_layers: 3\n", "is not YAML (key 'num_layers' appears twice in line 1)"),
+        ("optimizer: {params: {lr: 1, lr: 2}}\n", "is not YAML (key 'lr' appears twice in line 1)"),
         ("num_layers: [1\n", "is not YAML ("),
         ("- 1\n", "is not a mapping of settings to values: write one"),
         ("", "is not a mapping of settings to values: write one"),

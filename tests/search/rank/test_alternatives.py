@@ -102,7 +102,7 @@ def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
 def test_what_is_not_ranked_is_refused_with_where_it_is_said(flags: tuple[str, str]) -> None:
     name, text = flags
     (dimension,) = [each for each in DIMENSIONS if each.flag == name]
-    with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank says what it would save for the winner"):
+    with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank reports its saving for the winner"):
         dimension.parse(text)
 
 
