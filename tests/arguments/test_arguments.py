@@ -137,7 +137,7 @@ def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixtur
 def test_help_for_one_group_of_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(help_for(words, capsys)) == {each.name for each in flags() if each.section == "batch"}
     assert "--exit-duration-in-mins" not in help_for("--help accepted", capsys)
-    with pytest.raises(ConfigError, match="--help flags .*: give one of model, parallel, "):
+    with pytest.raises(ConfigError, match=r"--help flags .*: give one of model, parallel, "):
         parse_arguments(["--help", "flags"])
 
 
