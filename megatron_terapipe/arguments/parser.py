@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.text_files import field_texts
@@ -280,6 +281,15 @@ class _Keep(argparse.Action):
         self.keep(option_string, self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values)
 
 
+_REMEDIES_FOR_FILES = {
+    ".json": "use --deepspeed-config for a configuration of DeepSpeed, --load for a model",
+    ".toml": "give its settings as flags",
+    ".yaml": "give its settings as flags, or use terapipe neox for a file of GPT-NeoX",
+    ".yml": "give its settings as flags, or use terapipe neox for a file of GPT-NeoX",
+}
+"""Remedies for files of other trainers, given without a flag, by their suffix."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours."""
 
@@ -287,7 +297,8 @@ class _Parser(argparse.ArgumentParser):
         # argparse writes `argument --lr/--other: message`; the first spelling is enough.
         text = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*: ", r"\1 ", message)
         text = text.replace("unrecognized arguments:", "no flag takes the value")
-        remedies = {"expected": "give it one", "no flag": "drop it", "ignored": "drop the value"}
+        remedies = {"expected": "give it one", "no flag": _REMEDIES_FOR_FILES.get(Path(text).suffix, "drop it")}
+        remedies["ignored"] = "drop the value"
         remedy = next((remedy for clue, remedy in remedies.items() if clue in text), "")
         raise ConfigError(f"{text}: {remedy}" if remedy else text)
 
@@ -371,6 +382,8 @@ def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, .
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
+    # In torchtitan and NeMo a name has its section before it: --training.steps.
+    name = f"--{name.removeprefix('--').rpartition('.')[2]}"
     other_names = foreign_flags().other_names
     if name in other_names:
         return f"did you mean {other_names[name]}?"

@@ -80,6 +80,26 @@ def test_refused_flags_end_in_a_remedy_that_exists() -> None:
     assert not [line for line in FOREIGN.families.values() if "drop" in line]
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--eval_steps 5", "--eval-interval"),
+        ("--training.local_batch_size 2", "--micro-batch-size"),
+        ("--tokens.batch_accumulation_per_replica 2", "--gradient-accumulation-steps"),
+        ("--trainer.max_steps 2", "--train-iters"),
+        ("--sequence_len 64", "--seq-length"),
+        ("--checkpoint_interval 5", "--save-interval"),
+        ("--tp_mode REDUCE_SCATTER", "--sequence-parallel"),
+        ("--lora_r 8", TRAINING),
+        ("--deepspeed ds.json", "--deepspeed-config"),
+        ("--bf16 train.toml", "as flags"),
+        ("--bf16 neox.yml", "terapipe neox"),
+    ],
+)
+def test_names_of_other_trainers_lead_to_ours(words: str, remedy: str) -> None:
+    assert remedy in refusal(words)
+
+
 def words_of(name: str) -> str:
     """A flag that is taken, with a value if it takes one, and what it needs beside it."""
     each = FOREIGN.flags[name]
