@@ -65,14 +65,13 @@ def test_resumed_it_gives_the_same_numbers_bit_for_bit(killed: Path, trained: Tr
     assert (killed / "checkpoints" / "latest").read_text() == "global_step6"
 
 
-@pytest.mark.parametrize(
-    "resumed_with",
-    ["--num-token-slices 1 --pipeline-schedule gpipe", "--zero-stage 0 --stage-partition 0,1,4"],
-)
-def test_a_run_goes_on_in_whatever_way_it_may(trained: Trained, data: Path, tmp_path: Path, resumed_with: str) -> None:
-    """Token slices, schedule, stages and ZeRO may change; test_reshape.py has every pair of layouts."""
+def test_a_run_continues_with_other_slices_schedule_stages_and_zero_stage(
+    trained: Trained, data: Path, tmp_path: Path
+) -> None:
+    """test_reshape.py has the other layouts."""
     metrics = tmp_path / "metrics.jsonl"
-    words = [*resumed_with.split(), "--load", trained.checkpoints, "--load-tag", "global_step3"]
+    words = "--num-token-slices 1 --pipeline-schedule gpipe --zero-stage 0 --stage-partition 0,1,4".split()
+    words += ["--load", trained.checkpoints, "--load-tag", "global_step3"]
     assert run_distributed(train_on_this_rank, 2, flags(data, *words, "--metrics-file", metrics)) == [0, 0]
     expected, found = read_metrics(trained.metrics)[0], read_metrics(metrics)[0]
     assert [each["iteration"] for each in found] == [4, 5, 6]
@@ -80,44 +79,33 @@ def test_a_run_goes_on_in_whatever_way_it_may(trained: Trained, data: Path, tmp_
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
 
 
-def test_a_run_goes_on_from_its_initial_weights_and_from_what_was_saved_between(data: Path, tmp_path: Path) -> None:
-    """`--extra-save-iterations`: checkpoints beside those of the interval, bit for bit, in bf16."""
-    checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / f"{name}.jsonl" for name in ("whole", "0", "2")]
+def test_a_run_continues_from_its_initial_weights_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    """`--extra-save-iterations`, also 0, beside the checkpoints of the interval; in bf16."""
+    checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / f"{name}.jsonl" for name in ("whole", "resumed")]
     common = [*NO_EVALUATION, "--bf16", "--train-iters", "4"]
     saves = ["--save", checkpoints, "--save-interval", 3, "--extra-save-iterations", 0, 2, 9]
-    whole = flags(data, *common, *saves, "--metrics-file", metrics[0])
-    assert run_distributed(train_on_this_rank, 2, whole) == [0, 0]
+    loads = ["--load", checkpoints, "--load-tag", "global_step0"]
+    for words, path in zip((saves, loads), metrics, strict=True):
+        run = flags(data, *common, *words, "--metrics-file", path)
+        assert run_distributed(train_on_this_rank, 2, run) == [0, 0]
     assert {path.name for path in checkpoints.glob("global_step*")} == {f"global_step{each}" for each in (0, 2, 3, 4)}
-    expected = read_metrics(metrics[0])[0]
-    for path, iteration in zip(metrics[1:], (0, 2), strict=True):
-        loaded = ["--load", checkpoints, "--load-tag", f"global_step{iteration}"]
-        resumed = flags(data, *common, *loaded, "--metrics-file", path)
-        assert run_distributed(train_on_this_rank, 2, resumed) == [0, 0]
-        found = read_metrics(path)[0]
-        assert [each["iteration"] for each in found] == list(range(iteration + 1, 5))
-        for name in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
-            assert [each[name] for each in found] == [each[name] for each in expected[iteration:]]
+    expected, found = (read_metrics(path)[0] for path in metrics)
+    for name in ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
+        assert [each[name] for each in found] == [each[name] for each in expected]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_weights_alone_load_onto_other_stages(trained: Trained, data: Path, tmp_path: Path, stages: int) -> None:
-    """`--finetune` starts over at iteration 1, from the loss that the checkpoint had come down to."""
-    path = tmp_path / "metrics.jsonl"
-    more = ["--load", trained.checkpoints, "--finetune", "--metrics-file", path, "--train-iters", "1"]
-    more += ["--pipeline-model-parallel-size", stages]
-    assert run_distributed(train_on_this_rank, stages, flags(data, *more)) == [0] * stages
-    (iteration,), _ = read_metrics(path)
-    assert iteration["iteration"] == 1
-    before = read_metrics(trained.metrics)[0]
-    assert iteration["lm_loss"] < before[4]["lm_loss"]
+FROM_WEIGHTS = {"--finetune": (1, 1, 8), "--no-load-optim": (7, 7, 56)}
+"""Flags that load no state of the optimizer: with `--train-iters`, the iteration that is trained, and its samples."""
 
 
-def test_no_load_optim_goes_on_at_the_iteration_with_a_fresh_optimizer(
-    trained: Trained, data: Path, tmp_path: Path
+@pytest.mark.parametrize(("flag", "run"), FROM_WEIGHTS.items(), ids=FROM_WEIGHTS)
+def test_only_the_weights_are_loaded_onto_one_stage(
+    trained: Trained, data: Path, tmp_path: Path, flag: str, run: tuple[int, int, int]
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
-    more = ["--load", trained.checkpoints, "--no-load-optim", "--train-iters", "7", "--metrics-file", path]
-    assert run_distributed(train_on_this_rank, 1, flags(data, *more, "--pipeline-model-parallel-size", "1")) == [0]
+    """`--finetune` starts at iteration 1, from the loss of the checkpoint; `--no-load-optim` continues."""
+    path, (last, *trained_on) = tmp_path / "metrics.jsonl", run
+    words = ["--load", trained.checkpoints, flag, "--train-iters", last, "--metrics-file", path]
+    assert run_distributed(train_on_this_rank, 1, flags(data, *words, "--pipeline-model-parallel-size", "1")) == [0]
     (iteration,), _ = read_metrics(path)
-    assert (iteration["iteration"], iteration["consumed_samples"]) == (7, 56)
+    assert [iteration["iteration"], iteration["consumed_samples"]] == trained_on
     assert iteration["lm_loss"] < read_metrics(trained.metrics)[0][4]["lm_loss"]
