@@ -66,7 +66,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
                 print(*arguments.notices, *lines, sep="\n", flush=True)
             return 0
         report = OwnReport(config.logging)
-        with watch_over(launch, config, report.tell_end) as rank_watch:
+        with watch_over(launch, config, report.write_end) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare, with_whole_checkpoint
@@ -86,7 +86,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
     except LostRank as lost:
         at_end.pop_all()
         if rank_watch.reports_end:
-            report.tell_end(str(lost), failed=True)
+            report.write_end(str(lost), failed=True)
         return LOST  # The loss has been printed.
     except UserError as error:
         agreed = isinstance(error, AgreedCheckpointError | NumbersError)  # raised by every rank of all hosts

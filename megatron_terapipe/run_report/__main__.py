@@ -1,4 +1,4 @@
-"""Command `report`: the report of training runs, as a page, as JSON, and on one screen."""
+"""Command `report`: the report of training runs, as a page, as JSON and as text."""
 
 import argparse
 import json
@@ -17,9 +17,9 @@ examples:
   %(prog)s runs/a runs/b --output compared.html
 """
 
-DESCRIPTION = """Write the report of a training run: figures at a glance, what the search promised beside what came,
-where an iteration goes, and what happened. The answer of the search and the measured timeline are found where the run
-says that they are. Curves are drawn by TensorBoard and Weights & Biases."""
+DESCRIPTION = """Write the report of a training run: main figures, predicted and measured values, the parts of an
+iteration, and incidents. The answer of the search and the measured timeline are read from the places that the run
+recorded. Curves are drawn by TensorBoard and Weights & Biases."""
 
 
 def build_parser(prog: str) -> CommandParser:
@@ -34,17 +34,17 @@ def build_parser(prog: str) -> CommandParser:
     parser.add_argument("--output", metavar="FILE", help="write the page to this file")
     parser.add_argument("--pictures", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--search", metavar="PATH", help="answer of the search, or its directory. Default: beside the run's strategy"
+        "--search",
+        metavar="PATH",
+        help="answer of the search, or its directory (default: beside the run's strategy)",
     )
-    parser.add_argument("--timeline", metavar="PATH", help="measured timeline. Default: where the run wrote it")
-    parser.add_argument(
-        "--join", action="store_true", help="the files are pieces of one run that was resumed, in their order"
-    )
+    parser.add_argument("--timeline", metavar="PATH", help="measured timeline (default: where the run wrote it)")
+    parser.add_argument("--join", action="store_true", help="join files of one run that was resumed, in their order")
     add_json_flag(parser, "the figures")
     parser.add_argument(
         "--schema",
         choices=("report", "metrics"),
-        help="print a JSON Schema: that of --json, or that of a line of the metrics file",
+        help="print the JSON Schema of --json, or of a line of the metrics file",
     )
     return parser
 
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         raise ConfigError(
             f"--pictures {options.pictures} has no curves to write: train with --tensorboard-dir or --wandb-project"
         )
-    # Imported once the words are known to be good: checks of lines take pydantic, which takes a while.
+    # Imported after the check of the flags, because pydantic is slow to import.
     from megatron_terapipe.class_schema import class_schema
     from megatron_terapipe.run_report.metrics_file import metrics_schema
     from megatron_terapipe.run_report.page import render_report
@@ -67,11 +67,11 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     if options.json not in (None, STANDARD_OUTPUT):
         _refuse_to_replace_a_run(Path(options.json))
     if not options.runs:
-        raise ConfigError(f"no run is named: give the file that it wrote with --metrics-file, see {prog} --help")
+        raise ConfigError(f"no run is given: give the file that it wrote with --metrics-file, see {prog} --help")
     if len(options.runs) > 1 and not options.join:
         for name in ("search", "timeline"):
             if getattr(options, name) is not None:
-                raise ConfigError(f"--{name} {getattr(options, name)} is of one run, and {len(options.runs)} are named")
+                raise ConfigError(f"--{name} {getattr(options, name)} is of one run, and {len(options.runs)} are given")
     reports = read_report(options.runs, join=options.join, search=options.search, timeline=options.timeline)
     if options.output is not None:
         write_text(options.output, render_report(reports), "--output", make_folder=True)
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 
 def _refuse_to_replace_a_run(path: Path) -> None:
-    """Raise a `ConfigError` if the file of `--json` is a metrics file: in `--json RUN` the run is taken for that file.
+    """Raise a `ConfigError` if the file of `--json` is a metrics file, as in `report --json RUN`.
 
     The first line of a metrics file is a whole JSON object.
     """
@@ -95,7 +95,7 @@ def _refuse_to_replace_a_run(path: Path) -> None:
         with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
             is_run = isinstance(json.loads(file.readline()), dict)
     if is_run:
-        raise ConfigError(f"--json {path} is a run, which the figures would replace: name the runs first, or --json -")
+        raise ConfigError(f"--json {path} is a run, which the figures would replace: give the runs first, or --json -")
 
 
 main = command_main(build_parser, _run, "python -m megatron_terapipe.run_report")

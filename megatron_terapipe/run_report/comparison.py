@@ -1,4 +1,4 @@
-"""The search's prediction of a run compared with its measurements: figures, differences, and their known causes."""
+"""Predicted and measured figures of a run: differences, and their known causes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from deepspeed_ext.plan.draw import Panel
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -21,12 +21,12 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.records import RunStart
 
 MOST_OPS = 12_000
-"""Ops of a timeline that is drawn at most: a page of them is 2 MB."""
+"""Most ops of a timeline that is drawn: a page of them is 2 MB."""
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured steps of a run, compared with a simulation that has their op times."""
+    """Measured steps of a run, compared with a simulation with the same op times."""
 
     path: Path
     """A file of a step, or the directory of several."""
@@ -35,12 +35,12 @@ class MeasuredSteps:
 
     @property
     def bubble_ratio(self) -> float:
-        """Measured bubble ratio, of the median step."""
+        """Measured bubble ratio of the median step."""
         return self.comparison.measured.bubble_ratio
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """Its measured and its simulated timeline; empty if they have too many ops to draw."""
+        """Measured and simulated timeline; empty if they have too many ops to draw."""
         if sum(map(len, self.comparison.simulated.spans)) > MOST_OPS:
             return []
         return [
@@ -60,20 +60,14 @@ def read_measured_steps(path: Path) -> MeasuredSteps:
     return MeasuredSteps(path, name_of(path, steps), comparison)
 
 
-UNKNOWN = "strategy: the metrics file does not say what ran, and the best of the answer is taken"
+UNKNOWN = "strategy: not in the metrics file, so the best strategy of the answer is used"
 
 ANSWER_FILE = "ranking.json"
 """Name of the answer of the search in the directory of `--output`."""
 
 
-class Read(BaseModel):
-    """An object of an answer, of which only the needed keys are read: later versions have more."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class Predicted(Read):
-    """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` has the meaning of each field."""
+class Predicted(BaseModel):
+    """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` defines the fields."""
 
     iteration_time_s: float
     interval_s: tuple[float, float] | None
@@ -86,7 +80,7 @@ class Predicted(Read):
     memory_per_rank: list[dict[str, float]]
 
 
-class Entry(Read):
+class Entry(BaseModel):
     """A strategy and its price."""
 
     rank: int
@@ -94,22 +88,22 @@ class Entry(Read):
     predicted: Predicted | None
 
 
-class Model(Read):
-    """The model."""
+class Model(BaseModel):
+    """The model of an answer."""
 
     parameters: int
     seq_length: int
 
 
-class Cluster(Read):
-    """The cluster."""
+class Cluster(BaseModel):
+    """The cluster of an answer."""
 
     name: str
     devices: dict[str, int]
 
 
-class Answer(Read):
-    """Answer of `rank` or `predict`."""
+class Answer(BaseModel):
+    """Answer of `rank` or `predict`, without the keys that the report does not need."""
 
     schema_version: Literal[1]
     command: Literal["rank", "predict"]
@@ -124,7 +118,7 @@ class Prediction:
     """Prediction for a run."""
 
     path: Path
-    """Answer of the search that has it."""
+    """File of the answer of the search."""
     rank: int
     """Place of the strategy in the ranking."""
     predicted: Predicted
@@ -135,11 +129,11 @@ class Prediction:
 
 
 def read_prediction(path: Path, start: RunStart | None) -> Prediction:
-    """Return the search's prediction of a run.
+    """Return the prediction of the search for a run.
 
     Args:
         path: answer of `search rank` or `search predict`, or the directory with it.
-        start: start of the run; without it the best strategy of the answer is taken.
+        start: start of the run; None = take the best strategy of the answer.
     """
     path = path / ANSWER_FILE if path.is_dir() else path
     try:
@@ -147,12 +141,12 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-        raise ConfigError(f"{path} is no answer of `search rank` or `predict` ({reason}): write it again") from None
+        raise ConfigError(f"{path} is not an answer of `search rank` or `predict` ({reason}): write it again") from None
     ran = None
     if start is not None and start.strategy is not None:
         try:
             ran = Strategy.from_json(start.strategy)
-        except UserError:  # of a later version, with more dimensions
+        except UserError:  # of a later version with more dimensions
             ran = None
 
     def differences(entry: Entry) -> list[str]:
@@ -186,7 +180,7 @@ def _differences(priced: Strategy, ran: Strategy, seq_length: int) -> Iterator[s
 
 
 def _normal(strategy: Strategy, seq_length: int) -> Strategy:
-    """The strategy as the run writes it: token slices written out, places of ranks left to the launcher."""
+    """Return a strategy as the run writes it: lengths of all token slices, no placement of ranks."""
     sequences = strategy.micro_batch_size * strategy.data_parallel_size
     partition = strategy.stage_partition
     if isinstance(partition, tuple):
@@ -215,30 +209,30 @@ def _text(value: object) -> str:
 
 
 COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s")
-"""Parts of a predicted iteration that are inside its ops."""
+"""Parts of a predicted iteration that are in its ops."""
 
 BUBBLE_POINTS = 0.03
-"""Difference of bubble ratios from which on the proportions of op times are given as a cause."""
+"""Difference of bubble ratios above which the proportions of op times are given as a cause."""
 
-ON_CPU = "a CPU counts the whole process with its libraries, a device the tensors alone"
+ON_CPU = "on a CPU the whole process with its libraries is measured, on a device only the tensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedFigure:
-    """A figure that was promised, and what came."""
+    """A predicted and the measured figure."""
 
     name: str
     """Name of the figure."""
     unit: Literal["s", "bytes", "tokens/s", "share"]
     """Unit of both."""
     promised: float
-    """What was predicted."""
+    """Predicted value."""
     came: float
-    """What was measured."""
+    """Measured value."""
     difference: float
-    """What came relative to what was promised, less 1; of shares, the points between them."""
+    """Measured over predicted, less 1; of shares, measured less predicted."""
     why: str = ""
-    """The cause of the difference, as far as it is known; empty = unknown."""
+    """Known causes of the difference; empty = unknown."""
 
     def text(self, value: float) -> str:
         """Return one of the two figures as text."""
@@ -257,7 +251,7 @@ class ComparedFigure:
 def compared_figures(
     prediction: Prediction, figures: Figures, steps: MeasuredSteps | None, start: RunStart | None
 ) -> Iterator[ComparedFigure]:
-    """Yield the predicted figures, each with the measured one."""
+    """Yield the predicted figures with the measured ones."""
 
     def compared(
         name: str, unit: Literal["s", "bytes", "tokens/s", "share"], promised: float, came: float, why: str
@@ -287,20 +281,20 @@ def _why_time(prediction: Prediction, seconds: float, steps: MeasuredSteps | Non
         low, high = predicted.interval_s
         where = "within" if low <= seconds <= high else "outside"
         share = f"{predicted.interval_coverage:.0%}"
-        yield f"{where} {time_text(low)} to {time_text(high)}, where {share} of runs were expected"
+        yield f"{where} {time_text(low)} to {time_text(high)}, the interval of {share} of runs"
     if prediction.differences:
-        yield "what ran may not be what was priced (see above)"
+        yield "the run differs from the priced strategy (see above)"
     if steps is not None:
         busiest = max(spent.busy for spent in steps.comparison.rank_times)
         compute = sum(predicted.breakdown[name] for name in COMPUTE)
-        yield f"ops of the busiest rank took {time_text(busiest)}, {time_text(compute)} were promised"
+        yield f"ops of the busiest rank took {time_text(busiest)}, predicted {time_text(compute)}"
 
 
-def _why_bubble(steps: MeasuredSteps, promised: float) -> Iterator[str]:
+def _why_bubble(steps: MeasuredSteps, predicted: float) -> Iterator[str]:
     simulated = steps.comparison.simulated.bubble_ratio
-    yield f"the same order with the measured op times has {simulated:.1%}; the rest are transfers and the host"
-    if abs(simulated - promised) > BUBBLE_POINTS:
-        yield "so the times of ops are in other proportions than was promised"
+    yield f"a simulation with the measured op times has {simulated:.1%}; the rest are transfers and the host"
+    if abs(simulated - predicted) > BUBBLE_POINTS:
+        yield "so the proportions of op times differ from the predicted ones"
     shortest = min((span.end - span.start for row in steps.comparison.measured.spans for span in row), default=1.0)
     if steps.comparison.mean_times() and shortest < 1e-3:
-        yield f"ops are as short as {time_text(shortest)}, so a wait of the host weighs much"
+        yield f"ops are as short as {time_text(shortest)}, so waits of the host are a large part"

@@ -1,4 +1,4 @@
-"""Figures of a run at a glance, and its incidents: starts, ends, skipped updates, spikes, slow iterations, saves."""
+"""Main figures of a run, and its incidents: starts, ends, skipped updates, spikes, slow iterations, saves."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""
 
 SPREADS, LEAST_RATIO = 7.0, 1.3
-"""Spreads above the median, and parts of the median, from which on an iteration is slow."""
+"""An iteration is slow at so many spreads above the median, and at least so many times the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some measurements."""
+    """Distribution of some measurements."""
 
     median: float
-    """The middle one."""
+    """Median."""
     low: float
-    """A twentieth of them are below."""
+    """5th percentile."""
     high: float
-    """A twentieth of them are above."""
+    """95th percentile."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return that of some values, at least one."""
+        """Return the distribution of some values, at least one."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         twentieths = quantiles(values, n=20, method="inclusive")
@@ -45,15 +45,15 @@ class Figures:
     iterations: int
     """Iterations done, each counted once."""
     planned: int | None
-    """The last iteration that was planned; None if the file does not say."""
+    """The last iteration that was planned; None if unknown."""
     tokens: int | None
     """Tokens trained on; None if the length of sequences is not known."""
     loss: float | None
-    """Mean training loss of the last iterations; None if they are no numbers."""
+    """Mean training loss of the last iterations; None if none of them is finite."""
     validation_loss: float | None
-    """Of the last evaluation; None if there was none."""
+    """Loss of the last evaluation; None if there was none."""
     best_validation_loss: tuple[float, int] | None
-    """The least of all evaluations, and its iteration."""
+    """Lowest loss of all evaluations, and its iteration."""
     iteration_time_s: Spread
     """Seconds of an iteration."""
     tokens_per_s: Spread
@@ -61,19 +61,19 @@ class Figures:
     tflops_per_device: float
     """Model FLOPs in a second and device, in 10^12."""
     mfu: float | None
-    """Share of the devices' peak; None where that is unknown."""
+    """Share of the devices' peak; None if the peak is unknown."""
     peak_memory_bytes: tuple[int, ...]
-    """Most that a rank of each stage held; empty if it was not measured."""
+    """Peak memory of a rank of each stage; empty if it was not measured."""
     skipped: int
     """Iterations whose update was skipped."""
     repeated: int
-    """Iterations that were done again after a restart."""
+    """Iterations that were repeated after a restart."""
     starts: int
-    """Times that the run was started."""
+    """Number of starts."""
     in_iterations_s: float
-    """Seconds in iterations, also in those that were done again."""
+    """Seconds in iterations, repeated ones included."""
     wall_s: float | None
-    """Seconds from the first start to the last event, breaks between pieces included; None if unknown."""
+    """Seconds from the first start to the last event, breaks included; None if unknown."""
 
 
 def figures_of(run: TrainingRun) -> Figures:
@@ -105,7 +105,7 @@ def figures_of(run: TrainingRun) -> Figures:
 
 
 def peak_memory(run: TrainingRun) -> tuple[int, ...]:
-    """Return the most that a rank of each stage ever held, in the last piece in which it was measured."""
+    """Return the peak memory of a rank of each stage, in the last piece in which it was measured."""
     for piece in reversed(run.pieces):
         measured = [each.peak_memory_bytes for each in piece.iterations if each.peak_memory_bytes]
         if measured:
@@ -114,8 +114,8 @@ def peak_memory(run: TrainingRun) -> tuple[int, ...]:
 
 
 def slow_iterations(run: TrainingRun) -> list[IterationMetrics]:
-    """Return the iterations that took far longer than others of their batch size, the first ones of pieces left out."""
-    # The iterations of `steady` have one batch size, but in a run that is too short to leave any out.
+    """Return the iterations that took far longer than others of their batch size, without the first ones of pieces."""
+    # Iterations of `steady` have one batch size, except in a run that is too short to exclude any.
     times: dict[int, list[float]] = {}
     for each in run.steady:
         if not isnan(each.iteration_time_s):
@@ -138,35 +138,35 @@ Kind = Literal["start", "restart", "end", "failure", "skipped update", "spike", 
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-NO_END = "no end was recorded: it was killed, stood still, or goes on"
-"""End of a run whose last piece has none in the file."""
+NO_END = "no end was recorded: it was killed, hangs, or is still running"
+"""Text for a run without an end in its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that happened at an iteration."""
+    """An event at one or several iterations."""
 
     kind: Kind
-    """What it is."""
+    """Kind of the event."""
     first: int
-    """Its iteration, or the first of several."""
+    """First iteration."""
     last: int
-    """The last of them."""
+    """Last iteration."""
     text: str
-    """What is to be said of it."""
+    """Description."""
     gravity: float = 0.0
-    """Seconds of a slow iteration, and 0 of others: the gravest of a kind are listed."""
+    """Seconds of a slow iteration, 0 for other kinds: the gravest of a kind are listed."""
 
     @property
     def where(self) -> str:
-        """Its iterations in words."""
+        """Its iterations as text."""
         if self.first == self.last:
             return f"iteration {self.first}"
         return f"iterations {self.first} to {self.last}"
 
 
 def incidents(run: TrainingRun) -> list[Incident]:
-    """Return what happened in a run, in the order of iterations."""
+    """Return the incidents of a run, in the order of iterations."""
     found = [*_of_pieces(run), *_skipped(run.iterations), *_spikes(run.iterations), *_slow(run)]
     found += [
         Incident("save", each.iteration, each.iteration, f"training waited {time_text(each.seconds)} for a checkpoint")
@@ -176,12 +176,11 @@ def incidents(run: TrainingRun) -> list[Incident]:
     return sorted(found, key=lambda each: (each.first, KINDS.index(each.kind)))
 
 
-def told(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]]:
-    """Return incidents in words, kind by kind: the kind, and what is said of one incident, or of all that are left.
+def listed(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]]:
+    """Return a line for each incident, kind by kind, with its kind; one line for all beyond the gravest of a kind.
 
     Args:
         found: in the order of iterations.
-        most_of_kind: how many of a kind are told one by one: the gravest.
     """
     lines: list[tuple[str, str]] = []
     for kind in KINDS:
@@ -199,7 +198,7 @@ def _of_pieces(run: TrainingRun) -> Iterator[Incident]:
         if before is not None:
             yield Incident("restart", piece.first, piece.first, _restart_text(before, piece))
         elif piece.first > 1:
-            yield Incident("start", piece.first, piece.first, "goes on from a checkpoint")
+            yield Incident("start", piece.first, piece.first, "resumed from a checkpoint")
         last = piece.iterations[-1].iteration if piece.iterations else piece.first
         if piece.end is not None and piece.end.failed:
             yield Incident("failure", last, last, piece.end.reason)
@@ -214,9 +213,9 @@ def _restart_text(before: Piece, piece: Piece) -> str:
     again = max(last - piece.first + 1, 0)
     parts = [f"started again with iteration {piece.first}"]
     if again:
-        parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} done a second time")
+        parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} repeated")
     if before.end is not None and piece.start is not None:
-        parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the end of the piece before")
+        parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the previous end")
     return ", ".join(parts)
 
 
@@ -226,19 +225,20 @@ def _skipped(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
         if not all(isfinite(bad[number].lm_loss) for number in range(first, last + 1)):
             text = "the loss was NaN or infinite"
         elif bad[first].loss_scale is None:
-            text = "a gradient was NaN or infinite, and the weights were kept"
+            text = "a gradient was NaN or infinite, and the update was skipped"
         else:
-            text = "a gradient was too large for fp16, and the weights were kept"
+            text = "a gradient was too large for fp16, and the update was skipped"
         yield Incident("skipped update", first, last, text)
 
 
 def _spikes(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
     for each in iterations:
-        if each.spiky_loss:
-            yield Incident("spike", each.iteration, each.iteration, f"loss {each.lm_loss:.4g}, far above those before")
-        if each.large_grads and each.grad_norm is not None:
-            text = f"gradient norm {each.grad_norm:.4g}, far above those before"
-            yield Incident("spike", each.iteration, each.iteration, text)
+        names = [(f"loss {each.lm_loss:.4g}", each.spiky_loss)]
+        if each.grad_norm is not None:
+            names.append((f"gradient norm {each.grad_norm:.4g}", each.large_grads))
+        for name, is_spike in names:
+            if is_spike:
+                yield Incident("spike", each.iteration, each.iteration, f"{name}, far above the previous ones")
 
 
 def _slow(run: TrainingRun) -> Iterator[Incident]:
@@ -250,7 +250,7 @@ def _slow(run: TrainingRun) -> Iterator[Incident]:
 
 
 def _together(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of consecutive numbers."""
+    """Yield the first and the last of each series of consecutive numbers."""
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         together = [number for _, number in group]
         yield together[0], together[-1]

@@ -1,6 +1,6 @@
-"""The metrics file of a run: its lines, checked; their JSON Schema; and the run with the iterations that count.
+"""The metrics file of a run: its lines, their JSON Schema, and the run that they describe.
 
-A run is made of pieces, each from a start to an end. Iterations that were done again after a restart count once.
+A run consists of pieces, each from a start to an end. Iterations that were repeated after a restart count once.
 """
 
 import json
@@ -37,7 +37,7 @@ PARTS = ("validation", "test")
 
 
 def read_metrics_lines(path: Path) -> tuple[list[Line], tuple[str, ...]]:
-    """Return the lines of a metrics file, and a sentence for the damaged lines that are left out."""
+    """Return the lines of a metrics file, and warnings about damaged lines, which are skipped."""
     texts = read_text(path).splitlines()
     lines: list[Line] = []
     faults: list[tuple[int, str]] = []
@@ -51,27 +51,27 @@ def read_metrics_lines(path: Path) -> tuple[list[Line], tuple[str, ...]]:
             f"{path} has no line of an iteration in {len(texts)} lines: give the file that a run wrote with "
             "--metrics-file"
         )
-    told = []
+    warnings = []
     if faults and faults[-1][0] == len(texts):
-        told.append(f"{path}: the last line is cut off, as by a run that was killed, and left out")
+        warnings.append(f"{path}: the last line is incomplete, as after a kill, and skipped")
         faults.pop()
     if faults:
         number, message = faults[0]
         others = f", and {len(faults) - 1} more lines" if len(faults) > 1 else ""
-        told.append(f"{path}: line {number}{others} left out, because it is damaged ({message.partition(':')[0]})")
-    return lines, tuple(told)
+        warnings.append(f"{path}: line {number}{others} skipped as damaged ({message.partition(':')[0]})")
+    return lines, tuple(warnings)
 
 
 def line_of(text: str) -> Line:
     """Return the record of a line."""
     values = parse_json(text, "a metrics line")
     if not isinstance(values, dict):
-        raise ConfigError(f"{json.dumps(values)[:40]} is no JSON object: give a metrics file")
+        raise ConfigError(f"{json.dumps(values)[:40]} is not a JSON object: give a metrics file")
     name = values.get("event")
     part = next((part for part in PARTS if f"{part}_lm_loss" in values), None)
     if name is not None:
         if not isinstance(name, str) or name not in EVENTS:
-            raise ConfigError(f"event {json.dumps(name)[:40]} is not known: it has {', '.join(EVENTS)}")
+            raise ConfigError(f"event {json.dumps(name)[:40]} is unknown: it is one of {', '.join(EVENTS)}")
         kind: Any = EVENTS[name]
     else:
         kind = IterationMetrics if part is None else EvaluationMetrics
@@ -121,30 +121,30 @@ def metrics_schema() -> dict[str, Any]:
 
 def _loss(name: str) -> dict[str, Any]:
     """The schema of a loss. JSON has no NaN."""
-    return {"anyOf": [{"type": "number"}, {"type": "null"}], "description": f"{name}; null if it is no number."}
+    return {"anyOf": [{"type": "number"}, {"type": "null"}], "description": f"{name}; null if it is not finite."}
 
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a directory that is given as a run."""
 
 WARM_UP = 2
-"""Iterations after each start that are no part of the figures: the first makes buffers and the optimizer's state, the
-second is the first that finds them."""
+"""Iterations after each start that the figures exclude: the first allocates buffers and the optimizer's state, and the
+second is the first with all of them."""
 
 
 @dataclass
 class Piece:
-    """A run from one start to its end."""
+    """Lines of a run from one start to its end, by kind."""
 
     start: RunStart | None = None
-    """None if the file does not have it."""
+    """None if the file has none."""
+    end: RunEnd | None = None
+    """None if it was killed or is still running, or the file has none."""
     iterations: list[IterationMetrics] = field(default_factory=list)
     evaluations: list[EvaluationMetrics] = field(default_factory=list)
     saves: list[Saved] = field(default_factory=list)
-    """Checkpoints for which it waited."""
+    """Checkpoints for which training waited."""
     notes: list[Note] = field(default_factory=list)
-    end: RunEnd | None = None
-    """None if it was killed, goes on, or the file does not have it."""
 
     @property
     def first(self) -> int:
@@ -154,8 +154,12 @@ class Piece:
         return 1 if self.start is None else self.start.iteration + 1
 
     def add(self, line: Line) -> None:
-        """Append a line."""
+        """Add a line."""
         match line:
+            case RunStart():
+                self.start = line
+            case RunEnd():
+                self.end = line
             case IterationMetrics():
                 self.iterations.append(line)
             case EvaluationMetrics():
@@ -164,23 +168,19 @@ class Piece:
                 self.saves.append(line)
             case Note():
                 self.notes.append(line)
-            case RunEnd():
-                self.end = line
-            case RunStart():
-                self.start = line
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run."""
+    """A training run: the contents of its metrics file."""
 
     name: str
     path: Path
     """Its metrics file."""
     pieces: tuple[Piece, ...]
-    """In the order in which they ran."""
+    """In the order of time."""
     faults: tuple[str, ...] = ()
-    """Parts of its files that were left out, a line each."""
+    """Warnings about skipped lines."""
 
     @property
     def start(self) -> RunStart | None:
@@ -194,22 +194,22 @@ class TrainingRun:
 
     @cached_property
     def counted(self) -> list[tuple[Piece, list[IterationMetrics]]]:
-        """The iterations of each piece that no later piece did again."""
-        kept = []
+        """The iterations of each piece that no later piece repeated."""
+        remaining = []
         next_first: float = float("inf")
         for piece in reversed(self.pieces):
-            kept.append((piece, [each for each in piece.iterations if each.iteration < next_first]))
+            remaining.append((piece, [each for each in piece.iterations if each.iteration < next_first]))
             next_first = min(next_first, piece.first)
-        return kept[::-1]
+        return remaining[::-1]
 
     @cached_property
     def iterations(self) -> list[IterationMetrics]:
-        """Its iterations, each once, in rising order."""
+        """Its iterations, each once, in ascending order."""
         return [each for _, iterations in self.counted for each in iterations]
 
     @cached_property
     def steady(self) -> list[IterationMetrics]:
-        """Iterations of the last batch size, without the first ones after each start; all, where that leaves none."""
+        """Iterations of the last batch size, without the first ones after each start; if there are none, all."""
         last = self.iterations[-1].global_batch_size
         found = [
             each
@@ -221,16 +221,16 @@ class TrainingRun:
 
     @property
     def num_repeated(self) -> int:
-        """Iterations that were done again after a restart."""
+        """Number of iterations that were repeated after a restart."""
         return sum(len(piece.iterations) for piece in self.pieces) - len(self.iterations)
 
     def evaluations(self) -> list[EvaluationMetrics]:
-        """Return its evaluations on the validation data, without those that a later piece did again."""
-        kept: list[EvaluationMetrics] = []
+        """Return its evaluations on the validation data, without those that a later piece repeated."""
+        remaining: list[EvaluationMetrics] = []
         for piece in self.pieces:
-            kept = [each for each in kept if each.iteration < piece.first]
-            kept += [each for each in piece.evaluations if each.part == "validation"]
-        return kept
+            remaining = [each for each in remaining if each.iteration < piece.first]
+            remaining += [each for each in piece.evaluations if each.part == "validation"]
+        return remaining
 
 
 def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
@@ -255,15 +255,14 @@ def read_runs(paths: Sequence[str], *, join: bool = False) -> list[TrainingRun]:
 
 
 def _pieces(lines: Sequence[Line]) -> Iterator[Piece]:
-    """Divide lines at each start; where the file has none, where iterations go back."""
-    piece, begun, last = Piece(), False, 0
-    for line in lines:
-        goes_back = isinstance(line, IterationMetrics) and line.iteration <= last
-        if begun and (isinstance(line, RunStart) or (goes_back and piece.start is None)):
+    """Divide lines at each start; without one in the file, where iterations decrease."""
+    piece, last = Piece(), 0
+    for number, line in enumerate(lines):
+        decreases = isinstance(line, IterationMetrics) and line.iteration <= last
+        if number and (isinstance(line, RunStart) or (decreases and piece.start is None)):
             yield piece
             piece, last = Piece(), 0
         piece.add(line)
-        begun = True
         if isinstance(line, IterationMetrics):
             last = line.iteration
     yield piece

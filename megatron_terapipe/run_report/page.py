@@ -19,26 +19,26 @@ from megatron_terapipe.page.document import (
     timelines,
 )
 from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
-from megatron_terapipe.run_report.figures import KINDS, told
+from megatron_terapipe.run_report.figures import KINDS, listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.text import about, glance, heading, strategy_line, title_of
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
 
 MOST_LISTED = 6
-"""Incidents of a kind that are told one by one."""
+"""Most incidents of a kind with a line of their own."""
 
 LEGEND_OF_TIMES = ("compute", "waiting for other ranks", "transfers", "host", "sums and update")
 
 
-def at_a_glance(report: RunReport) -> str:
-    """Return what ran, and its figures."""
+def main_figures(report: RunReport) -> str:
+    """Return the model, the strategy and the main figures."""
     line = strategy_line(report.run.start)
     first = f'<p class="winner">{escape(line)}</p>' if line else ""
-    return first + facts(list(glance(report)))
+    return f'<p class="sub">{escape(heading(report.run.start))}</p>{first}' + facts(list(glance(report)))
 
 
-def described(report: RunReport) -> str:
-    """Return what a run is, and the command that started it."""
+def description(report: RunReport) -> str:
+    """Return the machine, versions and times of a run, and the command that started it."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in about(report) if text)
     start = report.run.start
     command = (
@@ -47,31 +47,8 @@ def described(report: RunReport) -> str:
     return f'<dl class="about">{rows}</dl>{command}'
 
 
-def runs_table(reports: Sequence[RunReport]) -> str:
-    """Return the figures of several runs, a row each."""
-    names = ("run", "model", "loss", "validation", "iteration", "tokens/s", "MFU", "bubble", "memory", "iterations")
-    lines = ["".join(f'<th class="{"left" if place < 2 else ""}">{name}</th>' for place, name in enumerate(names))]
-    for report in reports:
-        figures = report.figures
-        cells = (
-            report.run.name,
-            heading(report.run.start),
-            "" if figures.loss is None else f"{figures.loss:.4g}",
-            "" if figures.validation_loss is None else f"{figures.validation_loss:.4g}",
-            time_text(figures.iteration_time_s.median),
-            f"{figures.tokens_per_s.median:,.0f}",
-            "" if figures.mfu is None else f"{figures.mfu:.1%}",
-            "" if report.steps is None else f"{report.steps.bubble_ratio:.1%}",
-            bytes_text(max(figures.peak_memory_bytes)) if figures.peak_memory_bytes else "",
-            f"{figures.iterations:,}",
-        )
-        columns = enumerate(map(escape, cells))
-        lines.append("".join(f'<td class="{"left" if place < 2 else ""}">{cell}</td>' for place, cell in columns))
-    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
-
-
 def missing(reports: Sequence[RunReport]) -> str:
-    """Return what is not known, and how to record it; empty if nothing is missing."""
+    """Return the unknown figures with the flags that record them; empty if there are none."""
     lines = []
     for report in reports:
         before = f"{report.run.name}: " if len(reports) > 1 else ""
@@ -79,8 +56,8 @@ def missing(reports: Sequence[RunReport]) -> str:
     return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 
-def promised(report: RunReport) -> str:
-    """Return what the search promised beside what came."""
+def predictions(report: RunReport) -> str:
+    """Return the predicted and the measured figures."""
     prediction = report.prediction
     if prediction is None:
         return ""
@@ -92,17 +69,17 @@ def promised(report: RunReport) -> str:
     )
     sentence = f"Rank {prediction.rank} of {prediction.path}, priced for {prediction.cluster}."
     others = "".join(f"<li>{escape(line)}</li>" for line in prediction.differences)
-    differs = f"<p>What ran may not be what was priced:</p><ul>{others}</ul>" if others else ""
+    differs = f"<p>The run differs from the priced strategy:</p><ul>{others}</ul>" if others else ""
     return (
         f'<p class="sub">{escape(sentence)}</p>{differs}'
         '<div class="wide"><table class="kept"><tr><th class="left"></th>'
-        '<th>promised</th><th>came</th><th>difference</th><th class="left">as far as it is known</th></tr>'
+        '<th>predicted</th><th>measured</th><th>difference</th><th class="left">known causes</th></tr>'
         f"{rows}</table></div>"
     )
 
 
 def times(report: RunReport) -> str:
-    """Return where an iteration goes: as the search predicts it, and as each rank measured it."""
+    """Return the parts of an iteration: predicted, and measured on each rank."""
     steps = report.steps
     if steps is None:
         return ""
@@ -113,7 +90,7 @@ def times(report: RunReport) -> str:
         update = sum(parts[name] for name in ("gradient_reduction_s", "shared_weight_s", "optimizer_s", "fixed_s"))
         waits = (compute, parts["bubble_s"], parts["transfer_s"] + parts["host_copy_s"], 0.0, update)
         total = time_text(report.prediction.predicted.iteration_time_s)
-        bars.append(Bar("promised, busiest rank", dict(zip(LEGEND_OF_TIMES, waits, strict=True)), total))
+        bars.append(Bar("predicted, busiest rank", dict(zip(LEGEND_OF_TIMES, waits, strict=True)), total))
     makespan = steps.comparison.measured.makespan
     rest = max(report.figures.iteration_time_s.median - makespan, 0.0)
     for rank, spent in enumerate(steps.comparison.rank_times):
@@ -122,7 +99,7 @@ def times(report: RunReport) -> str:
         bars.append(Bar(f"measured, pipeline rank {rank}", parts, time_text(makespan + rest)))
     note = (
         f"Measured: the median of {len(steps.comparison.steps)} steps; sums and update are the rest of the median "
-        "iteration. Each part has its seconds where the pointer is."
+        "iteration. Point at a part for its seconds."
     )
     palette = colours(LEGEND_OF_TIMES)
     drawn = stacked_bars(bars, palette, lambda amount, _: time_text(amount))
@@ -130,7 +107,7 @@ def times(report: RunReport) -> str:
 
 
 def memory(report: RunReport) -> str:
-    """Return the memory of each stage, measured beside predicted."""
+    """Return the memory of each stage, measured and predicted."""
     peaks, prediction = report.figures.peak_memory_bytes, report.prediction
     if not peaks:
         return ""
@@ -140,7 +117,7 @@ def memory(report: RunReport) -> str:
     for stage, peak in enumerate(peaks):
         if stage < len(predicted):
             parts = {name: predicted[stage][field] for field, name in MEMORY_NAMES.items()}
-            bars.append(Bar(f"stage {stage}, promised", parts, bytes_text(predicted[stage]["total"])))
+            bars.append(Bar(f"stage {stage}, predicted", parts, bytes_text(predicted[stage]["total"])))
         bars.append(Bar(f"stage {stage}, measured", {"measured": float(peak)}, bytes_text(peak)))
     start = report.run.start
     on_cpu = start is not None and start.machine.device == "cpu"
@@ -149,7 +126,7 @@ def memory(report: RunReport) -> str:
 
 
 def timeline(report: RunReport) -> str:
-    """Return the measured timeline beside its simulation: to zoom on a screen, as a picture on paper."""
+    """Return the measured timeline and its simulation: to zoom on a screen, as a picture on paper."""
     steps = report.steps
     if steps is None:
         return ""
@@ -171,8 +148,8 @@ def timeline(report: RunReport) -> str:
     )
 
 
-def what_happened(report: RunReport) -> str:
-    """Return the incidents, on the axis of iterations and in words."""
+def incident_list(report: RunReport) -> str:
+    """Return the incidents, on the axis of iterations and as text."""
     found = report.incidents
     if not found:
         return ""
@@ -185,7 +162,7 @@ def what_happened(report: RunReport) -> str:
     marks = strip(by_kind, float(every[0].iteration), float(every[-1].iteration))
     lines = "".join(
         f"<li><b>{escape(kind)}</b> {escape(text)}</li>"
-        for kind, text in told([each for each in found if each.kind != "save"], MOST_LISTED)
+        for kind, text in listed([each for each in found if each.kind != "save"], MOST_LISTED)
     )
     saves = [saved.seconds for piece in report.run.pieces for saved in piece.saves]
     if saves:
@@ -198,21 +175,18 @@ def render_report(reports: Sequence[RunReport]) -> str:
     """Return the page of some reports."""
     title = title_of(reports)
     body = [f"<header><h1>{escape(title)}</h1></header>"]
-    if len(reports) == 1:
-        body.append(f'<p class="sub">{escape(heading(reports[0].run.start))}</p>')
-        body.append(section("", at_a_glance(reports[0])))
-    else:
-        body.append(section("Runs", runs_table(reports)))
-    contents = [("Not known", missing(reports), "")]
+    contents: list[tuple[str, str, str]] = []
     for report in reports:
         name = f" ({report.run.name})" if len(reports) > 1 else ""
         contents += [
-            (f"What the search promised, and what came{name}", promised(report), ""),
-            (f"Where an iteration goes{name}", times(report), ""),
+            (f"Run{name}" if name else "", main_figures(report), ""),
+            (f"Predicted and measured{name}", predictions(report), ""),
+            (f"Parts of an iteration{name}", times(report), ""),
             (f"Memory of each stage{name}", memory(report), ""),
             (f"Timeline, measured and simulated{name}", timeline(report), "timelines"),
-            (f"What happened{name}", what_happened(report), ""),
-            (f"The run{name}", described(report), ""),
+            (f"Incidents{name}", incident_list(report), ""),
+            (f"Start, end and command{name}", description(report), ""),
         ]
+    contents.append(("Unknown", missing(reports), ""))
     body += [section(name, content, kind=kind) for name, content, kind in contents if content]
     return html_document(title, "\n".join(body))

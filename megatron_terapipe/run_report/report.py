@@ -1,4 +1,4 @@
-"""The contents of a report: runs, figures, comparisons, and what is missing; the same as JSON."""
+"""The contents of a report, and its JSON document."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,13 +30,13 @@ class RunReport:
     incidents: Sequence[Incident]
     """In the order of iterations."""
     steps: MeasuredSteps | None
-    """Its measured timeline; None if there is none."""
+    """Its measured steps; None if there are none."""
     prediction: Prediction | None
     """None if there is no answer of the search."""
     compared: Sequence[ComparedFigure]
     """Predicted and measured figures; empty without a prediction."""
     missing: Sequence[str]
-    """What is not known, and how to record it next time, a line each."""
+    """Unknown figures, each with the flag that records it."""
 
 
 def read_report(
@@ -46,8 +46,8 @@ def read_report(
 
     Args:
         runs: metrics files, or directories with one.
-        search: answer of the search, or its directory; None = beside the strategy file of the run.
-        timeline: measured timeline; None = in the directory that the run names.
+        search: answer of the search, or its directory; None = in the directory of the strategy file of the run.
+        timeline: measured timeline; None = in the directory that the run recorded.
     """
     return [_report_of(run, search, timeline) for run in read_runs(runs, join=join)]
 
@@ -65,7 +65,7 @@ def _report_of(run: TrainingRun, search: str | None, timeline: str | None) -> Ru
     elif start is not None and start.strategy_file is not None:
         answer = (of_run / start.strategy_file).parent / ANSWER_FILE
         if answer.is_file():
-            prediction = _if_sound(lambda: read_prediction(answer, start), problems, "what the search promised")
+            prediction = _if_sound(lambda: read_prediction(answer, start), problems, "the prediction of the search")
     return RunReport(
         run=run,
         figures=figures,
@@ -77,12 +77,12 @@ def _report_of(run: TrainingRun, search: str | None, timeline: str | None) -> Ru
     )
 
 
-def _if_sound(read: Callable[[], T], problems: list[str], what: str) -> T | None:
-    """Return the contents of a file that the user did not name; None and a line if it is damaged."""
+def _if_sound(read: Callable[[], T], problems: list[str], name: str) -> T | None:
+    """Return the contents of a file that no flag names; None and a warning if it is damaged."""
     try:
         return read()
     except UserError as error:
-        problems.append(f"{what} is left out: {error}")
+        problems.append(f"{name} is skipped: {error}")
         return None
 
 
@@ -90,52 +90,49 @@ def _missing(
     run: TrainingRun, figures: Figures, steps: MeasuredSteps | None, prediction: Prediction | None
 ) -> Iterator[str]:
     if run.start is None:
-        yield "the metrics file does not say what was trained: a run of this version writes it with --metrics-file"
+        yield "no start of the run in the metrics file: a run of this version writes it with --metrics-file"
     if prediction is None:
-        yield (
-            "nothing is held against a prediction: train with launch.sh of `search rank --output DIR`, or name its "
-            "answer with --search DIR"
-        )
+        yield "no prediction: train with launch.sh of `search rank --output DIR`, or give its answer with --search DIR"
     if steps is None:
-        yield "where an iteration goes is not known: train with --timeline DIR"
+        yield "no parts of an iteration: train with --timeline DIR"
     if not run.evaluations():
-        yield "there is no validation loss: train with --eval-interval and data for validation (--split)"
+        yield "no validation loss: train with --eval-interval and data for validation (--split)"
     if figures.mfu is None:
-        yield "MFU is not known, because the device's peak is not: train with --peak-tflops-per-device"
+        yield "no MFU, because the device's peak is unknown: train with --peak-tflops-per-device"
     if not figures.peak_memory_bytes:
-        yield "memory was not measured: a run of 2 iterations or more measures it"
+        yield "no memory: a run of 2 iterations or more measures it"
 
 
 SCHEMA_VERSION: Final = 1
-"""Version of the document. A key that goes away, or means something else, makes another; a new key does not."""
+"""Version of the document: raised when a key is removed or changes its meaning, not for a new key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunDocument(Figures):
-    """A run."""
+    """The report of one run, as JSON."""
 
     name: str
     """Name in the report."""
     metrics_file: str
-    """File that it was read from."""
+    """Metrics file of the run."""
     model: str | None
-    """Name of the model; null = the file does not say."""
+    """Name of the model; null = not in the file."""
     parameters: int | None
-    """Parameters; null = the file does not say."""
+    """Parameters; null = not in the file."""
     strategy: dict[str, Any] | None
-    """Strategy, as `--strategy` reads it; null = the file does not say."""
+    """Strategy, as `--strategy` reads it; null = not in the file."""
     bubble_ratio: float | None
     """Measured bubble ratio, in [0, 1); null without a timeline."""
     end: str | None
     """How it ended; empty = the last iteration was reached; null = no end was recorded."""
     failed: bool
-    """Whether it ended because something was wrong."""
+    """Whether it ended by a failure."""
     kept: tuple[ComparedFigure, ...]
-    """What the search promised, beside what came; empty = there is no answer of it."""
+    """Predicted and measured figures; empty = there is no answer of the search."""
     incidents: tuple[Incident, ...]
-    """What happened, in the order of iterations."""
+    """Incidents, in the order of iterations."""
     missing: tuple[str, ...]
-    """What is not known, and how to record it next time."""
+    """Unknown figures, each with the flag that records it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,7 @@ class ReportDocument:
     command: Literal["report"] = "report"
     """Command that wrote it."""
     runs: tuple[RunDocument, ...]
-    """The runs, in the order in which they were named."""
+    """The runs, in the order of the command line."""
 
 
 def report_document(reports: Sequence[RunReport]) -> dict[str, Any]:

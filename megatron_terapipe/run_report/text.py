@@ -1,4 +1,4 @@
-"""The report as text: titles and named figures, and the summary on one screen of a terminal."""
+"""The report as text: titles, figures with their names, and the summary for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from itertools import chain
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.page.document import value_text
-from megatron_terapipe.run_report.figures import NO_END, told
+from megatron_terapipe.run_report.figures import NO_END, listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
 from megatron_terapipe.strategy import Strategy
@@ -22,7 +22,7 @@ def title_of(reports: Sequence[RunReport]) -> str:
 
 
 def heading(start: RunStart | None) -> str:
-    """Return what ran, and where, in one line; empty if the file does not say."""
+    """Return the model and the machine in one line; empty if they are unknown."""
     if start is None:
         return ""
     machine = start.machine
@@ -34,7 +34,7 @@ def heading(start: RunStart | None) -> str:
 
 
 def strategy_line(start: RunStart | None) -> str:
-    """Return the strategy in one line; empty if the file does not say."""
+    """Return the strategy in one line; empty if it is unknown."""
     if start is None or start.strategy is None:
         return ""
     try:
@@ -44,7 +44,7 @@ def strategy_line(start: RunStart | None) -> str:
 
 
 def about(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Yield what a run is: names and texts."""
+    """Yield the description of a run: names and texts."""
     run, start, figures = report.run, report.run.start, report.figures
     if start is None:
         yield "metrics file", str(run.path)
@@ -57,7 +57,7 @@ def about(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "took", f"{duration_text(figures.wall_s)}, {share:.0%} of it in iterations"
     yield "ended", end_text(report)
     if figures.starts > 1:
-        again = f", {figures.repeated} iterations done again" if figures.repeated else ""
+        again = f", {figures.repeated} iterations repeated" if figures.repeated else ""
         yield "starts", f"{figures.starts}{again}"
     yield "host", start.machine.host
     yield "versions", ", ".join(f"{name} {number}" for name, number in start.versions.items())
@@ -65,7 +65,7 @@ def about(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def glance(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Yield the figures of a run at a glance: values, and what they are."""
+    """Yield the main figures of a run: values and their names."""
     figures = report.figures
     if figures.loss is not None:
         yield f"{figures.loss:.4g}", "training loss at the end"
@@ -74,24 +74,24 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
         least = "" if best == figures.validation_loss else f", least {best:.4g} at iteration {where}"
         yield f"{figures.validation_loss:.4g}", f"validation loss{least}"
     predicted = None if report.prediction is None else report.prediction.predicted
-    promised = "" if predicted is None else f", promised {time_text(predicted.iteration_time_s)}"
+    prediction = "" if predicted is None else f", predicted {time_text(predicted.iteration_time_s)}"
     spread = figures.iteration_time_s
     within = f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
-    yield time_text(spread.median), f"an iteration, {within}{promised}"
+    yield time_text(spread.median), f"an iteration, {within}{prediction}"
     yield f"{figures.tokens_per_s.median:,.0f}", "tokens a second"
     tflops = figures.tflops_per_device
     yield f"{tflops:.3g} T" if tflops >= 1 else f"{tflops * 1e3:.3g} G", "model FLOP/s a device"
     if figures.mfu is not None:
-        promised = "" if predicted is None or predicted.mfu is None else f", promised {predicted.mfu:.0%}"
-        yield f"{figures.mfu:.1%}", f"MFU{promised}"
+        prediction = "" if predicted is None or predicted.mfu is None else f", predicted {predicted.mfu:.0%}"
+        yield f"{figures.mfu:.1%}", f"MFU{prediction}"
     if report.steps is not None:
-        promised = "" if predicted is None else f", promised {predicted.bubble_ratio:.1%}"
-        yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{promised}"
+        prediction = "" if predicted is None else f", predicted {predicted.bubble_ratio:.1%}"
+        yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{prediction}"
     if figures.peak_memory_bytes:
-        promised = ""
+        prediction = ""
         if predicted is not None and predicted.memory_per_rank:
-            promised = f", promised {bytes_text(predicted.peak_memory_bytes)}"
-        yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{promised}"
+            prediction = f", predicted {bytes_text(predicted.peak_memory_bytes)}"
+        yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{prediction}"
     planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
     tokens = "" if figures.tokens is None else f", {value_text(float(figures.tokens))} tokens"
     yield f"{figures.iterations:,}", f"iterations{planned}{tokens}"
@@ -110,7 +110,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_text(report: RunReport) -> str:
-    """Return when and how a run ended, as far as that is known."""
+    """Return the time and the reason of the end of a run."""
     end, figures = report.run.end, report.figures
     if end is None:
         return f"after iteration {figures.iterations}: {NO_END}"
@@ -122,7 +122,7 @@ def _date(seconds: float) -> str:
 
 
 MOST_LISTED = 2
-"""Incidents of a kind that are told one by one."""
+"""Most incidents of a kind with a line of their own."""
 
 
 def summary(reports: Sequence[RunReport]) -> str:
@@ -137,12 +137,12 @@ def _of_run(report: RunReport, named: bool) -> Iterator[str]:
     yield from (f"  {line}" for line in (heading(run.start), strategy_line(run.start)) if line)
     yield from (f"  {value:>12}  {name}" for value, name in glance(report))
     if report.compared:
-        yield f"  {'':<18}{'promised':>12}{'came':>12}{'difference':>14}"
+        yield f"  {'':<18}{'predicted':>12}{'measured':>12}{'difference':>14}"
         for each in report.compared:
             figures = f"{each.text(each.promised):>12}{each.text(each.came):>12}{each.difference_text:>14}"
             yield f"  {each.name:<18}{figures}"
     if run.end is None or run.end.reason:
         yield f"  ended: {end_text(report)}"
     found = [each for each in report.incidents if each.kind not in ("save", "end")]
-    yield from (f"  {kind}: {text}" for kind, text in told(found, MOST_LISTED))
+    yield from (f"  {kind}: {text}" for kind, text in listed(found, MOST_LISTED))
     yield from (f"  note: {line}" for line in report.missing)

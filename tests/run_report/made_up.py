@@ -1,4 +1,4 @@
-"""Metrics files of runs that never were."""
+"""Made-up metrics files, timelines and answers of the search."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ def lines_of(numbers: Iterable[int], changes: Mapping[int, Mapping[str, Any]] | 
 
 
 def whole_run(changes: Mapping[int, Mapping[str, Any]] | None = None) -> list[Any]:
-    """A run that was stopped after iteration 25, and went on from iteration 20."""
+    """A run that was stopped after iteration 25, and resumed from iteration 20."""
     return [
         START,
         *lines_of(range(1, 26), changes),
@@ -96,7 +96,7 @@ def write_timeline(directory: Path) -> Path:
 
 
 def write_answer(path: Path, strategy: Strategy = STRATEGY) -> Path:
-    """Write an answer of the search that promises 0.4 s, and return its file."""
+    """Write an answer of the search that predicts 0.4 s, and return its file."""
     memory = RankMemory(
         weights=1e9,
         gradients=1e9,

@@ -1,4 +1,4 @@
-"""The report that a run writes of itself costs the run nothing, and says how it ended, however it did."""
+"""The report that a run writes: it never ends the run, and has the reason of its end."""
 
 import json
 import os
@@ -37,11 +37,11 @@ def test_it_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_it_is_written_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     OwnReport(LoggingConfig()).write()
     OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"), report=str(tmp_path / "r"))).write()
-    OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"))).tell_end("killed", failed=True)
+    OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"))).write_end("killed", failed=True)
     assert (list(tmp_path.iterdir()), capsys.readouterr().out) == ([], "")
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logging = logging_of(tmp_path)
     (tmp_path / "report.html").mkdir()
     OwnReport(logging).write()
@@ -53,13 +53,13 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "report.html.part").exists()
 
 
-def test_the_end_of_a_run_that_died_is_in_its_file_and_on_its_page_once(tmp_path: Path) -> None:
+def test_the_first_reason_of_an_end_is_in_the_file_and_on_the_page(tmp_path: Path) -> None:
     logging = logging_of(tmp_path, [START, *lines_of(range(1, 8))])
     with Path(logging.metrics_file or "").open("a") as file:
-        file.write('{"iteration": 8, "lm_lo')  # Where a killed rank left off.
+        file.write('{"iteration": 8, "lm_lo')  # The last bytes of a killed rank.
     report = OwnReport(logging)
-    report.tell_end("rank 1 died", failed=True)
-    report.tell_end("terminated by SIGTERM", failed=False)
+    report.write_end("rank 1 died", failed=True)
+    report.write_end("terminated by SIGTERM", failed=False)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["iteration"], last["reason"], last["failed"]) == (7, "rank 1 died", True)
     assert "rank 1 died" in (tmp_path / "report.html").read_text()
@@ -67,50 +67,46 @@ def test_the_end_of_a_run_that_died_is_in_its_file_and_on_its_page_once(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("failed", "told"), [(True, ["connection closed", "rank 1 died"]), (False, ["connection closed"])]
+    ("failed", "reasons"), [(True, ["connection closed", "rank 1 died"]), (False, ["connection closed"])]
 )
-def test_what_a_rank_met_gives_way_to_its_cause_and_to_nothing_else(
-    tmp_path: Path, failed: bool, told: list[str]
-) -> None:
+def test_only_a_failure_follows_the_reason_of_a_rank(tmp_path: Path, failed: bool, reasons: list[str]) -> None:
     met = RunEnd(iteration=7, reason="connection closed", failed=True)
-    OwnReport(logging_of(tmp_path, [START, *lines_of(range(1, 8)), met])).tell_end("rank 1 died", failed=failed)
-    assert [end["reason"] for end in ends(tmp_path)] == told
+    OwnReport(logging_of(tmp_path, [START, *lines_of(range(1, 8)), met])).write_end("rank 1 died", failed=failed)
+    assert [end["reason"] for end in ends(tmp_path)] == reasons
 
 
-def test_a_launcher_that_ends_all_ranks_does_not_end_a_page_half_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_interrupt_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = own_report._write_report
     before = signal.getsignal(signal.SIGTERM)
 
-    def told_to_end_meanwhile(metrics_file: str, path: str) -> None:
+    def signalled(metrics_file: str, path: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         written(metrics_file, path)
 
-    monkeypatch.setattr(own_report, "_write_report", told_to_end_meanwhile)
+    monkeypatch.setattr(own_report, "_write_report", signalled)
     OwnReport(logging_of(tmp_path)).write()
     assert (tmp_path / "report.html").exists()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_second_thread_waits_for_the_page_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, begun, go_on = OwnReport(logging_of(tmp_path)), threading.Event(), threading.Event()
+    report, begun, proceed = OwnReport(logging_of(tmp_path)), threading.Event(), threading.Event()
     written = own_report._write_report
 
     def slowly(metrics_file: str, path: str) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert proceed.wait(60)
         written(metrics_file, path)
 
     monkeypatch.setattr(own_report, "_write_report", slowly)
-    first = threading.Thread(target=report.tell_end, args=("the run has stalled", True))
+    first = threading.Thread(target=report.write_end, args=("the run has stalled", True))
     first.start()
     assert begun.wait(60)
-    second = threading.Thread(target=report.tell_end, args=("terminated by SIGTERM", False))
+    second = threading.Thread(target=report.write_end, args=("terminated by SIGTERM", False))
     second.start()
     assert second.is_alive()
     assert not (tmp_path / "report.html").exists()
-    go_on.set()
+    proceed.set()
     first.join()
     second.join()
     assert "the run has stalled" in (tmp_path / "report.html").read_text()
@@ -122,7 +118,7 @@ def test_it_takes_a_hundredth_of_the_time_of_training(monkeypatch: pytest.Monkey
     def write(metrics_file: str, path: str) -> None:
         written_at.append(now_s[0])
         now_s[0] += takes_s
-        raise OSError("disk full: told at the end")
+        raise OSError("disk full")
 
     monkeypatch.setattr(own_report, "_write_report", write)
     report = OwnReport(logging_of(tmp_path), lambda: now_s[0])
