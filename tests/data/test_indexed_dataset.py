@@ -61,14 +61,6 @@ def test_run_ends_with_the_sequence(tmp_path: Path) -> None:
     assert dataset.run(0, 1, 3).tolist() == DOCUMENTS[0][1:]
 
 
-def test_megatron_reads_our_files(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    dataset = theirs.IndexedDataset(str(write(tmp_path / "d", DOCUMENTS)))
-    assert [dataset[number].tolist() for number in range(len(dataset))] == DOCUMENTS
-    assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
-    assert dataset.get(2, offset=1, length=2).tolist() == [6, 7]
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_we_write_the_bytes_megatron_writes_and_read_its_files(tmp_path: Path, dtype: type) -> None:
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.runtime.attention.documents import Documents
 from megatron_terapipe.data.loader import Batch, MicroBatchLoader
-from megatron_terapipe.errors import ConfigError
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
 
@@ -76,14 +75,6 @@ def test_documents_are_megatrons(data: st.DataObject, rows: int, seq: int) -> No
         assert torch.equal(positions[row], position_ids)
         assert batch.document_starts[row][0] == 0
         assert list(batch.document_starts[row]) == sorted(set(batch.document_starts[row]))
-
-
-def test_the_pipeline_gets_inputs_first_and_what_the_loss_needs_last() -> None:
-    batch = Batch.from_samples(SAMPLES)
-    tokens, (labels, loss_mask) = batch.as_pipeline_batch()
-    assert tokens is batch.tokens
-    assert labels is batch.labels
-    assert loss_mask is batch.loss_mask
 
 
 @pytest.mark.gpu
@@ -159,13 +150,6 @@ def test_a_global_batch_is_the_same_samples_under_every_data_parallel_size(
 
 def test_after_the_last_sample_comes_the_first() -> None:
     assert samples_of(3, 2, 0, 1, 3, size=5) == [[3, 4], [0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_documents_are_told_apart_when_asked(num_workers: int) -> None:
-    with MicroBatchLoader(Numbers(9), 3, 0, 1, num_workers=num_workers, separating_eod=2) as batches:
-        assert next(batches).document_starts == ((0,), (0,), (0, 1))
-        assert next(batches).document_starts == ((0,), (0,), (0,))
 
 
 @st.composite
@@ -247,16 +231,3 @@ def test_of_long_samples_fewer_are_prepared_ahead() -> None:
         for _ in range(3):
             next(batches)
     assert dataset.num_read <= 5
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((2, 2, 2, 0), r"rank 2 is not in \[0, 2\)"),
-        ((0, 0, 1, 0), "micro_batch_size 0"),
-        ((1, 0, 1, -1), "consumed_samples -1"),
-    ],
-)
-def test_senseless_sizes_are_refused(shape: tuple[int, int, int, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MicroBatchLoader(Numbers(9), *shape)

@@ -1,4 +1,4 @@
-"""What cannot be converted is said in one line."""
+"""Models and files that cannot be converted are refused in one line."""
 
 import json
 from collections.abc import Callable
@@ -28,14 +28,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-@pytest.fixture
-def theirs(tmp_path: Path) -> Path:
-    """A small GPT-2 in their files."""
-    save(whole_model(GPT2), GPT2, tmp_path / "ours")
-    main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
-    return tmp_path / "theirs"
-
-
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -59,49 +51,12 @@ def test_what_they_cannot_express_is_named(
     assert not (tmp_path / "theirs").exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"model_type": "bert"}, "config.json is a model of type bert, which cannot be trained here: give one of"),
-        ({"activation_function": "tanh"}, 'sets activation_function to "tanh", and our models have "gelu_new" or "gel'),
-        ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
-        ({"n_layer": 4}, "has no tensor transformer.h.3.attn.c_attn.bias, which its config.json asks for"),
-        ({"n_layer": 2}, "has a tensor transformer.h.2.attn.c_attn.bias, for which a gpt2 of its config.json has no"),
-        ({"n_embd": 96}, "has transformer.wte.weight (257, 48), which is not the (257, 96) that its config.json"),
-        ({"n_positions": 41}, "has transformer.wpe.weight (40, 48), which is not the (41, 48) that its config.json"),
-        ({"n_head": 7}, "--hidden-size 48 is not a multiple of --num-attention-heads 7"),
-        ({"tie_word_embeddings": False}, "has no tensor lm_head.weight, which its config.json asks for"),
-    ],
-)
-def test_what_we_cannot_express_is_named(
-    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: dict[str, Any], said: str
-) -> None:
-    path = theirs / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
-    assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", tmp_path / "back")
-    assert not (tmp_path / "back").exists()
+def _with(**settings: Any) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "leaves out low_freq_factor, which must be a"),
-        ({"rope_scaling": {"type": "stretched", "factor": 2.0}}, "the rotations of positions as stretched, and our"),
-        ({"hidden_act": "quick_gelu"}, 'sets hidden_act to "quick_gelu", and our models have "silu" or "swish"'),
-        ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.k_proj.bias, which its config.json asks"),
-        ({"num_key_value_heads": 3}, "has model.layers.0.self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
-        ({"intermediate_size": 96}, "has model.layers.0.mlp.gate_proj.weight (80, 48), which is not the (96, 48)"),
-        ({"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have null'),
-    ],
-)
-def test_a_llama_that_is_not_ours_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: dict[str, Any], said: str
-) -> None:
-    save(whole_model(LLAMA), LLAMA, tmp_path / "ours")
-    main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
-    path = tmp_path / "theirs" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
-    assert said in refusal(capsys, "from-huggingface", "--load", tmp_path / "theirs", "--output", tmp_path / "back")
+    return change
 
 
 def _rewritten(name: str, text: str) -> Callable[[Path], object]:
@@ -109,22 +64,34 @@ def _rewritten(name: str, text: str) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("name", "change", "said"),
     [
-        (lambda d: (d / "config.json").unlink(), "config.json cannot be read (No such file or directory)"),
-        (_rewritten("config.json", "{"), "config.json is not JSON"),
-        (lambda d: (d / WEIGHTS).unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
-        (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-5]), "model.safetensors cannot be read"),
-        (_rewritten(WEIGHTS, "these were never tensors\n" * 9), "model.safetensors cannot be read"),
-        (_rewritten(INDEX, json.dumps({"weight_map": {"a": "gone.safetensors"}})), "gone.safetensors cannot be read"),
-        (_rewritten(INDEX, "{}"), "model.safetensors.index.json cannot be read"),
+        ("gpt2", _with(n_layer=4), "has no tensor transformer.h.3.attn.c_attn.bias, "),
+        ("gpt2", _with(n_layer=2), "has a tensor transformer.h.2.attn.c_attn.bias, "),
+        ("gpt2", _with(n_embd=96), "has transformer.wte.weight (257, 48), which is not the (257, 96) "),
+        ("gpt2", _with(n_positions=41), "has transformer.wpe.weight (40, 48), which is not the (41, 48) "),
+        ("gpt2", _with(tie_word_embeddings=False), "has no tensor lm_head.weight, "),
+        ("llama", _with(attention_bias=True), "has no tensor model.layers.0.self_attn.k_proj.bias, "),
+        ("llama", _with(num_key_value_heads=3), "self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
+        ("llama", _with(intermediate_size=96), "mlp.gate_proj.weight (80, 48), which is not the (96, 48)"),
+        ("gpt2", lambda d: (d / "config.json").unlink(), "config.json cannot be read (No such file or directory)"),
+        ("gpt2", _rewritten("config.json", "{"), "config.json is not JSON"),
+        ("gpt2", lambda d: (d / WEIGHTS).unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
+        ("gpt2", lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-5]), f"{WEIGHTS} cannot be read"),
+        ("gpt2", _rewritten(WEIGHTS, "these were never tensors\n" * 9), f"{WEIGHTS} cannot be read"),
+        ("gpt2", _rewritten(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors cannot be read"),
+        ("gpt2", _rewritten(INDEX, "{}"), f"{INDEX} cannot be read"),
     ],
 )
-def test_damaged_files_are_named(
-    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], said: str
+def test_damaged_files_and_tensors_that_contradict_the_settings_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: Callable[[Path], object], said: str
 ) -> None:
-    damage(theirs)
-    assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", tmp_path / "back")
+    ours, theirs, back = (tmp_path / each for each in ("ours", "theirs", "back"))
+    save(whole_model(MODELS[name]), MODELS[name], ours)
+    main(["to-huggingface", "--load", str(ours), "--output", str(theirs)])
+    change(theirs)
+    assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", back)
+    assert not back.exists()
 
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from megatron_terapipe.convert import main
 from megatron_terapipe.huggingface.folder_weights import SavedTensors, write_tensors
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weight_rules import Heads, attention, fused_attention, stacked, turned, vocabulary
-from megatron_terapipe.inference import WholeModel
 from tests.file_formats.forms import validate
 from tests.huggingface.models import MODELS, save, whole_model
 
@@ -85,16 +84,6 @@ def test_what_pads_the_vocabulary_is_no_likelier_than_a_word() -> None:
     padded = rule.join([words])
     assert torch.equal(padded[:3], words)
     assert torch.equal(padded[3:], torch.tensor([[-1.0, 1.0]]).expand(2, 2))
-
-
-def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
-    model = MODELS["llama"]
-    whole = whole_model(model)
-    export_checkpoint(save(whole, model, tmp_path / "ours"), tmp_path / "theirs", shard_bytes=50_000)
-    assert len(list((tmp_path / "theirs").glob("model-*-of-*.safetensors"))) > 2
-    directory = import_model(tmp_path / "theirs", tmp_path / "back")
-    found = WholeModel(model).load(directory).state_dict()
-    assert torch.equal(found["layers.2.mlp.up.weight"], whole.state_dict()["layers.2.mlp.up.weight"])
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,6 @@ def test_blocks_have_the_shapes_of_their_layers() -> None:
     assert built[1].mlp.up.weight.shape == (2, 48, 32)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_are_told_to_recompute(recompute: bool) -> None:
-    built = [spec.build() for spec in gpt_layers(model_config(), recompute_cheap=recompute)[2:-2]]
-    assert {block.recompute_cheap for block in built} == {recompute}
-
-
 @given(model=models())
 @settings(max_examples=60)
 def test_parameters_are_as_many_as_the_formulas_say(model: ModelConfig) -> None:
