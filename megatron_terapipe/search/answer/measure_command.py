@@ -142,14 +142,14 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
 
 def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
     """Yield the file that was written, what it does not say, and the commands that read it."""
-    from megatron_terapipe.search.price.profile import lone_sizes
+    from megatron_terapipe.search.price.profile import sizes_measured_once
 
     yield f"wrote {path}"
     if profile.num_nodes == 1:
         yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
     if not any(link.where == "inside" for link in profile.links):
         yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
-    for sizes in lone_sizes(profile):
+    for sizes in sizes_measured_once(profile):
         yield f"measured: {sizes} alone; op times of others are a guess, and a longer --budget-s measures them"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     yield "  or: terapipe search trial with the same words, which runs the best and calibrates"

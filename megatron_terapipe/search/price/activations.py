@@ -1,7 +1,7 @@
 """Activations: bytes of a token in a layer from forward to backward, and the peak of a pipeline rank over its schedule.
 
 The same accounting as `deepspeed_ext.plan.memory`, for the order of a rank instead of its times (between two ops of a
-rank nothing is allocated or freed), and with the working memory of a running op.
+rank no memory is allocated or freed), and with the working memory of a running op.
 """
 
 from collections.abc import Sequence
@@ -35,29 +35,29 @@ class TokenMemory(NamedTuple):
     """Bytes of one token of one sequence in one layer; or of one of a micro-batch, for each stage of a pipeline."""
 
     activations: ScalarOrArray
-    """Kept from forward to backward; in a layer whose keys and values are kept for whole sequences, without those."""
+    """Kept from forward to backward, without keys and values that are kept for whole sequences."""
     key_values: ScalarOrArray = 0.0
     """Keys and values, kept for whole sequences while one of their token slices is live."""
     key_value_gradients: ScalarOrArray = 0.0
     """Sums of their gradients, for all token slices but the last of a sequence."""
     logits: ScalarOrArray = 0.0
-    """What head and loss keep, held to a limit where software has one (`logit_limits`)."""
+    """Kept by head and loss, up to the limit of the software (`logit_limits`)."""
     working: ScalarOrArray = 0.0
-    """What the backward of the layer holds more while it runs: what it computes again, and gradients."""
+    """Extra memory while the backward of the layer runs: recomputed activations, and gradients."""
     freed_by_input_gradient: ScalarOrArray = 0.0
     """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
     of products, and the gradients of their outputs (docs/adr/0017). Below zero where that is more."""
     scores: ScalarOrArray = 0.0
-    """What the backward holds more of attention that is written out, `SCORE_LIMIT` at most."""
+    """Extra memory of the backward of attention that is written out, `SCORE_LIMIT` at most."""
     window_gradients: ScalarOrArray = 0.0
     """Of a sequence, not of a token: sums of the gradients of keys and values in the reach of a sliding window, where a
     sequence has several token slices. Its keys and values are among `activations`: each token slice's are freed by its
     own backward (docs/adr/0035)."""
     recomputed: ScalarOrArray = 0.0
-    """What the backward computes again of all layers of the stage at once, and holds while it runs."""
+    """Activations of all layers of the stage, which its backward recomputes at once and holds while it runs."""
 
     def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
-        """Return the bytes (scalars or arrays) of a layer whose stage is recomputed; here nothing was."""
+        """Return the bytes (scalars or arrays) of the layer in a recomputed stage, from those without recomputation."""
         waiting = self.activations - self.freed_by_input_gradient
         return self._replace(
             activations=still_kept,
@@ -92,7 +92,7 @@ def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
 
 
 def _loss_working_bytes(element_bytes: int) -> int:
-    """Bytes of a logit, beside itself, while its gradient is computed: a probability in fp32; a copy in fp32 too."""
+    """Extra bytes of a logit while its gradient is computed: a probability in fp32, and a copy in fp32."""
     return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
 
 
@@ -100,7 +100,7 @@ def _loss_working_bytes(element_bytes: int) -> int:
 class LayerMemory:
     """Bytes that a layer keeps of a token, arrays as `tensor_parallel_size` [...] is.
 
-    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
+    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; these bytes are before sharing.
     """
 
     layer: Layer
@@ -174,7 +174,7 @@ class LayerMemory:
         window = None
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
-            # A head exchange leaves the output of attention in parts of tokens, beside that in parts of heads.
+            # After a head exchange the output of attention exists twice: in parts of heads and in parts of tokens.
             exchanged = query * np.greater(self.sequence_parallel_size, 1)
             key_value = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
@@ -259,7 +259,7 @@ class StageBytes(NamedTuple):
     limits: LogitLimits = LogitLimits(inf, inf)
     """Of logits and of `head_working` on a rank, in bytes."""
     is_recomputed: bool = False
-    """Whether stages are computed again: logits are there in the backward alone."""
+    """Whether stages are recomputed: logits then exist only in the backward."""
 
 
 class Held(NamedTuple):
@@ -313,7 +313,7 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
 
 
 def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[HostCopy] = ()) -> Held:
-    """The most that ranks hold, by what it is: [...]."""
+    """Return the peak bytes of ranks, by kind: [...]."""
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]
     change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]
@@ -321,8 +321,8 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
     head_working = np.broadcast_to(of_stage.head_working, np.shape(of_stage.token.activations))[order.stage]
     of_token = TokenMemory(*(part[order.stage] for part in np.broadcast_arrays(*of_stage.token)))
     activations, freed = own * of_token.activations, own * of_token.freed_by_input_gradient
-    # What comes as an op starts, and what is gone when it has ended. The last op of a backward in two parts frees what
-    # the first has left.
+    # Bytes allocated as an op starts, and freed when it has ended. The last op of a backward in two parts frees the
+    # remaining bytes of the first.
     comes = np.where(is_forward, activations, 0.0)
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
     held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
@@ -353,7 +353,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, co
 
 
 def _on_host(copies: Sequence[HostCopy], content: Content, num_ops: int) -> Numbers:
-    """[ops] bytes that are on the host alone while each op runs."""
+    """[ops] bytes that are only on the host while each op runs."""
     changes = np.zeros(num_ops + 1)
     for copy in copies:
         if copy.content is content:

@@ -11,9 +11,9 @@ its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 24
 
 Grids of strategies (`rank/grid_times.py`) read the formulas; `StrategyBatch` has n strategies of one workload that have
 all in common that is no number (recompute, software, ...), as calibration prices them again and again with other
-constants. What their layouts make of the cluster is looked up once; other constants then cost a few array operations.
+constants. Their groups and links on the cluster are looked up once; other constants then cost a few array operations.
 
-Two differences are on purpose, because fits have them in them: a batch leaves out what the executor needs between ops
+Two differences are deliberate, because fitted constants depend on them: a batch leaves out the gaps of the executor
 (`op_s`), latencies of messages under ops and round trips, and takes the reductions of the slowest rank; a grid counts
 all of these, and of reductions under ops the first rank's.
 """
@@ -82,7 +82,7 @@ def of_slowest_and_others(schedule: str, ops: Floats, multiplicity: Floats | Non
 
     Args:
         ops: [parts of `StageOps`, rows, ...] seconds of one micro-batch on each rank.
-        multiplicity: [rows] ranks that a row stands for; None = one each.
+        multiplicity: [rows] number of ranks in each row; None = one each.
     """
     totals = np.asarray(total_s(schedule, StageOps(*ops)))
     slowest = np.take_along_axis(ops, np.argmax(totals, axis=0)[None, None], axis=1)[:, 0]
@@ -167,7 +167,7 @@ NUMBERS = (
 
 
 def batch_key(model: "CostModel", strategy: Strategy) -> tuple[object, ...]:
-    """Return what strategies of one batch have in common.
+    """Return the key of a batch: the values that its strategies share.
 
     Where all ranks compute alike, layouts may differ. On a mixed cluster each layout has a batch of its own.
     """
@@ -191,7 +191,7 @@ def batch_key(model: "CostModel", strategy: Strategy) -> tuple[object, ...]:
 
 
 class Replicas(NamedTuple):
-    """What the replicas of one kind stand on."""
+    """Devices and links of the replicas of one kind."""
 
     kinds: tuple[RankKind, ...]
     """Ranks that compute alike; the links between those that share a layer broadcast with [n]."""
@@ -221,7 +221,7 @@ class StrategyBatch:
     """n strategies, ready to be priced. Make it with `of`."""
 
     model: "CostModel"
-    """Cost model of one of them; for what they have in common."""
+    """Cost model of one of them, for the values that all share."""
     strategy: Strategy
     per_rank: Floats
     """[P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none."""
@@ -233,7 +233,7 @@ class StrategyBatch:
     """[P, n] of them those of a weight that two ranks hold."""
     numbers: dict[str, Floats]
     replicas: tuple[Replicas, ...]
-    """What those of each kind stand on; one entry where all are alike."""
+    """Devices and links of each kind; one entry where all are alike."""
     data: GroupTopology
     """Links of data-parallel ranks, arrays of [P, n]."""
     ends: GroupTopology
@@ -241,18 +241,18 @@ class StrategyBatch:
     memory_bandwidth: Floats
     """[P, n] bytes per second of the slowest memory of each rank."""
     message: Floats
-    """[stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send."""
+    """[stages, n] bytes that a stage sends to the next in one micro-batch; 0 = no message."""
     rank_of_stage: NDArray[np.int64]
     """[stages, n] pipeline rank."""
 
     @classmethod
     def of(cls, models: "Sequence[CostModel]", strategies: Sequence[Strategy]) -> "StrategyBatch":
-        """Look up what layouts make of clusters."""
+        """Look up the groups of layouts on their clusters."""
         placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
         sent = [model.messages(each)[0] for model, each in zip(models, placed, strict=True)]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
-        # Strategies whose replicas differ share a layout.
+        # Strategies with unlike replicas share a layout.
         unlike = placed[0].groups.by_replica
         counted = [placed] if len(unlike) == 1 else [[replace(each, groups=one) for each in placed] for one in unlike]
         stages = [
@@ -361,13 +361,15 @@ class StrategyBatch:
             in_parts=model.software.communication.shares_transfers and not self.strategy.sequence_parallel,
         )
         sending = np.where(self.message > 0, sending, 0.0)
-        there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])
-        np.add.at(there, (self.rank_of_stage[: len(sending)], columns), sending)
-        # The gradient comes from the stage after; a stage that does not exist sends nothing.
-        np.add.at(back, (self.rank_of_stage[1 : len(sending) + 1], columns), sending[: len(self.rank_of_stage) - 1])
+        after_forward, before_backward = np.zeros_like(ops[0]), np.zeros_like(ops[0])
+        np.add.at(after_forward, (self.rank_of_stage[: len(sending)], columns), sending)
+        # The gradient comes from the next stage; a stage that does not exist sends no message.
+        np.add.at(
+            before_backward, (self.rank_of_stage[1 : len(sending) + 1], columns), sending[: len(self.rank_of_stage) - 1]
+        )
         blocked = ops.copy()
-        blocked[FORWARD] += there
-        blocked[[BACKWARD, INPUT_GRADIENT]] += back
+        blocked[FORWARD] += after_forward
+        blocked[[BACKWARD, INPUT_GRADIENT]] += before_backward
         return blocked
 
 
@@ -407,13 +409,13 @@ class StrategyBatches:
                 return np.log(batch.times(moves)) - at
 
             found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
-            found.update(_felt(steps, factors))
+            found.update(_factor_slopes(steps, factors))
             for column, step in found.items():
                 slopes[rows, column] = step / STEP
         return slopes
 
 
-def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
+def _factor_slopes(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
     """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
 
     Args:
@@ -428,7 +430,7 @@ def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> d
     if len(columns) == 1:
         return {columns[0]: together}
     middle = len(columns) // 2
-    return _felt(steps, columns[:middle]) | _felt(steps, columns[middle:])
+    return _factor_slopes(steps, columns[:middle]) | _factor_slopes(steps, columns[middle:])
 
 
 def _columns(topologies: Sequence[GroupTopology]) -> GroupTopology:

@@ -62,7 +62,7 @@ Floats = NDArray[np.float64]
 
 
 class CostModel:
-    """Prices strategies of one model on one cluster. It keeps what strategies have in common."""
+    """Prices strategies of one model on one cluster, and caches the times that strategies share."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class CostModel:
             activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
                 order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
                 form. None = the schedule's own order, simulated.
-            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = what
-                1f1b keeps.
+            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = those
+                of 1f1b.
             model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
                 those of a V differ only where ranks do.
         """
@@ -217,7 +217,7 @@ class CostModel:
         return self._costs(placed, self.stage_ops(placed))
 
     def host_copy_settings(self, placed: PlacedStrategy) -> HostCopySettings:
-        """Return what of a strategy may wait on hosts, and how fast it is copied, for timelines in seconds."""
+        """Return the bytes of a strategy that may wait on hosts, and the bandwidth, for timelines in seconds."""
         return host_copy_settings(placed, self.counter, self.cluster, self.element_bytes, self.efficiency)
 
     def host_copies(self, strategy: Strategy, num_micro_batches: int) -> HostCopyPlan:
@@ -228,7 +228,7 @@ class CostModel:
         return self._simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
-        """Look up what a strategy's layout makes of the cluster and the model."""
+        """Look up the groups, layer counts and token slices of a strategy."""
         num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
         lengths = strategy.cut(self.workload.seq_length).lengths
         return PlacedStrategy(
@@ -276,7 +276,7 @@ class CostModel:
             sizes: arrays of [T].
             stages: the stages to price; None = all.
             whole: the token slice that is the whole sequence; None = all T together are.
-            key: what the sizes are, to keep the times of layers; None = they are not kept.
+            key: identity of the sizes, to cache the times of layers; None = without cache.
         """
         counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
         ranks = np.arange(len(counts)) if stages is None else np.array(stages)
@@ -306,7 +306,7 @@ class CostModel:
         outputs *= strategy.micro_batch_size / strategy.sequence_parallel_size
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
         if strategy.sequence_parallel:
-            # Between layers each tensor-parallel rank has its part of the tokens alone, and sends no more.
+            # Between layers each tensor-parallel rank has only its part of the tokens, and sends no more.
             outputs /= strategy.tensor_parallel_size
         ranks = np.arange(len(last))[:, None] % strategy.pipeline_parallel_size
         return self.element_bytes * (outputs + extra), placed.groups.pipe.at(ranks)
@@ -382,8 +382,8 @@ class Pricing:
         """Prepare.
 
         Args:
-            measured_cluster: the same nodes with links as they were measured; None = as data sheets say.
-            memory_overheads: what no count of tensors says; None = the defaults of its devices.
+            measured_cluster: the same nodes with measured links; None = links of the data sheets.
+            memory_overheads: memory that is not of tensors; None = the defaults of its devices.
             options: as `CostModel` has them.
         """
         self.workload = workload
@@ -403,14 +403,14 @@ class Pricing:
         return replace(time, memory=memory or self.memory(strategy))
 
     def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
-        """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile."""
+        """Return the peak memory of each pipeline rank's device, without tensors that wait on hosts."""
         return self.memory_model.predict(strategy, copies=self.host_copies(strategy))
 
     def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
-        """Return what waits on hosts until every rank has reached its peak; None where nothing does.
+        """Return the copies on hosts until every rank has reached its peak; None without copies.
 
-        What an `optimised` order lets wait is not known before it is found: its memory counts as if nothing did, which
-        is more than it needs.
+        Those of an `optimised` order depend on the order, which is not known yet: its memory is counted without copies,
+        which is an upper limit.
         """
         if not strategy.offload or strategy.schedule == OPTIMISED:
             return None

@@ -1,4 +1,4 @@
-"""Share of the data sheet that is reached, the same for every strategy: the constants that calibration may move.
+"""Share of the data sheet that is reached, the same for every strategy: the constants that calibration fits.
 
 A constant is a field declared by `constant` or `factors`, with its default and the width of its prior.
 `HardwareEfficiency` holds those of time, `memory.MemoryOverheads` those of memory. `GENERATIONS` has the reach of
@@ -18,7 +18,7 @@ from megatron_terapipe.devices import Device
 from megatron_terapipe.search.price.layer_times import ScalarOrArray
 
 Constants = TypeVar("Constants", bound=Any)
-"""A dataclass whose fields are constants."""
+"""A dataclass of constants."""
 
 
 def constant(default: float, prior_width: float | None = None, *, most: float = inf) -> Any:
@@ -152,11 +152,11 @@ def carried_by_network(num_ranks: ScalarOrArray, num_nodes: ScalarOrArray) -> Sc
 class HardwareEfficiency:
     """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
 
-    Times are products of these with what `Device` and `Link` say. What differs between generations of devices is known
-    beside them, relative to A100s (`GENERATIONS`, `roofline.FUSED_KERNELS`). The defaults are of A100s with Megatron,
-    rounded:
+    Times are products of these with the figures of `Device` and `Link`. Differences between generations of devices are
+    separate factors relative to A100s (`GENERATIONS`, `roofline.FUSED_KERNELS`). The defaults are of A100s with
+    Megatron, rounded:
 
-    - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
+    - from fits to published trials of A100s, rounded by hand, so those trials are no held-out evidence:
       `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
       `memory_efficiency` (0.7 to 1.0), `launch_s`, `launch_jitter`, `launch_exposed`, `optimizer_passes` and
       `iteration_s` (vTrain's runs on one node).
@@ -165,10 +165,10 @@ class HardwareEfficiency:
       slower than this, by up to a half.
     - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
-    - `fused_attention`: as the kernels alone.
+    - `fused_attention`: the speed of the kernels outside of training.
     - the rest are guesses with wide priors.
 
-    The second number of a field is how far off the default may be, `Prior` says how; those without one are not fitted.
+    The second number of a field is the width of its `Prior`; fields without one are not fitted.
     """
 
     gemm_efficiency: float = constant(0.87, 0.15, most=1.0)
@@ -180,10 +180,10 @@ class HardwareEfficiency:
     attention_efficiency: float = constant(0.35, 0.4, most=1.0)
     """Share of the peak that batched products of scores and values reach."""
     fused_attention: float = constant(1.0, 0.2)
-    """Speed of fused kernels of attention in training, in that of the kernel alone."""
+    """Speed of fused kernels of attention in training, relative to the kernel outside of training."""
     misaligned_efficiency: float = constant(0.1, 0.5, most=1.0)
-    """By how much attention is slower whose head size no tensor core can read (not a multiple of 8 numbers of 2 bytes;
-    NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1)."""
+    """Relative speed of attention with a head size that no tensor core can read (not a multiple of 8 numbers of 2
+    bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1)."""
     memory_efficiency: float = constant(0.85, 0.25, most=1.0)
     """Share of the memory bandwidth that element-wise work reaches on an A100."""
     launch_s: float = constant(30e-6, 0.7)
@@ -210,22 +210,22 @@ class HardwareEfficiency:
     host_efficiency: float = 0.8
     """Share of the link between a device and its host's page-locked memory that copies reach."""
     collective_s: float = constant(20e-6, 0.7)
-    """Start of a collective, beside the latency of its links."""
+    """Start of a collective, in addition to the latency of its links."""
     transfer_s: float = 30e-6
-    """Start of a message between stages, beside the latency of its link."""
+    """Start of a message between stages, in addition to the latency of its link."""
     optimizer_passes: float = constant(1.8, 0.3)
     """How often the optimizer step reads or writes the bytes that it keeps of a parameter."""
     op_s: float = 0.0
-    """What a pipeline's executor needs between two ops of a rank."""
+    """Gap of the executor between two ops of a rank."""
     iteration_s: float = constant(0.003, 1.0)
-    """What an iteration takes however small it is."""
+    """Fixed time of an iteration, whatever its size."""
     reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)
     """Seconds of reductions inside a node, in those of the formula; by ranks and bytes (`reduction_factor`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEfficiency:
-    """What kernels alone reach on a generation of devices."""
+    """Share of the data sheet that kernels reach on a generation of devices, outside of training."""
 
     products: float
     """Share of the peak of large matrix products, in half precision."""
@@ -261,15 +261,15 @@ GENERATIONS: Mapping[str, KernelEfficiency] = MappingProxyType({
 are."""
 
 GAMING_PRODUCTS = 0.85
-"""Share of large products on boards for games of the generations whose entries are of boards that are held to little
-power (T4, L40S): their data sheet has the slower rate of sums in fp32, and they have the power for it. A guess."""
+"""Share of large products on boards for games. The entries of their generations are of boards with a low power limit
+(T4, L40S); these boards have more power, and their data sheet has the slower rate of sums in fp32. A guess."""
 
 GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeEfficiency:
-    """What kernels reach on a device, in what they reach on an A100."""
+    """Efficiency of kernels on a device, relative to an A100."""
 
     products: float = 1.0
     depth: float = 1.0
@@ -281,7 +281,7 @@ AS_AN_A100 = RelativeEfficiency()
 
 
 def relative_efficiency(device: Device) -> RelativeEfficiency:
-    """What kernels reach on a device, in what they reach on an A100; 1 where its generation is not known."""
+    """Return the efficiency of kernels on a device relative to an A100; 1 if its generation is unknown."""
     one, reference = GENERATIONS.get(device.generation), GENERATIONS[REFERENCE]
     if one is None:
         return AS_AN_A100
@@ -295,7 +295,7 @@ def relative_efficiency(device: Device) -> RelativeEfficiency:
 
 
 def is_guessed(device: Device) -> bool:
-    """Whether what kernels reach on a device is from no table of its generation, so that priors should be wider."""
+    """Whether the efficiency of kernels on a device is not from a table of its generation: priors are then wider."""
     one = GENERATIONS.get(device.generation)
     return device.is_gpu and (one is None or not one.is_measured or device.name in GAMING_BOARDS)
 
@@ -309,18 +309,18 @@ def reachable_bandwidth(device: Device) -> float:
 class ProfileFactors:
     """Seconds in training per second of the profile.
 
-    The priors are guesses: that of `ops` is wide enough for two ranks that share what one had alone, that of `messages`
+    The priors are guesses: that of `ops` is wide enough for two ranks on the cores of one, that of `messages`
     for collectives that wait for a busy processor.
     """
 
     ops: float = constant(1.0, 0.4)
-    """Of what layers compute."""
+    """Of the ops of layers."""
     messages: float = constant(1.0, 0.8)
     """Of collectives and of messages between stages, beyond the latency of their links."""
     gaps: float = constant(1.0, 0.7)
-    """Of what the executor needs between two ops of a rank."""
+    """Of the gaps of the executor between two ops of a rank."""
     step: float = constant(1.0, 0.5)
-    """Of what comes once an iteration: the optimizer, and what an iteration takes however small it is."""
+    """Of the end of an iteration: the optimizer, and the fixed time of an iteration."""
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
         """HardwareEfficiency of training."""

@@ -1,4 +1,4 @@
-"""The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
+"""The interface of op times: their sources are a roofline or measured profiles, their users the cost models."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -30,7 +30,7 @@ class LayerTimes(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OpSizes:
-    """Sizes that op times depend on, besides layer and device; the arrays broadcast against each other.
+    """Sizes that op times depend on, in addition to layer and device; the arrays broadcast against each other.
 
     Token slices have their bounds as shares of the sequence; of a `LayerQuery`, in tokens of the layer.
     """
@@ -50,7 +50,7 @@ class OpSizes:
 
 @dataclass(frozen=True, eq=False)
 class LayerQuery(OpSizes):
-    """One layer, and what the times of its ops depend on."""
+    """One layer on a device, with the sizes that the times of its ops depend on."""
 
     layer: Layer
     device: Device
@@ -96,7 +96,7 @@ class ScaledTimes:
 
 
 class RememberedTimes:
-    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`."""
+    """A cache of op times; an `OpTimes`."""
 
     def __init__(self, op_times: OpTimes) -> None:
         self._op_times = op_times

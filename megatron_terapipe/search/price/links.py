@@ -1,10 +1,10 @@
 """Links between devices: the links that the groups of a layout cross, and the seconds of collectives and messages.
 
-Ranks run over tensor fastest, then sequence, data and pipe, and fill nodes in the order of the hostfile, or stand
-where a placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
+Ranks run over tensor fastest, then sequence, data and pipe, and fill nodes in the order of the hostfile, or as a
+placement assigns them. A node's network cards carry the traffic of every group that leaves it at the same time.
 
-On a mixed cluster the replicas of a pipeline may stand on unlike nodes. Within an iteration none waits for another:
-`by_replica` looks at those of one kind at a time.
+On a mixed cluster the replicas of a pipeline may be on unlike nodes. Within an iteration none waits for another:
+`by_replica` returns the groups of one kind of replica at a time.
 
 A ring of n ranks sends (n - 1)/n of the bytes over each of its links, twice for an all-reduce, in as many steps
 (Thakur, Rabenseifner, Gropp 2005, section 4.5; NCCL's own accounting of bus bandwidth). A ring over several nodes is
@@ -44,7 +44,7 @@ class ClusterTable:
     """[devices] index of the node that each device is in."""
     devices: tuple[Device, ...]
     device_of_node: Whole
-    """[N] number among them of what each node holds."""
+    """[N] index into `devices` of each node's device."""
     inside_bandwidth: Floats
     inside_latency_s: Floats
     network_bandwidth: Floats
@@ -107,7 +107,7 @@ class GroupTopology(NamedTuple):
 
 
 ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
-"""A rank that has no others in its group: it sends nothing."""
+"""A group of one rank, without messages."""
 
 
 class LayerLinks(NamedTuple):
@@ -151,8 +151,8 @@ class RankGroups:
     placement: Sequence[int] | None = None
     """Device of the cluster for each rank; None = in the order of the hostfile."""
     replicas: tuple[int, ...] | None = None
-    """Data-parallel ranks whose devices, tensor-parallel groups and boundaries count; None = all. The others use links
-    at the same time all the same."""
+    """Data-parallel ranks of which devices, tensor-parallel groups and boundaries count; None = all. The others use
+    links at the same time nevertheless."""
 
     def __post_init__(self) -> None:
         world, devices = self.layout.world_size, self.cluster.num_devices
@@ -180,7 +180,7 @@ class RankGroups:
 
     @cached_property
     def by_replica(self) -> "tuple[RankGroups, ...]":
-        """These groups once for each kind of replica; replicas of a kind stand on like nodes, stage by stage.
+        """These groups once for each kind of replica; replicas of a kind are on like nodes, stage by stage.
 
         Links of a kind are its slowest. Where all replicas are alike, that is these groups themselves.
         """
@@ -212,7 +212,7 @@ class RankGroups:
 
     @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
-        """Pipeline ranks by what they compute with; those of a kind share the times of their layers."""
+        """Pipeline ranks by their devices and links; those of a kind share the times of their layers."""
         found: dict[tuple[tuple[Device, ...], LayerLinks], list[int]] = {}
         for rank, devices in enumerate(self.devices):
             found.setdefault((devices, self.layer_links(rank)), []).append(rank)
@@ -289,7 +289,7 @@ class RankGroups:
     ) -> GroupTopology:
         """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another.
 
-        All of them use the links; only those `counted` are asked about, as many of each pipeline rank.
+        All of them use the links; only those `counted` are in the result, as many of each pipeline rank.
         """
         num_stages = num_stages or self.layout.pipeline_parallel_size
         nodes, ranks_on_node, num_nodes = _parts_on_nodes(groups)
@@ -320,7 +320,7 @@ class RankGroups:
 
 
 def _parts_on_nodes(groups: Whole) -> tuple[Whole, Whole, Whole]:
-    """The parts of groups [groups, members] that stand on one node each, group by group, no more of them than ranks.
+    """The parts of groups [groups, members] that are on one node each, group by group, no more of them than ranks.
 
     They are [parts] nodes, [parts] ranks of the group on each, and [groups] nodes of each group.
     """
@@ -354,7 +354,7 @@ def _round_s(
     steps_s = topology.inside_latency_s * (in_a_node - 1) + np.where(
         crosses, topology.network_latency_s * np.log2(np.maximum(topology.num_nodes, 1)), 0.0
     )
-    # Where each node holds one rank, nothing travels inside nodes.
+    # With one rank on each node, there are no messages inside nodes.
     moving = np.maximum(np.where(in_a_node > 1, inside, 0.0), np.where(crosses, network, 0.0))
     learned = np.where(crosses, 1.0, reduction_factor(efficiency.reductions, num_bytes, size))
     return np.where(np.greater(size, 1), (moving + steps_s) * learned, 0.0)
@@ -370,7 +370,7 @@ def reduce_scatter_s(
 
 
 all_gather_s = reduce_scatter_s
-"""Seconds until each rank has all of what each had a part of: the same rounds the other way."""
+"""Seconds until each rank has the parts of all ranks: the same rounds in the other direction."""
 
 
 def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:

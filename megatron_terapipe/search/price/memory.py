@@ -58,7 +58,7 @@ def stage_input_elements(workload: Workload, counts: LayerCounts) -> Floats:
 def host_copy_settings(
     placed: PlacedStrategy, counter: LayerCounter, cluster: Cluster, element_bytes: int, efficiency: HardwareEfficiency
 ) -> HostCopySettings:
-    """Return what may wait on the hosts, for timelines in seconds."""
+    """Return the bytes that may wait on hosts and the bandwidth to them, for timelines in seconds."""
     strategy, counts, workload, kinds = placed.strategy, placed.counts, counter.workload, counter.kinds
     seq_length = workload.seq_length
     of_kinds = np.array([_key_value_elements(layer, placed) * layer.tokens / seq_length for layer in kinds])
@@ -80,7 +80,7 @@ def host_copy_settings(
 
 
 def _key_value_elements(layer: Layer, placed: PlacedStrategy) -> float:
-    """Numbers of the keys and values of a token, on a rank whose part counts as all tokens of a part of sequences."""
+    """Numbers of the keys and values of a token on a rank; its part counts as all tokens of a part of sequences."""
     if layer.attention is None:
         return 0.0
     layout = placed.strategy.layout
@@ -106,11 +106,11 @@ class MemoryOverheads:
     state_factor: float = constant(1.02, 0.03)
     """Memory taken for a byte of weights, gradients and optimizer state."""
     activation_factor: float = constant(1.06, 0.08)
-    """Memory taken for a byte of what comes and goes, with what the allocator cannot use."""
+    """Memory taken for a byte that is allocated and freed in an iteration, with fragmentation."""
     working_factor: float = constant(1.0, 0.5)
     """Bytes that an op holds while it runs, in those that its formula counts."""
     usable_share: float = 1.0
-    """Part of a device's memory that predictions may fill; above it, a strategy is said not to fit."""
+    """Part of a device's memory that predictions may fill; a strategy that needs more does not fit."""
 
 
 ON_CPU = MemoryOverheads(
@@ -127,7 +127,7 @@ def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
 
 
 class Counted(NamedTuple):
-    """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other."""
+    """Bytes of one pipeline rank by formulas, without overheads; numbers, or arrays that broadcast."""
 
     weights: ScalarOrArray
     gradients: ScalarOrArray
@@ -140,7 +140,7 @@ class Counted(NamedTuple):
     """Of live token slices, with gradients."""
     logits: ScalarOrArray = 0.0
     working: ScalarOrArray = 0.0
-    """What the op of the peak holds while it runs."""
+    """Temporary memory of the op at the peak."""
     buffers: ScalarOrArray = 0.0
     """Messages between stages, and ZeRO's buckets."""
     communicators: ScalarOrArray = 0.0
@@ -190,8 +190,8 @@ def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
 WORKING, SCORES = TokenMemory._fields.index("working"), TokenMemory._fields.index("scores")
 
 TRANSFERS = 3
-"""Messages of one token slice that a stage holds beside its activations: one on its way in, one on its way out, and
-the gradient that it works on."""
+"""Messages of one token slice that a stage holds in addition to its activations: one received, one sent, and the
+gradient in use."""
 
 
 @dataclass(kw_only=True)
@@ -203,7 +203,7 @@ class MemoryModel:
     software: Software = TERAPIPE
     precision: str = "bf16"
     overheads: MemoryOverheads = None  # type: ignore[assignment]
-    """What no count of tensors says; left out, the defaults of the cluster's devices."""
+    """Memory that is not of tensors; None = the defaults of the cluster's devices."""
     counter: LayerCounter = field(init=False, repr=False)
     _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
     _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
@@ -221,7 +221,7 @@ class MemoryModel:
         Args:
             activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
                 first; None = as the schedule does.
-            copies: what waits on hosts, of as many micro-batches as `micro_batches_of_peak`; None = nothing.
+            copies: copies on hosts, for as many micro-batches as `micro_batches_of_peak`; None = none.
         """
         counted = self.count(strategy, activation_limit=activation_limit, copies=copies)
         return tuple(assemble(rank, self.overheads) for rank in counted)
@@ -307,7 +307,7 @@ class MemoryModel:
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
         model_chunks, schedule = strategy.stages_of_a_rank, strategy.schedule
         if schedule == OPTIMISED:
-            # It keeps within what 1F1B needs, unless told another limit (docs/concepts/schedules.md).
+            # Its limit is the peak of 1F1B, unless another limit is given (docs/concepts/schedules.md).
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
@@ -338,7 +338,7 @@ class MemoryModel:
         sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
         stages = TokenMemory(*(sequences * (of_kind @ counts.per_stage.T)))
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
-        # Of what layers hold while they run, only the most counts: they run one after the other.
+        # Layers run one after the other: only the largest temporary memory counts.
         present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
         is_recomputed = strategy.recompute == "stage"
         inputs = ELEMENT_BYTES[self.precision] * stage_input_elements(self.workload, counts)

@@ -11,13 +11,13 @@ class TimeBreakdown:
     """Seconds of one iteration on the busiest pipeline rank; they add up to the iteration."""
 
     compute_s: float
-    """Its ops, without what ranks that share its layers tell each other."""
+    """Its ops, without collectives between ranks that share its layers."""
     tensor_parallel_s: float
     """Collectives between tensor-parallel ranks, inside its ops."""
     head_exchange_s: float = 0.0
     """Head exchanges between sequence-parallel ranks, inside its ops."""
     host_copy_s: float = 0.0
-    """Waiting for what comes back from hosts."""
+    """Waiting for copies from hosts."""
     bubble_s: float
     """Waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`."""
     transfer_s: float
@@ -29,7 +29,7 @@ class TimeBreakdown:
     optimizer_s: float
     """Norm of the gradient and optimizer step."""
     fixed_s: float
-    """What an iteration takes however small it is."""
+    """Fixed time of an iteration, whatever its size."""
 
     @property
     def total_s(self) -> float:
@@ -39,7 +39,7 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer) by what they are."""
+    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer), by kind."""
 
     weights: float
     """Parameters as products read them."""
@@ -48,15 +48,15 @@ class RankMemory:
     optimizer: float
     """Fp32 copies and moments that this rank keeps."""
     activations: float
-    """Kept from forward to backward, keys and values not among them."""
+    """Kept from forward to backward, without keys and values."""
     key_values: float
     """Keys and values of live token slices, and their gradients."""
     logits: float
-    """Logits, and what the loss keeps."""
+    """Logits, and the tensors that the loss keeps."""
     buffers: float
-    """Of transfers and reductions, and what an op needs while it runs."""
+    """Of transfers and reductions, and temporary memory of ops."""
     framework: float
-    """Context of the device, communicators, what the allocator cannot use."""
+    """Context of the device, communicators, fragmentation of the allocator."""
 
     @property
     def total(self) -> float:
@@ -80,7 +80,7 @@ class Prediction:
     simulated: bool = True
     """Whether the real schedule was simulated; else priced in closed form."""
     notes: tuple[str, ...] = ()
-    """What is extrapolated, and other warnings, a line each."""
+    """Extrapolations and other warnings, a line each."""
 
     @property
     def peak_memory_bytes(self) -> float:
@@ -88,7 +88,7 @@ class Prediction:
         return max((rank.total for rank in self.memory), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of a prediction, as the contracts name its fields, and all the rest."""
+        """The JSON object of a prediction."""
         return {
             "iteration_time_s": self.iteration_time_s,
             "interval_s": None if self.interval_s is None else list(self.interval_s),

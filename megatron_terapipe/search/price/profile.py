@@ -25,7 +25,7 @@ from megatron_terapipe.search.price.workload import Layer, LayerKind, Parallel
 
 
 class LayerShape(Entry):
-    """The layer properties that its times depend on, besides the lengths of sequences and token slices."""
+    """The properties of a layer that its times depend on, except the lengths of sequences and token slices."""
 
     kind: LayerKind
     hidden_size: Count
@@ -170,19 +170,19 @@ class Profile(Entry):
         return [link for link in self.links if link.where == where]
 
 
-def lone_sizes(profile: Profile) -> Iterator[str]:
-    """Yield, in words, micro-batches and token slices of which one size alone was measured: all others are a guess."""
+def sizes_measured_once(profile: Profile) -> Iterator[str]:
+    """Yield descriptions of micro-batches and token slices with only one measured size: times of others are a guess."""
     found: dict[str, list[int]] = defaultdict(list)
     for layer in profile.layers:
         if layer.shape.kind == "block" and layer.recompute == "none":
             rows = {point.micro_batch_size for point in layer.points}
             lengths = {point.end - point.start for point in layer.points}
-            alone = [f"micro-batches of {size}" for size in rows if len(rows) == 1]
-            alone += [f"token slices of {length} tokens" for length in lengths if len(lengths) == 1]
-            if alone:
-                found[" and ".join(alone)].append(layer.tensor_parallel_size)
-    for alone_in_words, sizes in found.items():
-        yield f"{alone_in_words} (tensor-parallel size {' and '.join(map(str, sorted(set(sizes))))})"
+            single = [f"micro-batches of {size}" for size in rows if len(rows) == 1]
+            single += [f"token slices of {length} tokens" for length in lengths if len(lengths) == 1]
+            if single:
+                found[" and ".join(single)].append(layer.tensor_parallel_size)
+    for description, sizes in found.items():
+        yield f"{description} (tensor-parallel size {' and '.join(map(str, sorted(set(sizes))))})"
 
 
 NUMBERS = re.compile(r"\[\s*((?:-?[\d.eE+-]+,\s*)*-?[\d.eE+-]+)\s*\]")

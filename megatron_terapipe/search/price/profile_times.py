@@ -7,13 +7,12 @@ Between points the times follow the terms that an op has,
     fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
 
 with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
-slice, whose coefficients, none below zero, are fitted to all points. Few points do not tell all terms apart: one is
-met by any term alone. Then only the first terms of `PREFERRED` that they tell apart are fitted, so a single point
-says that times grow with the rows, not that they are fixed (ADR 61). What the points differ from the fit by is a
-factor, and the logarithm of that factor is interpolated: over the start of the token slice, then over its length,
-then over the micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the
-surface goes through the points, and where they grow from one to the next, so does it between them; beyond the last
-point the factor stays what it was.
+slice. The coefficients, none below zero, are fitted to all points. Few points do not determine all terms: one point
+determines one. Then only the first terms of `PREFERRED` that the points determine are fitted, so that times through a
+single point are proportional to the rows, and not constant (ADR 61). The ratio of each point to the fit is a factor,
+and the logarithm of that factor is interpolated: over the start of the token slice, then over its length,
+then over the micro-batch, each time linearly in the logarithm of the fit between the points. So the surface goes
+through the points, and is monotonic between points that are; beyond the last point the factor is constant.
 """
 
 from collections import defaultdict
@@ -34,16 +33,16 @@ from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency, carried_by_network, reachable_bandwidth
 from megatron_terapipe.search.price.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
-from megatron_terapipe.search.price.profile import LayerShape, Profile, ProfiledLayer, ProfiledLink, lone_sizes
+from megatron_terapipe.search.price.profile import LayerShape, Profile, ProfiledLayer, ProfiledLink, sizes_measured_once
 from megatron_terapipe.search.price.workload import Layer, Workload
 
 Whole = NDArray[np.int64]
 
 PREFERRED = (1, 0, 2, 3)
-"""Columns of `terms`, fitted where points tell them from those before: most of the time of an op goes into its rows."""
+"""Columns of `terms` in the order in which they are fitted: most of the time of an op is proportional to its rows."""
 
 TINY_S = 1e-9
-"""Seconds below which an op takes no time: logarithms need a floor."""
+"""Least seconds of an op: logarithms need a floor."""
 
 
 class Point(NamedTuple):
@@ -149,7 +148,7 @@ class Surface:
 
 
 def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]) -> Numbers:
-    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of what is fitted there."""
+    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of the fit."""
     above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
     below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
     low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
@@ -189,14 +188,14 @@ def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
     relative = features / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), TINY_S)
     relative = relative / scale
-    columns = _told_apart(relative)
+    columns = _independent(relative)
     found: Numbers = np.zeros(len(scale))
     found[columns] = nnls(relative[:, columns], np.ones(len(seconds)))[0] / scale[columns]
     return found
 
 
-def _told_apart(features: NDArray[np.float64]) -> list[int]:
-    """Columns of features [n, 4] that no others before them in the order of preference add up to."""
+def _independent(features: NDArray[np.float64]) -> list[int]:
+    """Columns of features [n, 4] that are linearly independent of those before them in the order of preference."""
     chosen: list[int] = []
     for column in PREFERRED:
         if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
@@ -224,12 +223,12 @@ def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> N
 class MeasuredProfile:
     """Times of layers as they were measured, interpolated; an `OpTimes`.
 
-    A layer is known by its shape: times of one hidden size say nothing of another, and are refused. Sizes between
-    measured ones are interpolated, as `Surface` says; over the tensor-parallel size, on logarithms. A tensor-parallel
-    size beyond the largest measured divides all but the fixed time. Reductions between ranks are not in the times.
+    A layer is identified by its shape: other shapes than the measured ones are refused. Sizes between measured ones are
+    interpolated (`Surface`); over the tensor-parallel size, on logarithms. A tensor-parallel size beyond the largest
+    measured one divides all but the fixed time. Reductions between ranks are not in the times.
 
-    With full recomputation the input gradient takes a forward more. With selective recomputation it takes what the
-    profile has measured of that, or else what the roofline's rule would: a third of the forward.
+    Full recomputation adds a forward to the input gradient. Selective recomputation adds the measured time, or a third
+    of the forward where it was not measured.
     """
 
     profile: Profile
@@ -238,7 +237,7 @@ class MeasuredProfile:
         """Times of one layer; see `OpTimes`."""
         layer, start, end = query.layer, query.start, query.end
         if layer.attention is None:
-            # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.
+            # The start of a token slice has no effect on the layer: it was measured at the start of sequences.
             start, end = 0.0, np.subtract(end, start)
         sizes = query.tensor_parallel_size, query.sequences, start, end
         tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
@@ -348,12 +347,12 @@ class Line(NamedTuple):
 def measured_efficiency(
     profile: Profile, cluster: Cluster, efficiency: HardwareEfficiency | None = None, software: Software = TERAPIPE
 ) -> HardwareEfficiency:
-    """Return efficiency in which what a profile has measured is as measured; the rest stays.
+    """Return the efficiency with the measured constants of a profile; the others are unchanged.
 
-    Several measurements of a kind of link count alike: one group alone, and several that share the cards of a node.
+    Several measurements of a kind of link have equal weight: one group, and several that share the cards of a node.
 
     Args:
-        cluster: of whose nodes some are such machines; of several kinds of nodes the first that has measured devices.
+        cluster: a cluster with nodes as measured; of several kinds of nodes the first with measured devices counts.
     """
     efficiency = efficiency or HardwareEfficiency()
     node = measured_node(profile, measured_cluster(profile, cluster))
@@ -373,25 +372,25 @@ def measured_efficiency(
     if profile.engine is not None:
         reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
         moved = profile.engine.optimizer_s_per_parameter * reached_bytes
-        beside = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step
-        values["optimizer_passes"] = max((moved - beside) / software.step_bytes, LEAST_S)
+        fixed = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step
+        values["optimizer_passes"] = max((moved - fixed) / software.step_bytes, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s
     return replace(efficiency, **values)  # type: ignore[arg-type]
 
 
 def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
-    """Return the cluster with the latency of the network that a profile has measured; the rest stays.
+    """Return the cluster with the measured latency of the network.
 
-    Nodes whose network is another than the measured node's keep their own: nobody measured it.
+    Nodes with another network than the measured node keep their latency, as it was not measured.
     """
     first = measured_node(profile, cluster)
-    alone = [link for link in profile.links_of("network") if link.what == "transfer" and link.flows == 1]
-    if not alone:
+    transfers = [link for link in profile.links_of("network") if link.what == "transfer" and link.flows == 1]
+    if not transfers:
         return cluster
     start = _transfer_start(profile, first)
-    # Without a measurement inside a node, nothing tells the start of a message from the latency.
-    latency = max(message_line(alone[0].points).start_s - (start or HardwareEfficiency().transfer_s), LEAST_S)
+    # Without a measurement inside a node, the start of a message cannot be separated from the latency.
+    latency = max(message_line(transfers[0].points).start_s - (start or HardwareEfficiency().transfer_s), LEAST_S)
     network = replace(first.network, latency_s=latency)
     nodes = (replace(node, network=network) if node.network == first.network else node for node in cluster.nodes)
     return replace(cluster, nodes=tuple(nodes))
@@ -420,12 +419,12 @@ def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
         yield f"{name} was measured with one rank on a host: links inside a node are those of the data sheet"
     elif largest > profile.num_devices:
         yield (
-            f"{name} was measured with {profile.num_devices} ranks on a host, and nodes have up to {largest}: what "
-            f"{largest} ranks share of a node was not measured"
+            f"{name} was measured with {profile.num_devices} ranks on a host, and nodes have up to {largest}: "
+            f"contention of {largest} ranks on a node was not measured"
         )
-    for sizes in lone_sizes(profile):
+    for sizes in sizes_measured_once(profile):
         yield (
-            f"{name} was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
+            f"{name} was measured only with {sizes}: op times of others are a guess; measure more sizes, or with a "
             "longer --budget-s"
         )
 
@@ -460,7 +459,7 @@ def _share_reached(link: ProfiledLink, node: Node) -> float:
 
 
 def _is_bound_inside(link: ProfiledLink, profile: Profile) -> bool:
-    """Whether an all-reduce over nodes took no longer than one inside them, and so says nothing of the network."""
+    """Whether an all-reduce over nodes took no longer than one inside them, and so does not measure the network."""
     if link.where == "inside" or link.what == "transfer" or link.ranks_per_node == 1:
         return False
     inside = [message_line(each.points).byte_s for each in profile.links_of("inside") if each.what == link.what]
@@ -468,15 +467,15 @@ def _is_bound_inside(link: ProfiledLink, profile: Profile) -> bool:
 
 
 def _transfer_start(profile: Profile, node: Node) -> float | None:
-    """Seconds that a message between stages takes to start, beside the latency of its link; None if unknown."""
+    """Seconds to start a message between stages, in addition to the latency of its link; None if unknown."""
     lines = [message_line(link.points) for link in profile.links_of("inside") if link.what == "transfer"]
     return max(lines[0].start_s - node.inside.latency_s, LEAST_S) if lines else None
 
 
 def _collective_start(profile: Profile, node: Node) -> float | None:
-    """Seconds that a collective takes to start, beside the latencies of its links; None if none was measured."""
+    """Seconds to start a collective, in addition to the latencies of its links; None if none was measured."""
     sums = [link for link in profile.links if link.what == "all_reduce"]
-    # One inside a node tells most: there latency is small.
+    # One inside a node is the most accurate: latency is small there.
     for link in sorted(sums, key=lambda each: (each.where, each.flows, each.ranks_per_node)):
         nodes = 1 if link.where == "inside" else max(link.num_ranks // link.ranks_per_node, 1)
         inside_steps = (link.num_ranks if nodes == 1 else link.ranks_per_node) - 1

@@ -132,7 +132,7 @@ RUNS_INSTEAD = {
     "flash-attention-2": "memory-efficient",
     "flash-attention-1": "memory-efficient",
 }
-"""What runs on generations that a kernel is not made for."""
+"""The kernel that replaces another on generations without it."""
 
 PLAIN_SHARE = 0.45
 """Share of the peak of a fused kernel in fp32, and of one on a CPU, however long the sequence. A guess."""
@@ -167,7 +167,7 @@ class FusedAttention:
 
 
 def kernel_that_runs(kernel: str, generation: str) -> str:
-    """Name of the kernel that runs on devices of a generation where a trainer asks for another."""
+    """Return the name of the kernel that runs on devices of a generation in place of the trainer's."""
     generation = generation if generation in GENERATIONS else REFERENCE
     while (kernel, generation) not in FUSED_KERNELS:
         kernel = RUNS_INSTEAD[kernel]
@@ -175,7 +175,7 @@ def kernel_that_runs(kernel: str, generation: str) -> str:
 
 
 def fused_attention(kernel: str, device: Device, precision: str, head_size: int) -> FusedAttention:
-    """Return what a fused kernel reaches on a device."""
+    """Return the speed of a fused kernel on a device."""
     if precision == "fp32" or not device.is_gpu:
         return FusedAttention(forward=PLAIN_SHARE, backward=PLAIN_SHARE)
     generation = device.generation if device.generation in GENERATIONS else REFERENCE
@@ -201,17 +201,17 @@ WRITTEN_OUT_BACKWARD_BYTES = 36
 of scores written (8), and read by three products (12)."""
 
 BACKWARD_MOVES = 1.5
-"""Bytes that the backward of attention moves beside its products, in those of its forward: it reads gradients and what
-the forward read, and writes gradients, where the forward reads and writes once."""
+"""Bytes that the backward of attention moves outside of its products, relative to the forward: it reads gradients and
+the inputs of the forward, and writes gradients, where the forward reads and writes once."""
 
 CORE_TILES = 1 / 108
 """A CPU core computes one tile after the other, where an A100 has a wave of 108 at once, one for each multiprocessor
-(NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and before and behind a tile
-there is as little to wait for. Products of one core with 32 inputs run about as fast as those with 512."""
+(NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and the
+prologue and epilogue of a tile are as short. Products of one core are about as fast with 32 inputs as with 512."""
 
 
 class _Part(NamedTuple):
-    """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats."""
+    """Seconds and kernels of one part of a layer; the backward is without recomputation."""
 
     forward: ScalarOrArray = 0.0
     input_gradient: ScalarOrArray = 0.0
@@ -232,8 +232,8 @@ class Roofline:
         2 K R N / (peak * efficiency) * (1 + depth / K) * (1 + area / (R N))     and     bytes / memory bandwidth
 
     `depth` is the fixed work of each output tile, `area` the last wave of tiles, which fills the device in part: both
-    are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three
-    are those of an A100, times what `GENERATIONS` knows of the device's generation in half precision.
+    make small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three are those
+    of an A100, times the ratio of the device's generation in half precision (`GENERATIONS`).
     `FusedAttention` has the form of fused attention.
     """
 
@@ -257,7 +257,7 @@ class Roofline:
             parts.append(self._loss(layer, device, tp, rows))
             if self.software.logits_at_once is not None:
                 twice = self._logits_again(layer, tp, query.sequences)
-                # What is not kept cannot wait: the gradients of the head's weight are computed with those of its input.
+                # Logits are not kept: the gradients of the head's weight are computed with those of its input.
                 parts = [
                     part._replace(
                         input_gradient=part.input_gradient + part.weight_gradient + twice * part.forward,
@@ -318,20 +318,20 @@ class Roofline:
         forward = self.product_s(device, rows, inputs, outputs)
         input_gradient = self.product_s(device, rows, outputs, inputs)
         weight_gradient = self.product_s(device, inputs, rows, outputs)
-        beside = self.software.products
-        if beside.accumulates_in_place:
+        kernels = self.software.products
+        if kernels.accumulates_in_place:
             read = self._element_bytes * rows * (inputs + outputs)
-            moving = self._moving_s(device, read + beside.accumulation_bytes * inputs * outputs)
+            moving = self._moving_s(device, read + kernels.accumulation_bytes * inputs * outputs)
             weight_gradient = np.maximum(weight_gradient, moving)
         else:
-            weight_gradient = weight_gradient + self._moving_s(device, beside.accumulation_bytes * inputs * outputs)
+            weight_gradient = weight_gradient + self._moving_s(device, kernels.accumulation_bytes * inputs * outputs)
         return _Part(
             forward,
             input_gradient,
             weight_gradient,
-            forward_kernels=beside.forward_kernels,
-            input_kernels=beside.backward_kernels / 2,
-            weight_kernels=beside.backward_kernels / 2,
+            forward_kernels=kernels.forward_kernels,
+            input_kernels=kernels.backward_kernels / 2,
+            weight_kernels=kernels.backward_kernels / 2,
         )
 
     def _attention(self, query: LayerQuery, attention: Attention) -> _Part:
@@ -367,7 +367,7 @@ class Roofline:
         )
 
     def _pairs(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
-        """Pairs of a token and a position whose score is computed."""
+        """Pairs of a token and a position with a computed score."""
         if self.software.attention.skips_masked or not attention.causal:
             return query.sequences * attention.positions(query.start, query.end, query.layer.tokens)  # type: ignore[arg-type,operator]
         return query.rows * query.end
@@ -379,7 +379,7 @@ class Roofline:
         return flops / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
 
     def _scores(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
-        """Forward and backward seconds of attention whose matrix of scores is in memory."""
+        """Forward and backward seconds of attention with its matrix of scores in memory."""
         pairs, heads = self._pairs(query, attention), attention.query_heads / query.tensor_parallel_size
         reached = self._products_reach(query.device) * self.efficiency.attention_efficiency
         computing = self._flops_per_pair(query, attention) * pairs / reached
@@ -422,7 +422,7 @@ class Roofline:
             reached = np.minimum(reached, window - 1 + np.minimum(query.end - query.start, longest_in_window(window)))
         pairs = query.rows * reached
         # Two products of as many FLOPs: scores, and weights times values; the backward has five. In fp32 they are bound
-        # by the peak, and reach what large products do.
+        # by the peak, and reach the efficiency of large products.
         product = attention.flops_per_position / tp * pairs / 2
         in_fp32 = product / (device.peak_flops("fp32") * efficiency.gemm_efficiency)
         in_precision = product / (self._products_reach(device) * efficiency.attention_efficiency)
@@ -504,8 +504,9 @@ class Roofline:
     def _embedding(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
         """Looking rows up, and a gradient of the table, which is added to the sum; a dense one as a whole."""
         part = self._operator(self.software.operators.embedding, device, rows * layer.hidden_size)
-        beside = self.software.products
-        table = 0.0 if beside.accumulates_in_place else beside.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
+        kernels, table = self.software.products, 0.0
+        if not kernels.accumulates_in_place:
+            table = kernels.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
         return part._replace(
             input_gradient=0.0,
             weight_gradient=part.input_gradient + self._moving_s(device, table),

@@ -19,7 +19,7 @@ MOST_OPS = 8_000
 """Ops that are simulated one by one: compiling their orders takes a few hundredths of a second, once per shape."""
 
 EFFORT = 0.02
-"""Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
+"""Effort of their search: within a percent of the result of more effort, in a tenth of a second."""
 
 
 SEARCHED_PERIODS = 4
@@ -32,19 +32,19 @@ class SimulatedTime:
 
     makespan: float
     makespan_without_transfers: float
-    """Seconds if messages took no time, ops being the same, and nothing went to hosts."""
+    """Seconds with the same ops, if messages took no time and without copies to hosts."""
     host_copy_s: float = 0.0
-    """Of the makespan, what ranks wait for copies from their hosts."""
+    """Part of the makespan in which ranks wait for copies from their hosts."""
     notes: tuple[str, ...] = ()
 
 
 class ScheduleSimulator:
-    """Simulates schedules, and keeps the orders of every shape it has met."""
+    """Simulates schedules, and caches the orders of every shape."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
         self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
-        """The copies that were planned last: memory and time of a strategy ask for them one after the other."""
+        """The copies that were planned last: memory and time of a strategy need the same."""
 
     def simulate(
         self,
@@ -65,7 +65,7 @@ class ScheduleSimulator:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
             memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
                 that 1f1b keeps, as the trainer does.
-            host_copies: what may wait on hosts; None for nothing.
+            host_copies: bytes that may wait on hosts; None = none.
         """
         if schedule == OPTIMISED:
             cut = token_slices or TokenSlices((1,) * shape.num_token_slices)

@@ -49,7 +49,7 @@ SPLIT_SCHEDULES = ("zero-bubble", "optimised")
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Layers and parameters of a stage partition, whose stages are dealt round and round to pipeline ranks."""
+    """Layers and parameters of a stage partition, with its stages assigned to pipeline ranks in turn."""
 
     per_stage: Floats
     parameters: Floats
@@ -232,11 +232,11 @@ def stage_ops(counts: Floats, ops: Floats) -> Floats:
 
 
 def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats] | None = None) -> Floats:
-    """Return the ops of stages that stand on several kinds of devices: [parts, rows, *sizes].
+    """Return the ops of stages that are on several kinds of devices: [parts, rows, *sizes].
 
     All ops of a stage take as long as on the device that needs most for the forward and backward of a whole
-    micro-batch: tensor-parallel ranks wait for it in every layer. Of replicas it is an upper limit: they wait for each
-    other at the end of the iteration alone, see `RankGroups.by_replica`.
+    micro-batch: tensor-parallel ranks wait for it in every layer. For replicas it is an upper limit: they wait for each
+    other only at the end of the iteration, see `RankGroups.by_replica`.
 
     Args:
         per_device: [parts, rows, *sizes] of each device.
@@ -259,14 +259,14 @@ def _whole_forward_again(query: LayerQuery) -> bool:
 
 
 def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:
-    """Kernels of a layer whose stage is computed again: a forward more in the backward.
+    """Kernels of a layer in a recomputed stage: one more forward, in the backward.
 
-    What comes behind the last attention runs in the backward alone (ADR 49): no later token slice reads of it.
+    Layers after the last attention run only in the backward (ADR 49): no later token slice reads their outputs.
     """
-    is_behind = layer.kind in ("norm", "head")
+    is_last = layer.kind in ("norm", "head")
     return kernels._replace(
-        forward=0.0 * kernels.forward if is_behind else kernels.forward,
-        launch_forward=0.0 * kernels.launch_forward if is_behind else kernels.launch_forward,
+        forward=0.0 * kernels.forward if is_last else kernels.forward,
+        launch_forward=0.0 * kernels.launch_forward if is_last else kernels.launch_forward,
         input_gradient=kernels.input_gradient + kernels.forward,
         launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
     )
@@ -278,8 +278,8 @@ def head_exchange_s(
     """Seconds [...] of the two head exchanges of a forward, as many as of a backward (arXiv 2309.14509, section 3).
 
     Before attention each rank has all heads of its part of the tokens, and sends queries, keys and values in one
-    message to each other rank; behind it each rank has some heads of all tokens, and sends its output back. A head of
-    key and value goes to every rank that needs it.
+    message to each other rank; after it each rank has some heads of all tokens, and sends its output back. A head of
+    key and value is sent to every rank that needs it.
     """
     attention = query.layer.attention
     if attention is None or not np.any(np.greater(topology.size, 1)):
@@ -293,12 +293,12 @@ def head_exchange_s(
 def reductions(layer: Layer, *, sums_at_once: bool = False) -> tuple[int, int]:
     """Reductions of tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
 
-    A matrix shared by its outputs reads the same tokens on every rank, whose gradients add up; one shared by its inputs
-    gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). A shared
-    embedding gives each rank the rows that it holds.
+    A matrix shared by its outputs reads the same tokens on every rank, and their gradients add up; one shared by its
+    inputs gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). Ranks
+    that share an embedding have a part of its rows each.
 
     Args:
-        sums_at_once: whether the trainer sums parts of attention and MLP that stand side by side in one reduction.
+        sums_at_once: whether the trainer sums the parts of parallel attention and MLP in one reduction.
     """
     entering = sum(product.parallel == "column" for product in layer.products)
     leaving = sum(product.parallel == "row" for product in layer.products)
@@ -320,7 +320,7 @@ def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedStrategy:
-    """A strategy with what its layout makes of the cluster and the model, looked up once."""
+    """A strategy with its groups on the cluster and its layer counts, looked up once."""
 
     strategy: Strategy
     groups: RankGroups
@@ -330,7 +330,7 @@ class PlacedStrategy:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the times of layers depend on, beside token slices, devices and links."""
+        """The values that the times of layers depend on, except token slices, devices and links."""
         one = self.strategy
         sizes = one.micro_batch_size, one.sequence_parallel_size
         return *sizes, one.recompute, one.sequence_parallel, one.key_value_gradients

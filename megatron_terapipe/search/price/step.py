@@ -11,7 +11,7 @@ from megatron_terapipe.search.price.links import GroupTopology, all_gather_s, al
 
 
 class StepCosts(NamedTuple):
-    """Seconds of one pipeline rank beside its ops, as if nothing ran under them; numbers or arrays."""
+    """Seconds of one pipeline rank outside of its ops, without overlap; numbers or arrays."""
 
     gradient_reduction: ScalarOrArray
     shared_weight: ScalarOrArray
@@ -31,7 +31,7 @@ class CoveringOps(NamedTuple):
     forward: ScalarOrArray
     backward: ScalarOrArray
     layers: ScalarOrArray
-    """Layers of the stage whose gradients are complete last, one after the other."""
+    """Layers of the stage with the last complete gradients, which complete one after the other."""
     num_micro_batches: ScalarOrArray
 
 
@@ -50,8 +50,8 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
     """Return the messages of a trainer.
 
     ZeRO 1 steps a part and gathers it (Rajbhandari et al., arXiv 1910.02054 section 5.1).
-    DeepSpeed's pipeline engine hands bf16 to its BF16_Optimizer, which divides the step at ZeRO stage 0, too, and whose
-    gradients are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
+    DeepSpeed's pipeline engine uses its BF16_Optimizer for bf16, which divides the step at ZeRO stage 0, too. Gradients
+    are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
     of `runtime/engine.py`, `_bf16_reduce_grads` of `runtime/pipe/engine.py`, release 0.19.8). They are added up and
     reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `price/memory.py`.
     """
@@ -105,7 +105,7 @@ def step_costs(
     return StepCosts(reduction, shared, step_s, late, gather)
 
 
-def shown_reduction_s(
+def exposed_reduction_of_rank_s(
     step: StepCosts,
     ops: CoveringOps,
     communication: Communication,
@@ -123,10 +123,10 @@ def shown_reduction_s(
     """
     layers = np.maximum(ops.layers, 1.0)
     if communication.shards_weights:
-        there = _exposed_under(step.weight_gather, ops.forward, efficiency)
-        back = _exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
+        in_forward = _exposed_under(step.weight_gather, ops.forward, efficiency)
+        in_backward = _exposed_under(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
         ends = (step.weight_gather + step.gradient_reduction) / layers
-        return ops.num_micro_batches * (there + back) + ends
+        return ops.num_micro_batches * (in_forward + in_backward) + ends
     shown, gather = step.gradient_reduction, step.weight_gather
     if communication.overlaps_gradient_reduction:
         summed = step.gradient_reduction - step.late
@@ -149,7 +149,7 @@ def exposed_reduction_s(
             gradients end on all together.
     """
     cool_down_s = np.cumsum(ops.completing, axis=0) - ops.completing if drains else 0.0
-    return shown_reduction_s(step, ops, communication, efficiency, cool_down_s)
+    return exposed_reduction_of_rank_s(step, ops, communication, efficiency, cool_down_s)
 
 
 def _exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:

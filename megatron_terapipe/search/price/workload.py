@@ -64,8 +64,7 @@ class Attention:
     causal: bool = True
     """Whether a token attends to itself and those before it only."""
     separate_window: int | None = None
-    """Tokens of windows that attend to themselves alone, which are not causal, as in Swin; None = the whole sequence.
-    """
+    """Tokens of separate windows, which are not causal, as in Swin; None = the whole sequence."""
     sliding_window: int | None = None
     """Tokens up to its own that a token attends to, itself included, where it is causal; None = all."""
     normed: bool = False
@@ -102,7 +101,7 @@ class Layer:
 
     name: str
     kind: LayerKind
-    """What it is; constant costs hang on it (an embedding looks rows up, a head is followed by the loss)."""
+    """Kind, on which fixed costs depend (an embedding looks rows up, a head is followed by the loss)."""
     tokens: int
     """Rows of one sequence that go through it; the sequence length of a GPT."""
     hidden_size: int
@@ -119,8 +118,8 @@ class Layer:
     normed_states: int = None  # type: ignore[assignment]
     """Those that selective recomputation computes again, outputs of norms; None = one for each part."""
     sums_at_once: bool = False
-    """Whether the outputs of its matrices that are shared by their inputs are added up before ranks sum them: attention
-    and MLP side by side, without dropout behind them."""
+    """Whether the outputs of its matrices that are shared by their inputs are added up before ranks sum them: parallel
+    attention and MLP, without dropout after them."""
     activation_width: int = 0
     """Width of the MLP's activation; 0 without."""
     gated: bool = False
@@ -131,7 +130,7 @@ class Layer:
     rotary_channels: int = 0
     """Channels of the queries and keys of a token that are rotated."""
     shared_weight: str | None = None
-    """Name of the weight that another layer also uses (tied embedding); None = its own alone."""
+    """Name of the weight that another layer also uses (tied embedding); None = no shared weight."""
     shared_parameters: int = 0
     """Entries of that weight, which are among `parameters`."""
     extra_output_elements: int = 0
@@ -207,7 +206,7 @@ class Workload:
 
     @cached_property
     def can_cut_tokens(self) -> bool:
-        """Whether sequences can be cut into token slices: every layer sees the same tokens, and none a later one."""
+        """Whether sequences can be cut into token slices: all layers have the same tokens, and attention is causal."""
         return all(
             layer.tokens == self.seq_length
             and (layer.attention is None or (layer.attention.causal and layer.attention.separate_window is None))
@@ -286,7 +285,7 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
             heads,
             shape.num_key_value_heads,
             head_size,
-            # A window as long as the sequence hides nothing, and the trainer treats it as none.
+            # A window as long as the sequence masks no token, and the trainer treats it as none.
             sliding_window=shape.window if (shape.window or model.seq_length) < model.seq_length else None,
             normed=model.qk_norm != "none",
             written_out=model.attention_softcap is not None or model.attention_dropout > 0,

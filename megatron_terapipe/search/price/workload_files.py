@@ -51,7 +51,7 @@ class ProductEntry(Entry):
 
 
 class AttentionEntry(Entry):
-    """An attention; as many key and value heads as query heads unless the file says otherwise."""
+    """An attention; the default number of key and value heads is that of query heads."""
 
     query_heads: Count
     key_value_heads: Count | None = None
@@ -67,11 +67,11 @@ class AttentionEntry(Entry):
         if self.sliding_window and not self.causal:
             raise ValueError(
                 f"has sliding_window {self.sliding_window}, which reaches back from a token, and is not causal: give "
-                "causal true, or separate_window for windows that attend to themselves alone"
+                "causal true, or separate_window for windows that are not causal"
             )
         if self.separate_window and self.causal:
             raise ValueError(
-                f"has separate_window {self.separate_window}, which attends to itself alone, and is causal: give "
+                f"has separate_window {self.separate_window}, which is not causal, and is causal: give "
                 "causal false, or sliding_window for the tokens up to a token"
             )
         if self.key_value_heads and self.query_heads % self.key_value_heads:
@@ -83,7 +83,7 @@ class AttentionEntry(Entry):
 
 
 class LayerEntry(Entry):
-    """A layer, or `repeat` equal ones after one another; parameters are those of its products unless the file says."""
+    """A layer, or `repeat` equal ones in a row; the default number of parameters is that of its products."""
 
     repeat: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     name: Text | None = None
@@ -173,7 +173,7 @@ GptEntry = _gpt_entry()
 
 
 def model_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a model file with fields of the model section, and what each field means."""
+    """Return the JSON Schema of a model file with the fields of the model section and their descriptions."""
     schema = GptEntry.model_json_schema()
     for name, text in field_texts(ModelConfig).items():
         schema["properties"][name]["description"] = text
@@ -194,7 +194,7 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
     Args:
         path_or_preset: a JSON or YAML file; or a `config.json` of Hugging Face, or the folder that holds it; or the
             name of a preset, such as `gpt3-13b`.
-        changes: fields of the model section that are other than the file or the preset says.
+        changes: values that replace fields of the file or the preset.
     """
     if is_model_folder(path_or_preset):
         return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
@@ -208,8 +208,8 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
         raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {_nearest_preset(path_or_preset)}")
     if not Path(path_or_preset).exists() and not Path(path_or_preset).suffix[1:].isalpha():
         raise ConfigError(
-            f"model {path_or_preset} is not here, and nothing is downloaded: download {CONFIG_FILE} of the model, and "
-            "give its path"
+            f"model {path_or_preset} is not a local file, and models are not downloaded: download its {CONFIG_FILE} "
+            "and give the path"
         )
     return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
 
@@ -260,7 +260,7 @@ def _refuse_other_models(document: object, where: str) -> None:
 
 
 def _of_hugging_face(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a `config.json`; sequences are as long as there are positions, unless a flag says otherwise."""
+    """The fields of a `config.json`; the default length of sequences is the number of positions."""
     file = SettingsFile(document, where)
     family = family_named(file.value("model_type", WORD), where)
     family.read(file)
@@ -289,5 +289,5 @@ def _nearest_preset(name: str) -> str:
 
 
 def _as_fields(message: str) -> str:
-    """A message of the model section, which speaks of flags, in the words of a file."""
+    """Return a message of the model section with fields of a file in place of flags."""
     return re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), message)

@@ -147,7 +147,7 @@ def test_a_note_names_sizes_of_which_one_alone_was_measured() -> None:
         for each in measured.layers
     ]
     assert list(profile_notes(measured.model_copy(update={"layers": tuple(layers)}), sheet)) == [
-        f"the profile was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
+        f"the profile was measured only with {sizes}: op times of others are a guess; measure more sizes, or with a "
         "longer --budget-s"
         for sizes in (
             "micro-batches of 1 and token slices of 8 tokens (tensor-parallel size 1)",

@@ -100,7 +100,7 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
         ),
         (
             {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"separate_window": 4}}]},
-            "has separate_window 4, which attends to itself alone, and is causal",
+            "has separate_window 4, which is not causal, and is causal",
         ),
         (
             {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "sliding_window": 4}}]},
@@ -132,7 +132,7 @@ def test_errors(document: Any, message: str) -> None:
 def test_neither_a_file_nor_a_preset() -> None:
     with pytest.raises(ConfigError, match=r"model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b\?"):
         read_workload("gpt3-13")
-    with pytest.raises(UserError, match=r"model Qwen/Qwen2.5-7B is not here, and nothing is downloaded"):
+    with pytest.raises(UserError, match=r"model Qwen/Qwen2.5-7B is not a local file, and models are not downloaded"):
         read_workload("Qwen/Qwen2.5-7B")
     with pytest.raises(UserError, match=r"missing\.json cannot be read"):
         read_workload("missing.json")
