@@ -24,7 +24,7 @@ from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.terminal import Progress, ProgressLine
+from deepspeed_ext.plan.terminal import Progress, ProgressLine, part_of
 from deepspeed_ext.plan.text_files import parse_file
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -111,41 +111,33 @@ def request_of(options: argparse.Namespace) -> Request:
     _check(options)
     if options.schedule in _NAMES:
         with ProgressLine() as line:
-            return _of_name(options, line)
+            return _of_name(options, line.part("searching"))
     return _of_file(options, _schedule_file(options.schedule))
 
 
-def _of_name(options: argparse.Namespace, line: ProgressLine) -> Request:
+def _of_name(options: argparse.Namespace, progress: Progress) -> Request:
     for name in ("stages", "micro_batches"):
         if getattr(options, name) is None:
             raise UserError(f"{_flag(name)} is missing: give it, or a --timeline to show")
     # The optimiser may deal stages as it likes: costs that follow from a share are those of any part of a model.
-    said = options.model_chunks is not None or options.placement is not None
-    if options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not said:
+    placed = options.model_chunks is not None or options.placement is not None
+    if options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not placed:
         each = 1 / len(_PLACEMENTS)
         requests = [
-            _with_placement(options, *chosen, line, (number * each, (number + 1) * each))
+            _with_placement(options, *chosen, part_of(progress, number * each, (number + 1) * each))
             for number, chosen in enumerate(_PLACEMENTS)
         ]
         return min(requests, key=lambda request: simulate(request.orders, request.shape, request.costs).makespan)
     placement = Placement(options.placement or Placement.LOOPED)
-    return _with_placement(options, options.model_chunks or 1, placement, line)
+    return _with_placement(options, options.model_chunks or 1, placement, progress)
 
 
 _PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V))
 """Model chunks and placements that are tried where the options leave them open: whole stages, and halves either way."""
 
 
-_Part = tuple[float, float]
-"""Shares of all work that are done before and after a part of it."""
-
-
 def _with_placement(
-    options: argparse.Namespace,
-    model_chunks: int,
-    placement: Placement,
-    line: ProgressLine,
-    part: _Part = (0.0, 1.0),
+    options: argparse.Namespace, model_chunks: int, placement: Placement, progress: Progress
 ) -> Request:
     num_token_slices, lengths = _token_slices(options.token_slices, options.seq_length)
     shape = PipelineShape(
@@ -153,10 +145,10 @@ def _with_placement(
     )
     check_num_ops(shape, _MOST_OPS)
     if options.solve_slices:
-        return _solved(options, shape, line, part)
+        return _solved(options, shape, progress)
     if options.schedule == OPTIMISED:
         costs = _costs(options, shape, lengths, None)
-        return _optimised(options, shape, lengths, costs, line.part("searching an order of ops", *part))
+        return _optimised(options, shape, lengths, costs, progress)
     orders = rank_orders(schedule_named(options.schedule), shape)
     return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
@@ -164,14 +156,14 @@ def _with_placement(
 def _of_file(options: argparse.Namespace, path: Path) -> Request:
     shape, orders = read_schedule(path)
     num_token_slices, lengths = _token_slices(options.token_slices or str(shape.num_token_slices), options.seq_length)
-    says = {
+    of_file = {
         "--stages": (options.stages, shape.num_ranks),
         "--micro-batches": (options.micro_batches, shape.num_micro_batches),
         "--token-slices": (num_token_slices, shape.num_token_slices),
         "--model-chunks": (options.model_chunks, shape.num_model_chunks),
         "--placement": (options.placement, shape.placement.value),
     }
-    for flag, (given, written) in says.items():
+    for flag, (given, written) in of_file.items():
         if given is not None and given != written and (flag != "--placement" or shape.num_model_chunks > 1):
             raise UserError(f"{flag} {given} contradicts {path}, which has {written}: drop it, or change the file")
     if options.solve_slices:
@@ -189,38 +181,35 @@ def _schedule_file(name: str) -> Path:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """See that options are in range and go together."""
+    """Check that options are in range and go together."""
     for name, most in _MOST.items():
         _check_count(_flag(name), getattr(options, name), most)
-    share, head, searched = options.attention_share, options.head_share, options.solve_slices
     if options.placement == Placement.V and (options.model_chunks or 1) == 1 and options.schedule in _NAMES:
         raise UserError("--placement v deals several stages to each rank: add --model-chunks 2")
-    if options.solve_stages and not searched:
-        raise UserError("--solve-stages finds layers and token slices together: add --solve-slices")
-    if options.layers is not None and not options.solve_stages:
-        raise UserError(f"--layers {options.layers} is for --solve-stages: add it")
-    if options.min_token_slice is not None and not searched:
-        raise UserError(f"--min-token-slice {options.min_token_slice} is for --solve-slices: add it")
+    share, searched = options.attention_share, options.solve_slices
     if share is not None and not 0 <= share <= 1:
         raise UserError(f"--attention-share {share:g} is not a share: give 0 to 1")
-    if head is not None and not 0 <= head < inf:
-        raise UserError(f"--head-share {head:g} is out of range: give 0 or more")
-    if options.window is not None and searched:
-        raise UserError(
-            f"--window {options.window} does not go with --solve-slices, which has no windows: drop one of them"
-        )
-    for name in ("memory_limit", "effort"):
+    if options.head_share is not None and not 0 <= options.head_share < inf:
+        raise UserError(f"--head-share {options.head_share:g} is out of range: give 0 or more")
+    for name in ("memory_limit", "effort", "host_bytes"):
         given = getattr(options, name)
         if given is not None and not 0 < given < inf:
             raise UserError(f"{_flag(name)} {given:g} is out of range: give more than 0")
-    if options.effort is not None and not (searched or options.schedule == OPTIMISED):
-        raise UserError(f"--effort {options.effort:g} is for searches: add --solve-slices, or drop it")
-    if share is None:
-        for name in ("head_share", "window", "solve_slices"):
-            if getattr(options, name) not in (None, False):
-                raise UserError(f"{_flag(name)} needs costs that follow from token slices: add --attention-share")
-    elif options.costs is not None:
-        raise UserError("--costs and --attention-share both give the costs of ops: drop one of them")
+    slices = "is for searches of token slices: add --solve-slices"
+    by_share = "needs costs that follow from token slices: add --attention-share"
+    copies = "is for copies to the host: add --offload, or drop it"
+    for name, goes, remedy in (
+        *((name, searched, slices) for name in ("solve_stages", "min_token_slice")),
+        ("layers", options.solve_stages, "is for searches of stages: add --solve-stages"),
+        ("effort", searched or options.schedule == OPTIMISED, "is for searches: add --solve-slices, or drop it"),
+        ("window", not searched, "does not go with --solve-slices, which has no windows: drop one of them"),
+        *((name, share is not None, by_share) for name in ("head_share", "window", "solve_slices")),
+        ("costs", share is None, "and --attention-share both give the costs of ops: drop one of them"),
+        *((name, options.offload, copies) for name in ("host_bandwidth", "host_bytes")),
+    ):
+        given = getattr(options, name)
+        if given not in (None, False) and not goes:
+            raise UserError(f"{_flag(name)}{'' if given is True else f' {given}'} {remedy}")
 
 
 def _flag(name: str) -> str:
@@ -293,7 +282,7 @@ def _optimised(
     return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound, partition)
 
 
-def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLine, part: _Part) -> Request:
+def _solved(options: argparse.Namespace, shape: PipelineShape, progress: Progress) -> Request:
     """Find token slices for the schedule, and layers of the stages with --solve-stages, and build their request."""
     from deepspeed_ext.plan.solve import PolynomialCosts, TokenSliceCosts, op_costs, solve_stages, solve_token_slices
 
@@ -315,11 +304,11 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLin
         )
 
     schedule = None if options.schedule == OPTIMISED else schedule_named(options.schedule)
-    middle = part[1] if schedule is not None else sum(part) / 2
+    middle = 0.5 if schedule is None else 1.0
     settings: dict[str, Any] = {
         "schedule": schedule,
         "effort": 1.0 if options.effort is None else options.effort,
-        "progress": line.part("searching token slices", part[0], middle),
+        "progress": part_of(progress, 0.0, middle),
         "memory_limit": options.memory_limit,
         "min_length": options.min_token_slice or 1,
     }
@@ -332,17 +321,13 @@ def _solved(options: argparse.Namespace, shape: PipelineShape, line: ProgressLin
         cut = solve_token_slices(shape, seq_length, alike, **settings).cut
         partition, costs = None, op_costs(shape, cut, alike)
     if schedule is None:
-        progress = line.part("searching an order of ops", middle, part[1])
-        return _optimised(options, shape, cut.lengths, costs, progress, partition)
+        return _optimised(options, shape, cut.lengths, costs, part_of(progress, middle, 1.0), partition)
     return Request(options.schedule, shape, cut.lengths, costs, rank_orders(schedule, shape), partition=partition)
 
 
 def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory) -> HostCopySettings | None:
     """Return the settings of host copies; None without them."""
     if not options.offload:
-        for name in ("host_bandwidth", "host_bytes"):
-            if getattr(options, name) is not None:
-                raise UserError(f"{_flag(name)} is for copies to the host: add --offload, or drop it")
         return None
     if memory.token_bytes is None:
         raise UserError("--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes")
@@ -350,8 +335,6 @@ def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory
     if instant is not None:
         raise UserError(f"--offload plans copies by the times of ops, and {instant} takes none: give times above 0")
     to_host, from_host = _bandwidths(options.host_bandwidth)
-    if options.host_bytes is not None and not options.host_bytes > 0:
-        raise UserError(f"--host-bytes {options.host_bytes:g} leaves no room for any copy: give more than 0")
     return HostCopySettings(
         tuple(int(length) for length in memory.lengths),
         memory.token_bytes.stage_input or (0.0,) * request.shape.num_stages,

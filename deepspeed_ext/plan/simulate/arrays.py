@@ -1,4 +1,4 @@
-"""Orders and host copies as arrays, and the loop of the fast simulator, which numba can compile.
+"""Orders and host copies as arrays, and the loop of the fast simulator, which numba compiles.
 
 Ops are numbers in the order in which ranks run them. A result has the number unit + units x kind, where units count
 stages, micro-batches and token slices; where it arrives on another rank it has one more number, after all those.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, parts, reading_stage, reads_of, result
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     Numbers = ndarray[Any, Any]
 
 Array = Any
-"""A numpy array, or a list where numba is missing. This file imports neither at its top, so that it loads at once."""
+"""A numpy array. This file imports numpy only within functions, so that it loads at once."""
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 NOTHING = -1
 
@@ -139,20 +142,24 @@ def simulate_ops(
     return num_done
 
 
-@cache
-def compiled_loop() -> Callable[..., int] | None:
-    """Return `simulate_ops` as machine code; None where numba is not installed.
+def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Compile a function when it is first called, and cache the machine code on disk where a folder can be written.
 
-    The code is cached on disk in the folder of this file, or in the user's cache where that folder cannot be written.
+    numba compiles again when the file of a function has changed, but not when a function of another file that it calls
+    has: after editing such a function, remove the `__pycache__` of its callers.
     """
+    from numba import njit
+
     try:
-        from numba import njit
-    except ImportError:
-        return None
-    try:
-        return cast("Callable[..., int]", njit(cache=True)(simulate_ops))
-    except RuntimeError:  # there is no folder to keep it in
-        return cast("Callable[..., int]", njit(simulate_ops))
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither in the folder of the file nor in the user's cache
+        return njit(cache=False)(function)
+
+
+@cache
+def compiled_loop() -> Callable[..., int]:
+    """Return `simulate_ops` as machine code."""
+    return compiled(simulate_ops)
 
 
 KINDS = tuple(OpKind)

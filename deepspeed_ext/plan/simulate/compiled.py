@@ -3,7 +3,7 @@
     orders --CompiledOrders.of--> arrays --simulate(costs)--> SimulatedOrders: starts, ends, makespan, bubble
                                      '----simulate(other costs)--> ...
 
-numpy and numba are imported when they are first needed. Without numba the same loop runs as plain Python.
+numpy and numba are imported when they are first needed.
 """
 
 from collections import Counter
@@ -25,7 +25,6 @@ from deepspeed_ext.plan.simulate.arrays import (
     compiled_loop,
     fits,
     message_times,
-    simulate_ops,
     wire,
 )
 from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
@@ -157,14 +156,7 @@ class CompiledOrders:
             "starts": starts,
             "ends": ends,
         }
-        kernel = compiled_loop()
-        if kernel is not None:
-            num_done = kernel(*arrays.values())
-        else:
-            # Plain Python is quicker with lists.
-            lists = {name: array.tolist() for name, array in arrays.items()}
-            num_done = simulate_ops(**lists)
-            starts, ends, copied = (np.array(lists[name]) for name in ("starts", "ends", "copied"))
+        num_done = compiled_loop()(*arrays.values())
         if num_done < num_ops:
             simulate(self.orders, self.shape, costs)  # raises the error
             raise AssertionError("the plain simulator ends where the fast one does not")

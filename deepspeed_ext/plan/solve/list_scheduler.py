@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepspeed_ext.plan.simulate.arrays import compiled
 from deepspeed_ext.plan.solve.problem import (
     ROUNDING,
     UNKNOWN,
@@ -47,7 +48,6 @@ from deepspeed_ext.plan.solve.problem import (
     Tables,
     available_at,
     hand_over,
-    kernel,
     peak_of_row,
     replay_rows,
 )
@@ -134,7 +134,7 @@ def list_schedule(problem: SchedulingProblem, priorities: Numbers, patience: flo
     return makespan, orders
 
 
-@kernel
+@compiled
 def _place(is_reversed: bool, position: int, num_token_slices: int) -> tuple[int, int]:
     """Return the token slice and the unit at a position of a queue."""
     token_slice = position % num_token_slices
@@ -145,7 +145,7 @@ def _place(is_reversed: bool, position: int, num_token_slices: int) -> tuple[int
     return token_slice, first + token_slice
 
 
-@kernel
+@compiled
 def _next_op(
     reads: Numbers,
     is_reversed: Numbers,
@@ -201,7 +201,7 @@ def _next_op(
     return starts[best_kind, best_model_chunk], best_kind, best_model_chunk
 
 
-@kernel
+@compiled
 def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> float:
     """Activations that a rank holds of the micro-batches after the oldest; none of these has turned back yet."""
     num_token_slices = tables.times.shape[2]
@@ -214,7 +214,7 @@ def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> fl
     return held
 
 
-@kernel
+@compiled
 def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, patience: float, orders: Numbers) -> float:
     num_ranks, num_model_chunks = tables.stages.shape
     num_stages, num_token_slices = tables.times.shape[1:]
@@ -312,7 +312,7 @@ def anneal(
     return makespan, NumberedOrders(best, orders.lengths)
 
 
-@kernel
+@compiled
 def _critical_path(
     tables: Tables,
     flow: DataFlow,
@@ -361,7 +361,7 @@ def _critical_path(
             return count
 
 
-@kernel
+@compiled
 def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: float, ready: Numbers) -> int:
     """Index in `ready` of a result that came from another stage as the op started; -1 if there is none."""
     # Results of the own stage are first, then as many of other stages, then the row without results.
@@ -373,7 +373,7 @@ def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: flo
     return -1
 
 
-@kernel
+@compiled
 def _farthest(tables: Tables, parts: Numbers, row: Numbers, position: int, target: int) -> int:
     """Last position towards `target` to which an op may move: not past its queue, nor past ops of its own unit."""
     num_stages, num_token_slices = tables.times.shape[1:]
@@ -393,7 +393,7 @@ def _farthest(tables: Tables, parts: Numbers, row: Numbers, position: int, targe
     return position
 
 
-@kernel
+@compiled
 def _move(row: Numbers, position: int, target: int) -> None:
     op = row[position]
     step = 1 if target > position else -1
@@ -403,7 +403,7 @@ def _move(row: Numbers, position: int, target: int) -> None:
     row[target] = op
 
 
-@kernel
+@compiled
 def _anneal(
     tables: Tables,
     flow: DataFlow,

@@ -20,7 +20,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape, parts, reads_of, result
 from deepspeed_ext.plan.simulate import arrays
-from deepspeed_ext.plan.simulate.arrays import OpColumns
+from deepspeed_ext.plan.simulate.arrays import OpColumns, compiled
 
 Numbers = np.ndarray[Any, Any]
 
@@ -227,24 +227,12 @@ UNKNOWN = 1e300
 """Time of results that have not been scheduled yet."""
 
 
-def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Compile a function when it is first called, and keep the machine code on disk where there is a folder for it.
-
-    numba compiles again when the file of a function has changed, but not when a function of another file that it calls
-    has: after editing such a function, remove `__pycache__` of this package.
-    """
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # neither in the folder of the file nor in the user's cache
-        return njit(cache=False)(function)
-
-
 def _inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Compile a function into its callers: a call would count references to all arrays of its `Tables`."""
     return njit(inline="always")(function)
 
 
-@kernel
+@compiled
 def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready: Numbers) -> float:
     """Return when all that an op reads is there; at least UNKNOWN if some of it has not been made.
 
@@ -331,7 +319,7 @@ def keeps_limit(problem: SchedulingProblem, orders: NumberedOrders) -> bool:
     return bool(peaks(problem, orders).max() <= problem.memory_limit + ROUNDING)
 
 
-@kernel
+@compiled
 def peak_of_row(tables: Tables, live_change: Numbers, row: Numbers, length: int) -> float:
     """Return the most that one rank holds, in activations of one micro-batch.
 
@@ -349,7 +337,7 @@ def peak_of_row(tables: Tables, live_change: Numbers, row: Numbers, length: int)
     return peak
 
 
-@kernel
+@compiled
 def replay_rows(
     tables: Tables, flow: DataFlow, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers
 ) -> float:

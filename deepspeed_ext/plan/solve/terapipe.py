@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.simulate.arrays import compiled
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts
-from deepspeed_ext.plan.solve.problem import Numbers, kernel
+from deepspeed_ext.plan.solve.problem import Numbers
 
 MOST_POINTS = 1024
 """Places where a sequence may be cut: each micro-batch size has tables of this squared."""
@@ -248,7 +249,7 @@ def _shortest_cut(table: _Tables, num_token_slices: int, limits: _Pair) -> tuple
     return total, tuple(reversed(ends))
 
 
-@kernel
+@compiled
 def _shortest_sum(
     times: Numbers,
     forward: Numbers,

@@ -12,7 +12,6 @@ from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import forward_order, interleaved, rank_orders, zero_bubble
-from deepspeed_ext.plan.simulate import compiled as compiled_module
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.plan.simulate.test_simulate import ops
@@ -34,15 +33,6 @@ def assert_equal(orders, shape, costs) -> None:
 def test_equal_to_the_plain_simulator(orders_and_shape, data):
     orders, shape = orders_and_shape
     assert_equal(orders, shape, data.draw(costs_with_links(shape)))
-
-
-@given(orders_of_pipelines(3, 3, 3), st.data())
-def test_equal_where_numba_is_not_installed(orders_and_shape, data):
-    orders, shape = orders_and_shape
-    costs = data.draw(costs_with_links(shape))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_module, "compiled_loop", lambda: None)
-        assert_equal(orders, shape, costs)
 
 
 @given(orders_of_pipelines(), st.data())

@@ -78,17 +78,6 @@ def test_both_simulators_wait_alike_where_copies_are_slower_than_planned(drawn, 
     assert sorted(fast.host_copies) == sorted(plain.host_copies)
 
 
-def test_without_numba_the_loop_waits_too(monkeypatch):
-    monkeypatch.setattr("deepspeed_ext.plan.simulate.compiled.compiled_loop", lambda: None)
-    orders, costs = rank_orders(breadth_first, SHAPE), OpCosts.uniform(SHAPE, backward=2.0)
-    slow = replace(SETTINGS, to_host=0.3, from_host=0.3)
-    plan = HostCopyPlan.of(simulate(orders, SHAPE, costs).spans.__getitem__, SHAPE, SETTINGS)
-    plan = replace(plan, to_host=slow.to_host, from_host=slow.from_host)
-    plain, fast = simulate(orders, SHAPE, costs, plan), CompiledOrders.of(orders, SHAPE).simulate(costs, plan)
-    assert plain.makespan > simulate(orders, SHAPE, costs).makespan
-    assert fast.timeline() == replace(plain, transfers=())
-
-
 SHAPE = PipelineShape(4, 1, 2, num_model_chunks=2)
 SETTINGS = HostCopySettings((1, 1), (0.0, 0.5, 0.5, 0.5), (1.0,) * 4)
 
