@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from megatron_terapipe.console import output_console
 from megatron_terapipe.doctor import host_checks, network_checks
 from megatron_terapipe.doctor.facts import Examined, Host, Launching, Link
 from megatron_terapipe.doctor.findings import Check, Finding, Level, counted, listed, merged
@@ -94,9 +95,6 @@ def count(findings: Sequence[Finding], level: Level) -> int:
     return sum(max(1, len(each.hosts)) for each in findings if each.level is level)
 
 
-WIDTH_OF_FILES = 1000
-"""Letters in a line where the output is no terminal."""
-
 COLUMNS = ("devices", "cores", "memory free", "disk free", "Python", "torch", "deepspeed", "clock", "next host")
 """Columns of the table of hosts, beside host, level and slots."""
 
@@ -111,14 +109,10 @@ def print_examination(
     Args:
         console: None = standard output, as wide as the terminal.
     """
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH_OF_FILES)
+    console = console or output_console()
     console.print(_hosts(examined, findings), highlight=False)
     shown = [each for each in findings if verbose or each.level is not Level.OK]
     if shown:

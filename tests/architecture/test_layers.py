@@ -42,6 +42,7 @@ LAYERS = (
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.class_schema",), PLAN, ("pydantic",)),
     Layer(("megatron_terapipe.devices",)),
+    Layer(("megatron_terapipe.console",), packages=("rich",)),
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
@@ -145,7 +146,7 @@ LAYERS = (
     Layer(("megatron_terapipe.page", "megatron_terapipe.page.*"), PLAN),
     Layer(
         ("megatron_terapipe.search.answer", "megatron_terapipe.search.answer.*"),
-        (*search("machine", "price", "rank", "learn"), "megatron_terapipe.page"),
+        (*search("machine", "price", "rank", "learn"), "megatron_terapipe.page", "megatron_terapipe.console"),
         ("numpy", "pydantic", "rich", "tqdm"),
     ),
     # Of training it reads the records of the metrics file, which need no torch.
@@ -163,7 +164,7 @@ LAYERS = (
         ("megatron_terapipe.doctor.*",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment", "megatron_terapipe.search.machine.hostfile"),
-            "megatron_terapipe.class_schema",
+            *("megatron_terapipe.class_schema", "megatron_terapipe.console"),
             *(f"megatron_terapipe.doctor.{name}" for name in ("facts", "probe")),
         ),
         ("packaging", "pydantic", "rich"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.console import output_console
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import DEVICE
 from megatron_terapipe.search.answer.flags import (
@@ -170,7 +171,6 @@ def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -
 def print_cuts(document: "TokenSlicesDocument") -> None:
     """Print the curve, the flags of the best cut, and the notes."""
     import rich.box
-    import rich.console
     import rich.table
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -184,7 +184,7 @@ def print_cuts(document: "TokenSlicesDocument") -> None:
         cells = str(cut.num_token_slices), f"{cut.iteration_time_s:.4g}", factor, shown
         table.add_row(*cells, style="bold" if best else "")
     print("predicted seconds of an iteration, with the best lengths for each number of token slices")
-    rich.console.Console(highlight=False, markup=False).print(table)
+    output_console(highlight=False, markup=False).print(table)
     print(f"flags of the best: {document.flags}")
     for note in document.notes:
         print(f"note: {note}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.pipeline import granularity_of
+from megatron_terapipe.console import output_console
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.answer.figures import (
     bytes_text,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH_OF_FILES = 1000  # letters of a line where no terminal ends it
 COLUMNS = in_places(DIMENSIONS, "column")  # dimensions of a strategy that have a column, and its name
 
 DROPPED_FIRST = tuple(
@@ -51,12 +51,7 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
     Args:
         console: where; None = standard output, as wide as the terminal.
     """
-    import rich.console
-
-    if console is None:
-        console = rich.console.Console()
-        if not console.is_terminal:
-            console = rich.console.Console(width=WIDTH_OF_FILES)
+    console = console or output_console()
     entries = sorted(ranking.entries, key=lambda entry: entry.rank)
     console.print(heading(ranking), markup=False, highlight=False)
     shown, rows = _fitting(*rows_of(entries, ranking.model.seq_length), console.width)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag, write_json
+from megatron_terapipe.console import output_console
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,8 +64,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict trials, compare, and return 0."""
     _check(options)
-    from rich.console import Console
-
     from megatron_terapipe.search.learn.trials import read_trials
     from megatron_terapipe.search.learn.validation import folds_of, print_validation, validation_document
 
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         left_out=options.leave_out,
     )
     if options.json != STANDARD_OUTPUT:
-        print_validation(document, Console(), show_groups=options.show_groups)
+        print_validation(document, output_console(), show_groups=options.show_groups)
     if options.json is not None:
         write_json(options.json, json.dumps(document, indent=1))
     return 0

@@ -321,8 +321,7 @@ LEGEND = (
 
 def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
     """Print a line for each source, or each group, with that of the naive model under it, and one for all together."""
-    caption = "\n".join([*LEGEND, *_calibration_lines(document)])
-    table = Table(title="Predicted beside measured", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
+    table = Table(title="Predicted and measured", title_justify="left", padding=(0, 0, 0, 1))
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
 
@@ -339,6 +338,7 @@ def print_validation(document: dict[str, Any], console: Console, *, show_groups:
         table.add_section()
         add("all", document["overall"])
     console.print(table)
+    console.print(*LEGEND, *_calibration_lines(document), sep="\n", markup=False, highlight=False)
 
 
 def _row(name: str, figures: dict[str, Any]) -> list[str]:
