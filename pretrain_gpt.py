@@ -24,19 +24,19 @@ from megatron_terapipe.strategy import FoundStrategy
 from megatron_terapipe.training.recovery import LostRank, after_restart, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a command that ended by Ctrl-C, as shells know it."""
+"""Exit code of a command that ended by Ctrl-C, as shells use it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
+    """Parse, prepare, build, train. Returns the exit code: 2 for bad input, reported in one line."""
     with ExitStack() as at_end:
         return _main(argv, at_end)
 
 
 def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
-    """Do all of it; what is to be done once it has ended, and its error was said, is left to `at_end`."""
-    # Up to the process group every rank of a host meets the same error, and one of them says it.
-    speaks = first_of_host = _speaks_for_its_host()
+    """Run `main`; callbacks for after the end, and after the report of an error, are put on `at_end`."""
+    # Before the process group is built, every rank of a host has the same error, and one of them reports it.
+    reports_errors = first_of_host = _is_first_of_host()
     save: str | None = None
     try:
         arguments = read_arguments(argv, _find_strategy)
@@ -44,12 +44,12 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         save = config.checkpoint.save
         config = replace(config, checkpoint=after_restart(config.checkpoint))
         if config.training.dry_run:
-            _look_for_no_device()
+            _choose_cpu_without_cuda()
             launch = LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
         else:
             launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
-        speaks = launch.local_rank == 0
-        # Sizes that do not fit are said before torch is loaded.
+        reports_errors = launch.local_rank == 0
+        # Sizes that do not fit are reported before torch is loaded.
         replicas = config.parallel.layout(launch.world_size).data_parallel_size
         check_num_ops(config.parallel.pipeline(config.num_micro_batches(replicas)))
         lines = prepare_cuda_environment(
@@ -76,7 +76,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
             run = prepare(config, launch)
             if launch.rank == 0:
                 print(*arguments.notices, *start_of_log(run), sep="\n", flush=True)
-            speaks = True
+            reports_errors = True
             if launch.rank == 0:
                 at_end.callback(report.write)
             with process_group(run, rank_watch) as stall_watch:
@@ -90,7 +90,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         return LOST  # The loss has been printed.
     except UserError as error:
         agreed = isinstance(error, AgreedCheckpointError | NumbersError)  # raised by every rank of all hosts
-        if launch.rank == 0 if agreed else speaks:
+        if launch.rank == 0 if agreed else reports_errors:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
@@ -107,12 +107,12 @@ def _how_to_resume(save: str | None) -> str:
     except UserError:
         saved = None
     if saved is None:
-        return "nothing was saved"
-    return f"the last checkpoint is {saved}; the same command with --load {save} goes on from it"
+        return "no checkpoint was saved"
+    return f"the last checkpoint is {saved}; the same command with --load {save} continues from it"
 
 
-def _speaks_for_its_host() -> bool:
-    """Whether this rank is the first of its host; where nobody can tell, every rank speaks."""
+def _is_first_of_host() -> bool:
+    """Whether this rank is the first of its host; True if its environment cannot be read."""
     try:
         return LaunchEnvironment.read().local_rank == 0
     except UserError:
@@ -120,16 +120,16 @@ def _speaks_for_its_host() -> bool:
 
 
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
-    # Imported where a search is asked for: it takes torch, and seconds.
+    # Imported where a search is needed: it loads torch, which takes seconds.
     from megatron_terapipe.training.auto_plan import find_strategy
 
     if config.training.dry_run:
-        _look_for_no_device()
+        _choose_cpu_without_cuda()
     return find_strategy(config, constraints)
 
 
-def _look_for_no_device() -> None:
-    """Without CUDA DeepSpeed would look for another device, and say that it found none."""
+def _choose_cpu_without_cuda() -> None:
+    """Choose the CPU without CUDA: DeepSpeed would search for another device, and warn that it found none."""
     if not will_use_cuda(os.environ):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -61,7 +61,7 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     exported = _add_command(commands, TO_HUGGINGFACE, "write a checkpoint as a model of Hugging Face")
@@ -83,7 +83,7 @@ def build_parser(prog: str) -> CommandParser:
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
         )
-        add_json_flag(command, "what was written")
+        add_json_flag(command, "paths that were written")
     return parser
 
 
@@ -131,7 +131,7 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
     progress = line.part("writing the checkpoint")
     checkpoint = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
     return {"output": str(checkpoint), "source": options.load}, (
-        f"wrote {checkpoint} from {options.load}: train on with --load {output} --finetune --use-checkpoint-args "
+        f"wrote {checkpoint} from {options.load}: train it with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
     )
 

@@ -18,12 +18,12 @@ class CheckpointError(UserError):
 class NumbersError(UserError):
     """Numbers of a run that are wrong: NaN, infinite, or copies that differ.
 
-    Every rank raises it alike, and the first one says it.
+    Every rank raises it alike, and the first rank reports it.
     """
 
 
 class AgreedCheckpointError(CheckpointError):
-    """One that every rank raises at the same time, so that one of them says it."""
+    """One that every rank raises at the same time, so that one of them reports it."""
 
 
 class SaveError(AgreedCheckpointError):
@@ -31,10 +31,10 @@ class SaveError(AgreedCheckpointError):
 
 
 MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"
-"""How a line ends about a part of a model that this trainer does not have: without it, another would be trained."""
+"""End of a line about a part of a model that this trainer does not have: without it, another would be trained."""
 
 TRAINING_CANNOT_BE_RUN = "this training cannot be run here"
-"""How a line ends about data, loss or numbers that this trainer does not have."""
+"""End of a line about data, loss or numbers that this trainer does not have."""
 
 EXTRA_OF = {
     "safetensors": "huggingface",
@@ -48,9 +48,9 @@ EXTRA_OF = {
 
 
 def not_installed(package: str) -> str:
-    """Return how a line ends about a package that is missing.
+    """Return the end of a line about a missing package.
 
-    The package itself is what works everywhere, also in a checkout that was never installed.
+    It names the package itself, which can be installed everywhere, also in a checkout that was never installed.
     """
     return f"the package {package}, which is not installed: pip install {package} (extra: {EXTRA_OF[package]})"
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.inference import WholeModel
 
 _MOST_UNASKED = 200
-"""New tokens, where nobody says how many."""
+"""New tokens without `--max-new-tokens`."""
 
 DESCRIPTION = """\
 Continue a text with a trained model: print the text, then each new token as it comes."""
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     model = parser.add_argument_group("model and text")
     model.add_argument(
@@ -127,12 +127,12 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     elif source.tokenizer:
         settings = TokenizerSettings(**source.tokenizer)
     else:
-        raise CheckpointError(f"{source.name} knows no tokenizer: add --tokenizer-type and its files")
+        raise CheckpointError(f"{source.name} has no tokenizer: add --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
     prompt = tokenizer.encode(text_before)
     num_new_tokens = options.max_new_tokens
     if num_new_tokens is None:
-        # Too long a prompt leaves no room; that is refused where one token is asked for.
+        # A prompt that is too long leaves no room; `generate` refuses it.
         room = source.model.max_position_embeddings - len(prompt)
         num_new_tokens = max(1, min(_MOST_UNASKED, room))
     model = source.load(len(prompt) + num_new_tokens)
@@ -156,7 +156,7 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
 
 
 class _Source(NamedTuple):
-    """Where the model comes from."""
+    """A model, its tokenizer and its weights."""
 
     name: str
     model: ModelConfig
@@ -209,7 +209,7 @@ def _model_folder(options: argparse.Namespace) -> _Source:
 
 
 def _loaded(model: ModelConfig, weights: Callable[..., Mapping[str, Any]], progress: Progress) -> "WholeModel":
-    """Return a model with weights from files; on `meta` nothing is drawn only to be overwritten."""
+    """Return a model with weights from files; it is built on `meta`, so that no initial weights are drawn."""
     import torch
 
     from megatron_terapipe.inference import WholeModel

@@ -1,6 +1,6 @@
 """Runs a trained model on one process.
 
-`WholeModel` is GPT with all its layers: to generate with, and to hold pipelines against. `generate` continues a text,
+`WholeModel` is GPT with all its layers: for generation, and for comparison with pipelines. `generate` continues a text,
 one token after the other, on the keys and values that training keeps for token slices.
 """
 
@@ -35,7 +35,7 @@ class WholeModel(nn.Module):
     def __init__(self, model: ModelConfig, base_seed: int = 1234) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        """By index in the pipeline; a tied layer stands where it is built first."""
+        """By index in the pipeline; a tied layer is at its first index."""
         functions: list[Callable[..., Any]] = []
         tied: dict[str, nn.Module] = {}
         for index, spec in enumerate(gpt_layers(model)):
@@ -91,13 +91,13 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Check what is asked for, then yield new tokens until `eod`, or as many as asked for.
+    """Check the arguments, then yield new tokens until `eod`, or `max_new_tokens`.
 
     A growing text is a cut of its own: the prompt is the first token slice, each new token one more.
 
     Args:
         vocab_size: tokens of the tokenizer; the padding of the vocabulary is never drawn.
-        eod: id that ends the text; None to go on for ever.
+        eod: id that ends the text; None = no id ends it.
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: draw from the k likeliest tokens; 0 from all.
         top_p: draw from the likeliest tokens whose chances, at this temperature, add up to this.

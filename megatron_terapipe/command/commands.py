@@ -2,10 +2,10 @@
 
 A command is one line here, and a module with two functions:
 
-    build_parser(prog: str) -> argparse.ArgumentParser       its flags; `prog` is what people type before them
+    build_parser(prog: str) -> argparse.ArgumentParser       its flags; `prog` is the command as users type it
     main(argv: Sequence[str] | None, prog: str) -> int       runs it, and returns the exit code
 
-The module is imported when its command is called, so that no command waits for what another needs.
+The module is imported when its command is called, so that no command waits for packages of another.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "plan": (
         Command(
-            "plan", "simulate a pipeline schedule, draw it, and say how much is idle", "deepspeed_ext.plan.command"
+            "plan", "simulate a pipeline schedule, draw it, and compute its idle time", "deepspeed_ext.plan.command"
         ),
         SEARCH,
     ),
@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "machines": (
         Command(
             "doctor",
-            "say what is wrong with this machine, or with the hosts of a hostfile, before a run",
+            "find the faults of this machine, or of the hosts of a hostfile, before a run",
             "megatron_terapipe.doctor.__main__",
         ),
     ),
@@ -119,7 +119,7 @@ def listed() -> dict[str, list[tuple[str, str]]]:
 
 
 def overview(prog: str) -> str:
-    """Return the help of the command as a whole; `prog` is what people type."""
+    """Return the help of the command as a whole; `prog` is the command as users type it."""
     width = max(len(name) for commands in listed().values() for name, _ in commands)
     lines = []
     for title, commands in listed().items():

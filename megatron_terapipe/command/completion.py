@@ -16,7 +16,7 @@ from megatron_terapipe.devices import DEVICES
 from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "terapipe"
-"""What is completed."""
+"""Name of the program to complete."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -43,13 +43,13 @@ NAMES_OR_FILES = {
     "bash": '  compgen -W "{words}" -- "$1"\n  compgen -f -- "$1"',
     "zsh": '  _alternative "names:name:({words})" "files:file:_files"',
 }
-"""What completes a value that is one of some words, or a file."""
+"""Body of the function that completes a value that is one of some words, or a file."""
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
-    group = parser.add_argument_group("what completes")
+    group = parser.add_argument_group("shell")
     group.add_argument("shell", choices=SHELLS, help="your shell: bash, zsh or tcsh")
     return parser
 
@@ -81,7 +81,7 @@ def script(shell: str) -> str:
 
 
 def names_of_values() -> Mapping[str, tuple[str, ...]]:
-    """Return the names that stand for a value, by the value's name in help texts or by the flag."""
+    """Return the names that complete a value, by the metavar of the value or by its flag."""
     # Imported here, for these names alone.
     from megatron_terapipe.search.answer.flags import TRAINERS
     from megatron_terapipe.search.machine.library import MACHINES
@@ -108,7 +108,7 @@ def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def _prepare(
     action: argparse.Action, names: Mapping[str, tuple[str, ...]], shell: str, *, file: Any, folder: Any
 ) -> dict[str, str]:
-    """Say what completes the value of an action, and return the functions of the shell that this takes, by name."""
+    """Set the completion of an action's value, and return the functions of the shell that it needs, by name."""
     if isinstance(action, argparse._SubParsersAction):
         return {}
     metavar = str(action.metavar or "")
@@ -122,7 +122,7 @@ def _prepare(
     if known is not None:
         function = re.sub(r"\W", "_", f"_{PROGRAM}_{known.strip('-')}")
         words = " ".join(names[known])
-        # tcsh knows no functions, and offers the names alone.
+        # tcsh has no functions, and offers only the names.
         action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
         body = NAMES_OR_FILES.get(shell, "").format(words=words)
         return {function: f"{function}() {{\n{body}\n}}"} if body else {}

@@ -1,9 +1,9 @@
-"""DeepSpeed's launcher as `terapipe train` runs it: by itself it answers Ctrl-C with a traceback, before its ranks end.
+"""DeepSpeed's launcher as `terapipe train` runs it: without this, Ctrl-C prints a traceback before its ranks end.
 
     python -m megatron_terapipe.command.launcher_process WORDS OF DEEPSPEED'S COMMAND
 
-The terminal sends Ctrl-C to all processes of a run at once, and the launcher of each host ends its ranks. So this
-process only waits until they have ended.
+The terminal sends Ctrl-C to all processes of a run at once, and the launcher of each host ends its ranks, for which
+this process waits.
 """
 
 import os
@@ -19,7 +19,7 @@ ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
 
 _LOOK_S = 0.05
-"""Seconds between two looks at children."""
+"""Seconds between two checks of the children."""
 
 
 def main() -> int:
@@ -28,11 +28,11 @@ def main() -> int:
 
 
 def quietly(launch: Callable[[], object]) -> int:
-    """Return the exit code of a launch that returns, 130 where Ctrl-C ends it, once all processes of it have ended."""
+    """Run a launch, and return its exit code once all of its processes have ended: 130 if Ctrl-C ends it."""
     try:
         launch()
     except KeyboardInterrupt:
-        # Whoever presses it again has told the launchers of the hosts, too.
+        # A second Ctrl-C reaches the launchers of the hosts, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ended = "has ended" if _children_end() else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
         print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
@@ -53,7 +53,7 @@ def _children_end() -> bool:
 
 
 def _launch() -> None:
-    # Imported here: it takes seconds, in which Ctrl-C is no traceback either.
+    # Imported here: it takes seconds, in which Ctrl-C must not print a traceback either.
     from deepspeed.launcher import runner
 
     runner.main()

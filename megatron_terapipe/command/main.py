@@ -13,13 +13,13 @@ Builder = Callable[[str], CommandParser]
 
 
 def parsers(prog: str) -> Iterator[tuple[str, CommandParser]]:
-    """Yield the parser of each command with its name; `prog` is what people type before the name."""
+    """Yield the parser of each command with its name; `prog` is the program as users type it."""
     for name, command in COMMANDS.items():
         yield name, import_module(command.module).build_parser(f"{prog} {name}")
 
 
 def tree(prog: str) -> CommandParser:
-    """Return one parser whose sub-commands are all commands, with every flag; `prog` is what people type."""
+    """Return one parser whose sub-commands are all commands, with every flag; `prog` is its name for users."""
     parser = CommandParser(prog=prog, description=SUMMARY)
     parser.add_argument("--version", action="version", version="", help="print versions")
     commands: Any = parser.add_subparsers(metavar="COMMAND", parser_class=lambda prog, build: build(prog))  # type: ignore[call-overload]
@@ -35,7 +35,7 @@ PROGRAM = "terapipe"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
-    """Run a command and return its exit code: 2 for bad input, said in one line."""
+    """Run a command and return its exit code: 2 for bad input, reported in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
 
@@ -59,15 +59,15 @@ def _run(words: list[str], prog: str) -> int:
 
 
 def _remedy(name: str, prog: str) -> str:
-    """Return what to type instead: the nearest name, also one of the commands that have two words."""
+    """Return the remedy for an unknown command: the nearest name, also one of the commands with two words."""
     parts = {part.name: f"{command.name} {part.name}" for command in COMMANDS.values() for part in command.parts}
     meant = parts.get(name) or nearest(name, COMMANDS) or parts.get(nearest(name, parts) or "")
     return f"did you mean {prog} {meant}?" if meant else f"see {prog} --help"
 
 
 def versions() -> Iterator[str]:
-    """Yield the versions of this project and of what it runs on, a line each, without loading any of them."""
-    # Imported here: nothing else needs it.
+    """Yield the versions of this project, torch, DeepSpeed and Python, a line each, without loading any of them."""
+    # Imported here: only this needs it.
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("megatron-terapipe", "torch", "deepspeed"):

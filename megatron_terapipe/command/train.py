@@ -1,4 +1,4 @@
-"""`terapipe train`: runs pretrain_gpt.py, with DeepSpeed's launcher where nothing else has started its ranks.
+"""`terapipe train`: runs pretrain_gpt.py, with DeepSpeed's launcher where no other launcher has started its ranks.
 
 launcher flags -> parsers of the flags -> main: split the words, then launch, or train in this process
 """
@@ -19,16 +19,16 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import slots_of_hosts
 
 RUNNER = "megatron_terapipe.command.launcher_process"
-"""Module that runs what the command `deepspeed` does."""
+"""Module that runs DeepSpeed's launcher, as the command `deepspeed` does."""
 
 LAUNCHERS_OF_DEEPSPEED = ("pdsh", "openmpi", "slurm", "mpich", "impi", "mvapich")
 
 KEEP_ALIVE = "-o ServerAliveInterval=60 -o ServerAliveCountMax=30"
-"""Options of ssh: it waits for a host that is lost as long as ranks do, and no longer."""
+"""Options of ssh: it waits for a lost host as long as ranks do, and no longer."""
 
 
 def add_launcher_flags(parser: CommandParser) -> None:
-    """Add the flags that say where the ranks run."""
+    """Add the flags for the hosts and devices of the ranks."""
     group = parser.add_argument_group(
         "where it runs",
         "DeepSpeed's launcher starts one rank for each device. Without these flags: all devices of this machine.",
@@ -38,10 +38,10 @@ def add_launcher_flags(parser: CommandParser) -> None:
         "--num-accelerators", "--num-gpus", type=int, metavar="N", help="ranks of each host; on CPUs, too"
     )
     group.add_argument("--num-nodes", type=int, metavar="N", help="the first N hosts of the hostfile")
-    group.add_argument("--include", metavar="HOSTS", help="these hosts and devices of the hostfile alone")
+    group.add_argument("--include", metavar="HOSTS", help="only these hosts and devices of the hostfile")
     group.add_argument("--exclude", metavar="HOSTS", help="all but these hosts and devices")
     group.add_argument(
-        "--launcher", choices=LAUNCHERS_OF_DEEPSPEED, help="what reaches other hosts (default: pdsh, over ssh)"
+        "--launcher", choices=LAUNCHERS_OF_DEEPSPEED, help="how other hosts are reached (default: pdsh, over ssh)"
     )
     group.add_argument("--launcher-args", metavar="WORDS", help="more words for that launcher, in one text")
     group.add_argument(
@@ -94,7 +94,7 @@ def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
     """Return the words that start DeepSpeed's launcher."""
     trainer = trainer_file()
     if "hostfile" in flags:
-        # DeepSpeed would train on this machine alone if the file were not there.
+        # DeepSpeed would train only on this machine if the file were not there.
         slots_of_hosts(flags["hostfile"], "--hostfile")
         from megatron_terapipe.search.machine.launcher import check_remote_words
 
@@ -155,8 +155,8 @@ DESCRIPTION = """\
 Train a GPT, here or on the hosts of a hostfile.
 
 Starts pretrain_gpt.py with DeepSpeed's launcher, as `deepspeed pretrain_gpt.py` does. If torchrun, srun or mpirun has
-started this command already, it trains as one of their ranks. With --dry-run it starts nothing: it checks everything
-and prints what would run."""
+started this command already, it trains as one of their ranks. With --dry-run it starts no rank: it checks everything
+and prints the plan of the run."""
 
 EPILOG = """\
 examples:
@@ -194,13 +194,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 
 def _run(words: list[str], prog: str) -> int:
     if not words:
-        raise ConfigError(f"no flag says what to train: see {prog} --help")
+        raise ConfigError(f"no flags are given: see {prog} --help")
     group = asked_for(words)
     if group is not None:
         build_parser(prog, group).print_help()
         return 0
     launching, training = split(words)
-    # Here, so that a misspelled flag is said before any rank is started.
+    # Here, so that a misspelled flag is reported before any rank is started.
     given = read_command_line(training).given
     if given.get("dry_run") or given.get("dry_run_without_files"):
         training, ranks = dry_run_words(launching, training)
@@ -223,6 +223,6 @@ def _train(words: Sequence[str]) -> int:
     try:
         return pretrain_gpt.main(words)
     except OSError:
-        # As by itself: what fails in the midst of a run is no bad input, and says where it failed.
+        # As in pretrain_gpt.py: a failure during a run is no bad input, and needs its traceback.
         traceback.print_exc()
         return 1

@@ -199,7 +199,7 @@ class Converted(Part):
     source: str
     """Directory that was read."""
     tokenizer_files: list[str] = ABSENT
-    """Files of the tokenizer among what was written; of `to-huggingface`."""
+    """Files of the tokenizer that were written; of `to-huggingface`."""
 
 
 class Generated(Part):

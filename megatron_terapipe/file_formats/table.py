@@ -17,7 +17,7 @@ class FileFormat:
     """A kind of file."""
 
     summary: str
-    """What the file is, and which flag reads or writes it."""
+    """Purpose of the file, and the flag that reads or writes it."""
     source: str
     """Where its form is declared, as `module:name`: a class, or a function that returns the JSON Schema."""
     whole: bool = True
@@ -44,7 +44,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             f"{_SEARCH}.answer.json_schema:json_schema",
         ),
         "model": FileFormat(
-            "Model of the search: fields of the trainer's model section, or a preset and what is other than it says.",
+            "Model of the search: fields of the trainer's model section, or a preset and fields that differ.",
             f"{_SEARCH}.price.workload_files:model_schema",
         ),
         "layers": FileFormat("Model of the search, layer by layer.", f"{_SEARCH}.price.workload_files:LayeredEntry"),
@@ -113,7 +113,9 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         "generated": FileFormat(
             "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.descriptions:Generated"
         ),
-        "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.report:Document"),
+        "doctor": FileFormat(
+            "Answer of `terapipe doctor`, which `--json` writes.", "megatron_terapipe.doctor.report:Document"
+        ),
     }
 )
 """All of them, by the name that `terapipe schema` takes."""
@@ -130,7 +132,7 @@ Read on: docs/reference/files.md, the same as tables."""
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("file", nargs="?", choices=FILE_FORMATS, help="kind of file; list all if left out")
     return parser

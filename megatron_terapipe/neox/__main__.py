@@ -1,4 +1,4 @@
-"""`terapipe neox`: the command that trains what GPT-NeoX's files describe.
+"""`terapipe neox`: prints the command for the training that GPT-NeoX's files describe.
 
 The words are those of its launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
 """
@@ -25,17 +25,17 @@ from megatron_terapipe.neox.convert import (
 from megatron_terapipe.planning import slots_of_hosts
 
 LAUNCHER, SCRIPT = "deepy.py", "train.py"
-"""NeoX's launcher, and what it starts: the only one of its programs that has a counterpart here."""
+"""NeoX's launcher, and the only one of its programs that has a counterpart here."""
 
 OVERRIDING = ("wandb_project", "wandb_group", "wandb_run_name", "wandb_team")
-"""Settings that NeoX's launcher takes as flags, too."""
+"""Settings that NeoX's launcher also takes as flags."""
 
 
 DESCRIPTION = """\
 Turn files of GPT-NeoX into a command that trains the same model here.
 
 The words are those of NeoX's launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
-A setting that decides what is trained, and has no counterpart here, ends the command."""
+A setting that changes the training, and has no counterpart here, ends the command."""
 
 EPILOG = """\
 examples:
@@ -46,12 +46,12 @@ Read on: docs/how-to/migrating.md."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.neox") -> int:
-    """Convert, print, say what was left out; return the exit code: 2 for bad input, and for what cannot be trained."""
+    """Convert, print, report settings left out; return the exit code: 2 for bad input or a refused setting."""
     return run_command(lambda: _run(argv, prog))
 
 
 def _run(argv: Sequence[str] | None, prog: str) -> int:
-    # Intermixed: the directory may stand between the program and the files, as in `train.py -d configs 125M`.
+    # Intermixed: the directory may come between the program and the files, as in `train.py -d configs 125M`.
     options = build_parser(prog).parse_intermixed_args(argv)
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
@@ -72,7 +72,7 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     group = parser.add_argument_group("files")
     group.add_argument(
@@ -88,7 +88,7 @@ def build_parser(prog: str) -> CommandParser:
         help="number of processes, if the batch size depends on it. Default: the slots of the hostfile, if it is here",
     )
     for key in OVERRIDING:
-        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key} in place of that of the files")
+        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key} instead of that of the files")
     settings.add_argument(
         "--defaults-before-2023-12",
         action="store_true",
@@ -104,7 +104,7 @@ def _files(words: list[str]) -> list[str]:
         words = words[1:] or [SCRIPT]
     script, files = (words[0], words[1:]) if words[0].endswith(".py") else (SCRIPT, words)
     if Path(script).name != SCRIPT:
-        raise ConfigError(f"{script} does not train: name {SCRIPT}, or the configuration files alone")
+        raise ConfigError(f"{script} does not train: name {SCRIPT}, or only the configuration files")
     if not files:
         raise ConfigError(f"{script} has no configuration: name files such as 125M.yml local_setup.yml")
     return files
@@ -122,10 +122,10 @@ def _slots(settings: Mapping[str, Any]) -> int | None:
 
 
 def _unfinished(conversion: Conversion) -> list[str]:
-    """Say what the command needs before it runs, as where a file holds only the model."""
+    """Return comments about flags that the command still needs, for example if a file has only the model."""
     open_settings = left_open(conversion.settings)
     if open_settings:
-        return [f"these files leave open {', '.join(open_settings)}: name a file that says it, as local_setup.yml does"]
+        return [f"these files leave open {', '.join(open_settings)}: name a file that sets it, as local_setup.yml does"]
     try:
         parse_arguments(conversion.words())
     except UserError as error:

@@ -1,6 +1,6 @@
 """GPT-NeoX's settings, converted to flags of the trainer.
 
-YAML files -> read_settings -> convert -> Conversion: the command, remarks on what it leaves out, or a refusal
+YAML files -> read_settings -> convert -> Conversion: the command, remarks on settings left out, or a refusal
 
 Settings that need no rule of their own are rows of `settings.toml`. Read `convert`, at the end, first.
 """
@@ -28,7 +28,7 @@ def paths_of(names: Iterable[str], directory: str | None = None) -> list[str]:
 
 
 def read_settings(paths: Iterable[str]) -> dict[str, Any]:
-    """Read files and put them together, as NeoX does: dashes are underscores, and no key may stand twice."""
+    """Read files and merge them, as NeoX does: dashes are underscores, and no key may appear twice."""
     settings: dict[str, Any] = {}
     came_from: dict[str, str] = {}
     for path in paths:
@@ -70,7 +70,7 @@ class Conversion:
     """
 
     settings: Mapping[str, Any]
-    """NeoX's settings by key; null stands for NeoX's default. `a.b` is the key of b in the section a."""
+    """NeoX's settings by key; null is NeoX's default. `a.b` is the key of b in the section a."""
 
     defaults: Mapping[str, float] = field(default_factory=lambda: SINCE_2023_12)
     """Defaults that have changed, by key."""
@@ -82,13 +82,13 @@ class Conversion:
     """Flags of the launcher."""
 
     refusals: list[str] = field(default_factory=list)
-    """Settings that decide what is trained and have no counterpart, each with its value and the reason."""
+    """Settings that change the training and have no counterpart, each with its value and the reason."""
 
     remarks: list[tuple[str, str]] = field(default_factory=list)
-    """Settings of operation that the command does without, or says in another way, each with the reason."""
+    """Settings of operation that the command leaves out, or expresses in another way, each with the reason."""
 
     taken: set[str] = field(default_factory=set)
-    """Keys that have been looked at."""
+    """Keys that have been converted."""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return a setting, and mark it as converted."""
@@ -123,7 +123,7 @@ class Conversion:
         return {str(name): inner for name, inner in value.items() if inner is not None}
 
     def one_of_two(self, first: str, second: str, both: str) -> tuple[Any, Any]:
-        """Return two numbers, of which at most one may be given; `both` is what the two say."""
+        """Return two numbers, of which at most one may be given; `both` is the verb phrase about their purpose."""
         values = self.number(first), self.number(second)
         if None not in values:
             raise ConfigError(f"{first} {values[0]} and {second} {values[1]} both {both}: remove one")
@@ -158,7 +158,7 @@ class Conversion:
         self.remarks.append((" ".join(setting.split()), reason))
 
     def check(self) -> None:
-        """Raise a ConfigError that names every setting that is in the way, if any is."""
+        """Raise a ConfigError that names all settings refused, if there are any."""
         if self.refusals:
             raise ConfigError("; ".join(self.refusals))
 
@@ -208,7 +208,7 @@ NORMS = {
 """Type of the trainer's norm, and the setting of its epsilon."""
 
 EPSILONS = {"layernorm_epsilon": 1e-5, "rms_norm_epsilon": 1e-8}
-"""NeoX's defaults; Transformer Engine's norms within the MLP have them whatever the files say."""
+"""NeoX's defaults; Transformer Engine's norms within the MLP always have them."""
 
 
 def convert_positions_and_norms(conversion: Conversion) -> None:
@@ -240,11 +240,11 @@ NOT_ATTENTION = {
     "gmlp": "MLPs over positions are not in this trainer",
     "amlp": "MLPs over positions are not in this trainer",
 }
-"""Kinds of layers that do not attend, or not in this way, and the reason why they are refused."""
+"""Kinds of layers without attention, or with another, and the reason why they are refused."""
 
 
 def convert_attention(conversion: Conversion) -> None:
-    """Convert heads, kinds and windows; where layers do not attend, nothing else matters."""
+    """Convert heads, kinds and windows; layers without attention end the conversion."""
     groups = conversion.count("num_kv_heads")
     if groups:
         conversion.flag("--num-key-value-heads", groups)
@@ -261,7 +261,7 @@ def convert_attention(conversion: Conversion) -> None:
     if conversion.settings.get("te_mha"):
         conversion.refuse(f"sliding_window_width {width}", "Transformer Engine takes two numbers", "leave te_mha out")
     elif not any(with_window):
-        conversion.remark("sliding_window_width", "NeoX gives a window to flash layers alone, and there is none")
+        conversion.remark("sliding_window_width", "NeoX gives a window only to flash layers, and there are none")
     else:
         conversion.flag("--sliding-window", width + 1)
         if not all(with_window):
@@ -333,12 +333,12 @@ def convert_mlp(conversion: Conversion) -> None:
     conversion.flag("--activation", activation)
     if hidden_size is None:
         return
-    if older == "llama":  # NeoX's older gated MLP has what is asked for, otherwise two thirds of 4h.
+    if older == "llama":  # NeoX's older gated MLP has the width given, otherwise two thirds of 4h.
         width, multiple = asked or int(2 * 4 * hidden_size / 3), multiple or 256
     else:
         width = asked or 4 * hidden_size
         if name in GATED:
-            # Two thirds of what is asked for, and half of that on each side; all of it in Transformer Engine's.
+            # Two thirds of the width given, and half of that on each side; all of it in Transformer Engine's.
             width = int(width * 2 / 3) if engine else int(width * 2 / 3) // 2
         multiple = (1 + engine) * (multiple or 1)
     conversion.flag("--ffn-hidden-size", -(-width // multiple) * multiple)
@@ -370,7 +370,7 @@ def convert_biases_and_dropout(conversion: Conversion) -> None:
     conversion.flag("--attention-dropout", attention_dropout)
     if hidden and not (mlp and (attention or not parallel)):
         reason = (
-            "NeoX drops nothing where a matrix has no bias, and here dropout does not depend on biases: set it to 0"
+            "NeoX has no dropout where a matrix has no bias, and here dropout does not depend on biases: set it to 0"
         )
         conversion.refuse(f"hidden_dropout {hidden}", reason)
 
@@ -394,7 +394,7 @@ def convert_initial_weights(conversion: Conversion) -> None:
     for (key, flag), method in methods.items():
         start = standard_deviation(method, std, hidden_size=hidden_size, num_layers=layers)
         if start is None:
-            reason = "weights start from a normal distribution" if method in NOT_NORMAL else "no method of NeoX"
+            reason = "weights start from a normal distribution" if method in NOT_NORMAL else "not a method of NeoX"
             conversion.refuse(f"{key} {method}", reason, TRAINING_CANNOT_BE_RUN)
         else:
             conversion.flag(flag, repr(start))
@@ -416,7 +416,7 @@ def standard_deviation(method: str, std: float, *, hidden_size: int, num_layers:
 
 
 def convert_parallel(conversion: Conversion) -> None:
-    """Convert the ranks that share layers, the stages, and how layers are dealt to them; 0 stands for 1."""
+    """Convert the ranks that share layers, the stages, and how layers are dealt to them; 0 means 1."""
     conversion.flag("--tensor-model-parallel-size", max(1, conversion.count("model_parallel_size", 1) or 1))
     stages = max(1, conversion.count("pipe_parallel_size", 0) or 1)
     conversion.flag("--pipeline-model-parallel-size", stages)
@@ -468,7 +468,7 @@ def _replicas(conversion: Conversion, world_size: int | None) -> int | None:
         world_size = prod(machine)  # type: ignore[arg-type]
     if world_size is None:
         return None
-    # 0 stands for 1.
+    # 0 means 1.
     ranks = prod(max(1, conversion.count(key) or 1) for key in ("pipe_parallel_size", "model_parallel_size"))
     if world_size % ranks:
         raise ConfigError(
@@ -526,7 +526,7 @@ def convert_learning_rate(conversion: Conversion, highest: float) -> None:
     if fraction is not None and iterations is not None:
         end = int(fraction * iterations)
     last = end or iterations
-    warmup, rise = conversion.one_of_two("warmup", "warmup_iters", "say how long the rate rises")
+    warmup, rise = conversion.one_of_two("warmup", "warmup_iters", "set the length of the rise")
     warmup = float(rise / last) if rise is not None and last else 0.01 if warmup is None else float(warmup)
     if style == "linear" and lowest and last is not None:
         decay = cut_off(last, warmup, highest=highest, lowest=lowest)
@@ -612,9 +612,13 @@ def convert_zero(conversion: Conversion, precision: str) -> None:
             conversion.flag(f"--zero-{name.replace('_', '-')}")
             rest.pop(name)
     for name, value in rest.items():
-        if value is not False and f"zero_optimization.{name}" not in conversion.taken:  # What is off needs no word.
+        if (
+            value is not False and f"zero_optimization.{name}" not in conversion.taken
+        ):  # A setting that is off needs no remark.
             offload = "offload" in name
-            reason = "nothing is offloaded" if offload else "it can stand in a file for --deepspeed-config"
+            reason = (
+                "states and weights stay on the accelerator" if offload else "a file for --deepspeed-config can have it"
+            )
             conversion.remark(f"zero_optimization.{name}", reason)
 
 
@@ -653,8 +657,8 @@ def convert_checkpoints(conversion: Conversion) -> None:
     kept = conversion.count("keep_last_n_checkpoints")
     older = conversion.count("save_interval")
     if conversion.settings.get("save") is not None:
-        if scale == "log" and factor:
-            extra |= powers(factor, conversion.count("train_iters") or 0)
+        if scale == "log":
+            conversion.remark("checkpoint_scale log", "give the iterations to --extra-save-iterations")
         elif factor or older:
             conversion.flag("--save-interval", _iteration(factor) if factor else older)
         if extra:
@@ -668,22 +672,12 @@ def convert_checkpoints(conversion: Conversion) -> None:
         conversion.remark("load", reason)
 
 
-def powers(factor: float, last: int) -> set[int]:
-    """Return the iterations before the last one that `checkpoint_scale: log` saves: whole powers of a factor."""
-    if factor <= 1:
-        raise ConfigError(f"checkpoint_factor {factor} does not grow with checkpoint_scale log: give more than 1")
-    found, step = set(), factor
-    while step < last:
-        if step == int(step):
-            found.add(int(step))
-        step *= factor
-    return found
-
-
 def _iteration(value: object) -> int:
     number = as_number("extra_save_iters or checkpoint_factor", value)
     if number is None or number != int(number) or number < 0:
-        raise ConfigError(f"extra_save_iters or checkpoint_factor {value} is no number of iterations: give whole ones")
+        raise ConfigError(
+            f"extra_save_iters or checkpoint_factor {value} is not a number of iterations: give a whole number"
+        )
     return int(number)
 
 
@@ -753,7 +747,7 @@ NEEDED = (
     ("data_path", "train_data_paths"),
     ("vocab_file",),
 )
-"""Settings that no run does without; of several, one is enough."""
+"""Settings that every run needs; of several, one is enough."""
 
 
 def left_open(settings: Mapping[str, Any]) -> list[str]:
@@ -762,27 +756,27 @@ def left_open(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _check_sizes(conversion: Conversion) -> None:
-    """See that sizes that others are computed from are those of a model; the trainer checks all the rest."""
+    """Check the sizes from which others are computed; the trainer checks all others."""
     most = {each.name: option_of(each).most for each in fields(ModelConfig)}
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         size = conversion.count(key)
         if size is not None and not 1 <= size <= (most[key] or size):
-            raise ConfigError(f"{key} {size} is no size of a model: give 1 to {most[key]:,}")
+            raise ConfigError(f"{key} {size} is out of range: give 1 to {most[key]:,}")
 
 
 def _with_extra_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the settings of `deepspeed_extra_args` beside the others: NeoX hands both to DeepSpeed."""
+    """Add the settings of `deepspeed_extra_args` to the others: NeoX passes both to DeepSpeed."""
     extra = settings.get("deepspeed_extra_args") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(f"deepspeed_extra_args {extra!r} is not a mapping: write it as {{...}}")
     for key in extra:
         if settings.get(key) is not None:
-            raise ConfigError(f"{key} stands in deepspeed_extra_args and outside: remove one")
+            raise ConfigError(f"{key} is in deepspeed_extra_args and outside: remove one")
     return {**{key: value for key, value in settings.items() if key != "deepspeed_extra_args"}, **extra}
 
 
 def _check_the_rest(conversion: Conversion) -> None:
-    """Refuse what is not as it is here, remark what concerns operation only, and end if anything was refused."""
+    """Refuse settings that differ from this trainer, remark those of operation, and end if any was refused."""
     parts = {"another-model": MODEL_CANNOT_BE_TRAINED, "another-training": TRAINING_CANNOT_BE_RUN}
     for part, end in parts.items():
         for key, (agreeing, reason) in table()[part].items():
@@ -794,9 +788,9 @@ def _check_the_rest(conversion: Conversion) -> None:
         if key in conversion.taken or value is None:
             continue
         if key not in table()["operation"]:
-            reason = "no setting of NeoX that is known here"
+            reason = "not a known setting of NeoX"
             conversion.refuse(_with_value(key, value), reason, "check how it is written")
-        elif value is not False:  # What is off needs no word.
+        elif value is not False:  # A setting that is off needs no remark.
             conversion.remark(key, table()["operation"][key])
     conversion.check()
 

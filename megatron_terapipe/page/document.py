@@ -11,7 +11,7 @@ from deepspeed_ext.plan.draw.html import Panel, render_html
 
 _HUES = (255, 150, 25, 80, 310, 200, 350, 115, 60, 285, 175, 5)
 _LIGHTNESS = (0.72, 0.80, 0.70, 0.86, 0.66, 0.82, 0.62, 0.76, 0.64, 0.84, 0.60, 0.88)
-"""Neighbours differ in lightness as well as in hue, so that they are told apart without colour vision."""
+"""Neighbours differ in lightness as well as in hue, so that they differ without colour vision, too."""
 
 _SHORTEST = 0.0005
 """Shares below this cannot be seen."""
@@ -22,12 +22,12 @@ class Bar:
     """One bar of a chart."""
 
     label: str
-    """What it is of, as text."""
+    """Name of the bar, as text."""
     parts: Mapping[str, float]
     """Amount of each part by its name."""
     figure: str
     limit: float | None = None
-    """Where a line marks what there is room for; None = no line."""
+    """Limit that a line marks; None = no line."""
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -50,7 +50,7 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable
     """Return bars on one scale, below each other.
 
     Args:
-        text: of an amount of a bar, shown to who points at it.
+        text: text of an amount of a bar, shown under the pointer.
     """
     longest = max((max(sum(bar.parts.values()), bar.limit or 0.0) for bar in bars), default=0.0) or 1.0
     rows = []
@@ -63,7 +63,7 @@ def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], text: Callable
         )
         mark = ""
         if bar.limit is not None:
-            mark = f'<b class="limit" style="left:{100 * bar.limit / longest:.3f}%" title="what the device has"></b>'
+            mark = f'<b class="limit" style="left:{100 * bar.limit / longest:.3f}%" title="memory of the device"></b>'
         label = f'<div class="label" title="{escape(bar.label, quote=True)}">{escape(bar.label)}</div>'
         rows.append(
             f'<div class="row">{label}<div class="track">{pieces}{mark}</div>'
@@ -116,7 +116,7 @@ def strip(rows: Mapping[str, Sequence[tuple[float, str]]], first: float, last: f
 
     lines = []
     for name, marks in rows.items():
-        # Of marks that lie on each other, one is enough.
+        # Of marks at one place, one is enough.
         places = {f"{percent(iteration):.1f}": text for iteration, text in marks}
         ticks = "".join(
             f'<b style="left:{place}%" title="{escape(text, quote=True)}"></b>' for place, text in places.items()

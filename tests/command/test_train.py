@@ -221,7 +221,7 @@ def test_a_misspelled_flag_is_said_before_a_launcher_starts(capsys: pytest.Captu
     assert main(["train", "--num-accelerators", "2", "--num-layrs", "2"]) == 2
     assert capsys.readouterr().err == "error: --num-layrs is not a flag: did you mean --num-layers?\n"
     assert main(["train"]) == 2
-    assert capsys.readouterr().err == "error: no flag says what to train: see terapipe train --help\n"
+    assert capsys.readouterr().err == "error: no flags are given: see terapipe train --help\n"
 
 
 def test_the_short_help_has_what_most_runs_need(capsys: pytest.CaptureFixture[str]) -> None:

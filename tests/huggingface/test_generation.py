@@ -32,7 +32,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(
 def test_what_a_folder_cannot_say_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     for more, said in (
-        ([], f"error: --load {tmp_path} knows no tokenizer: add --tokenizer-type and its files\n"),
+        ([], f"error: --load {tmp_path} has no tokenizer: add --tokenizer-type and its files\n"),
         (
             ["--load-tag", "global_step5"],
             f"names a checkpoint, and --load {tmp_path} is a model of Hugging Face: drop it\n",

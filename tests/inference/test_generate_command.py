@@ -87,7 +87,7 @@ def test_the_prompt_may_be_a_file(tmp_path: Path, checkpoints: Path, capsys: pyt
 def test_a_checkpoint_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(checkpoint_info(), tokenizer={}).write(write_checkpoint(tmp_path))
     assert main(["--load", str(tmp_path), "--prompt", "a"]) == 2
-    assert "global_step5 knows no tokenizer: add --tokenizer-type and its files\n" in capsys.readouterr().err
+    assert "global_step5 has no tokenizer: add --tokenizer-type and its files\n" in capsys.readouterr().err
 
 
 def test_the_tokenizer_may_be_named(tmp_path: Path, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:

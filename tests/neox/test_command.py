@@ -1,4 +1,4 @@
-"""The command of the conversion: files in, a shell's command and notes out."""
+"""The command `neox`: it reads files, and prints a command for a shell, and comments."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_files_are_read_together(files: list[str]) -> None:
 def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(files) == 0
     out, err = capsys.readouterr()
-    # `deepspeed` stands for a program that says what it was given.
+    # This `deepspeed` prints its words.
     script = f'deepspeed() {{ printf "%s\\n" "$@"; }}\n{out}'
     words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[0] == "pretrain_gpt.py"
@@ -65,11 +65,11 @@ def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFix
     assert words[words.index("--lr") + 1] == "0.0006"
     comments = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
     assert comments == err.splitlines()
-    assert "log_dir: the log and --metrics-file have what there is" in comments
+    assert "log_dir: the log and --metrics-file have all figures" in comments
 
 
 def test_a_value_with_a_line_break_runs_nothing(files: list[str], tmp_path: Path) -> None:
-    """The trainer's objection repeats a value, and stands in a comment of the script."""
+    """The trainer's error repeats a value, and is a comment of the script."""
     hit = tmp_path / "hit"
     (tmp_path / "more.yml").write_text("split: " + json.dumps(f"x\ntouch${{IFS}}{hit}\n"))
     assert main([*files, str(tmp_path / "more.yml"), "--output", str(tmp_path / "train.sh")]) == 0
@@ -94,31 +94,21 @@ def test_json_is_yaml_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "does not take" not in capsys.readouterr().err
 
 
-def test_half_a_configuration_is_said_to_be_one(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(files[:1]) == 0
-    err = capsys.readouterr().err
-    assert err.splitlines() == [
-        "these files leave open train_iters, train_micro_batch_size_per_gpu, data_path, vocab_file: name a file that "
-        "says it, as local_setup.yml does"
-    ]
-
-
-def test_what_the_trainer_has_against_the_command_is_said(
+def test_comments_on_flags_that_are_missing(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "window.yml").write_text("finetune: true\n")
-    assert main([*files, str(tmp_path / "window.yml")]) == 0
-    err = capsys.readouterr().err
-    assert "the trainer does not take this as it is: --finetune needs a checkpoint: add --load, or drop it" in err
+    assert main(files[:1]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "leave open train_iters, train_micro_batch_size_per_gpu, data_path, vocab_file: " in line
+    (tmp_path / "more.yml").write_text("finetune: true\n")
+    assert main([*files, str(tmp_path / "more.yml")]) == 0
+    assert "the trainer does not take this as it is: --finetune needs" in capsys.readouterr().err
 
 
-def test_what_cannot_be_trained_ends_it(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_ends_the_command(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.yml").write_text("pos_emb: alibi\nattention_config: [[[mamba, global], 2]]\n")
     line = failing([*files, str(tmp_path / "other.yml"), "--output", str(tmp_path / "train.sh")], capsys)
-    assert line == (
-        "error: pos_emb alibi: positions can be learned, rotary or none: this model cannot be trained here; "
-        "attention_config mamba: Mamba layers are not in this trainer: this model cannot be trained here"
-    )
+    assert line.startswith("error: pos_emb alibi: ") and "; attention_config mamba: " in line
     assert not (tmp_path / "train.sh").exists()
 
 
@@ -135,23 +125,10 @@ def test_files_are_named_as_for_neoxs_launcher(files: list[str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["generate.py", "a.yml"], "generate.py does not train: name train.py, or the configuration files alone"),
-        (["deepy.py"], "train.py has no configuration: name files such as 125M.yml local_setup.yml"),
-        (["train.py"], "train.py has no configuration: name files such as 125M.yml local_setup.yml"),
-        (["-d", "there", "125M"], "there/125M.yml cannot be read (No such file or directory): give a file that can"),
-    ],
-)
-def test_files_that_are_not_named(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failing(words, capsys) == f"error: {line}"
-
-
-@pytest.mark.parametrize(
     ("more", "batch"),
     [("", 16), ("num_nodes: 1\n", 8), ("num_gpus: 2\n", 8), ("num_nodes: 1\nnum_gpus: 3\n", 6), ("exclude: b\n", None)],
 )
-def test_the_hostfile_says_how_many_processes_there_are(
+def test_the_number_of_processes_follows_from_the_hostfile(
     files: list[str], more: str, batch: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
@@ -170,12 +147,10 @@ def test_flags_of_the_launcher_win_over_the_files(files: list[str], capsys: pyte
 
 
 def test_older_files_have_older_defaults(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*files, "--defaults-before-2023-12"]) == 0
-    out = capsys.readouterr().out
-    assert "--hidden-dropout 0.1" in out and "--weight-decay 0.01" in out
-    assert main(files) == 0
-    out = capsys.readouterr().out
-    assert "--hidden-dropout 0.0" in out and "--weight-decay 0.1" in out
+    for more, dropout, decay in ((["--defaults-before-2023-12"], 0.1, 0.01), ([], 0.0, 0.1)):
+        assert main([*files, *more]) == 0
+        out = capsys.readouterr().out
+        assert f"--hidden-dropout {dropout}" in out and f"--weight-decay {decay}" in out
 
 
 @pytest.mark.parametrize(
@@ -195,14 +170,15 @@ def test_files_that_are_wrong(text: str, line: str, tmp_path: Path, capsys: pyte
     assert f"error: {path} {line}" in failing([str(path)], capsys)
 
 
-def test_keys_in_two_files(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "again.yml").write_text("num_layers: 4\n")
-    line = failing([*files, str(tmp_path / "again.yml")], capsys)
-    assert line == (
-        f"error: {tmp_path}/again.yml sets num_layers, and so does {tmp_path}/model.yml: remove it from one of them"
-    )
-
-
 def test_words_that_are_wrong(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot be read (No such file or directory)" in failing([str(tmp_path / "none.yml")], capsys)
-    assert "--world-size 0 is not positive: give 1 or more" in failing([*files, "--world-size", "0"], capsys)
+    again = tmp_path / "again.yml"
+    again.write_text("num_layers: 4\n")
+    for words, line in (
+        (["generate.py", "a.yml"], "generate.py does not train: name train.py"),
+        (["deepy.py"], "train.py has no configuration: name files"),
+        (["train.py"], "train.py has no configuration: name files"),
+        (["-d", "there", "125M"], "there/125M.yml cannot be read (No such file or directory): give a file"),
+        ([*files, "--world-size", "0"], "--world-size 0 is not positive: give 1 or more"),
+        ([*files, str(again)], f"{again} sets num_layers, and so does {files[0]}: remove it"),
+    ):
+        assert failing(words, capsys).startswith(f"error: {line}")
