@@ -1,7 +1,7 @@
 """Accelerators by name, as their data sheets describe them: dense products, no sparsity, one direction of a link.
 
-Memory is what CUDA reports as the total of the device, within 1 %: less than the name says where error correction and
-the driver take their share. `half` and `single` are TFLOP/s of dense fp16 or bf16 products with fp32 sums, and of fp32
+Memory is the total that CUDA reports, within 1 %: less than in the name where error correction and the driver take
+their share. `half` and `single` are TFLOP/s of dense fp16 or bf16 products with fp32 sums, and of fp32
 without TF32, which PyTorch leaves off. Where a data sheet prints figures with sparsity, they are halved here. Sources:
 
     P100       NVIDIA Tesla P100 data sheet (2016)
@@ -22,7 +22,7 @@ without TF32, which PyTorch leaves off. Where a data sheet prints figures with s
     RTX 20     NVIDIA Turing GPU Architecture whitepaper WP-09183 (2018), appendices A to C, reference clocks
     RTX 30     NVIDIA Ampere GA102 GPU Architecture whitepaper (2020), table 2
     RTX 40     NVIDIA Ada GPU Architecture whitepaper (2022), appendix A
-    MI250X     AMD Instinct MI250X data sheet (2021): half of it, because PyTorch sees its two dies as two devices
+    MI250X     AMD Instinct MI250X data sheet (2021): half of it, because its two dies are two devices in PyTorch
     MI300X     AMD Instinct MI300X data sheet (2023)
 """
 
@@ -81,7 +81,7 @@ class Device:
     single_flops: float
     """FLOP/s of dense fp32 products, likewise."""
     is_gpu: bool = True
-    """Whether kernels are launched by a host beside it."""
+    """Whether a host launches its kernels."""
     generation: str = ""
     """Architecture, in `GENERATIONS`; empty = not known."""
 
@@ -99,7 +99,7 @@ class LibraryDevice:
     source: str
     """Row of the list above."""
     machine: str
-    """Name of the machine whose links are taken where a cluster does not say any."""
+    """Name of the machine with the default links of a cluster."""
     aliases: tuple[str, ...]
     """Other names, such as those of published measurements."""
 
@@ -146,7 +146,7 @@ _ENTRIES = (
            memory_mib=7982, memory_gb_per_s=448, half=40.3, single=10.1),
     _entry("RTX-2080-Ti", "RTX 20", "pcie-3", "GeForce-RTX-2080-Ti", "RTX2080Ti",
            memory_mib=11019, memory_gb_per_s=616, half=53.8, single=13.4),
-    # The only Turing of these whose tensor cores sum in fp32 at full speed.
+    # The only Turing of these with sums in fp32 at full speed in its tensor cores.
     _entry("Titan-RTX", "RTX 20", "pcie-3", "TitanRTX",
            memory_mib=24220, memory_gb_per_s=672, half=130.5, single=16.3),
     _entry("A100-SXM4-40GB", "A100", "p4d.24xlarge", "A100-40GB", "A100-40", "A100-SXM-40GB",
@@ -201,7 +201,7 @@ _ENTRIES = (
            memory_mib=65520, memory_gb_per_s=1638, half=191.5, single=47.9),
     _entry("MI300X", "MI300X", "octo-mi300x", "MI300X-192GB",
            memory_mib=196592, memory_gb_per_s=5300, half=1307.4, single=163.4),
-    # Nobody's data sheet: a guess, so that a CPU can be searched before anything is measured. `search measure` does.
+    # No data sheet: a guess, so that a CPU can be searched before it is measured with `search measure`.
     _entry("cpu-core", GUESS, "cpu", "CPU",
            memory_mib=8192, memory_gb_per_s=10, half=0.03, single=0.03, is_gpu=False),
 )  # fmt: skip
@@ -210,11 +210,11 @@ DEVICES: Mapping[str, LibraryDevice] = MappingProxyType({each.device.name: each 
 """Every device by its name."""
 
 OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig"}
-"""Words behind the name of a device that make it another one."""
+"""Words after the name of a device that make it another one."""
 
 
 def device_in(name: str) -> Device | None:
-    """Return the device of the table with the longest name whose words are all in `name`; None if there is none.
+    """Return the device of the table with the longest name that has all its words in `name`; None if there is none.
 
     Args:
         name: name that the driver prints, such as `NVIDIA A100 80GB PCIe`.

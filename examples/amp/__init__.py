@@ -1,1 +1,1 @@
-"""AMP's experiments: its clusters, its models, and what DeepSpeed costs as its trials ran it."""
+"""AMP's experiments: its clusters, its models, and the costs of DeepSpeed in its trials."""

@@ -1,7 +1,7 @@
 """The clusters of AMP's experiments: EC2 nodes with four devices each.
 
 Devices and links are those of data sheets, with two differences that are facts of these nodes: a T4 is held to 70 W,
-so that matrix products go on at a clock that is far below the data sheet's; and its PCIe link inside a g4dn.12xlarge
+so that matrix products run at a clock that is far below the data sheet's; and its PCIe link inside a g4dn.12xlarge
 passes 50 Gbit/s (AMP, section 5.1).
 """
 
@@ -13,7 +13,7 @@ from megatron_terapipe.search.machine.library import device, machine
 
 GIGABIT = 1e9 / 8
 T4_HALF_FLOPS = 24e12 / 0.75
-"""cuBLAS goes on at 24 TFLOP/s under the power limit (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462);
+"""cuBLAS runs at 24 TFLOP/s under the power limit (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462);
 written so that the usual share of a peak (`HardwareEfficiency.gemm_efficiency`) gives that. The devices have no
 generation, because that share is of both kinds."""
 

@@ -1,9 +1,9 @@
-"""Costs of DeepSpeed 0.3.13 with Megatron-LM 1.1.5 beside the ops, as AMP's trials ran it.
+"""Costs of DeepSpeed 0.3.13 with Megatron-LM 1.1.5 outside of ops, as AMP's trials ran it.
 
 Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runtime/engine.py), none of them fitted:
 
-  * A message between stages is a broadcast in a group of two. Its sender goes on as soon as it is in the buffers of the
-    communicator, its receiver waits and computes nothing.
+  * A message between stages is a broadcast in a group of two. Its sender continues as soon as it is in the buffers of
+    the communicator, its receiver waits without computing.
   * The attention mask goes along with each activation, not with gradients. Tensor-parallel ranks send their part of an
     activation each, its sizes, and all of the mask; the next stage gathers the parts.
   * Gradients are not parted (`is_grad_partitioned` is False): every tensor-parallel rank sends all of the gradient. The
@@ -15,7 +15,7 @@ Forward times come from the profiles of AMP's repository. AMP (Li et al., "AMP: 
 Strategies with Heterogeneity Awareness", NeurIPS 2022,
 github.com/DachengLi1/AMP) keeps in `src/known_cost` a vector for each model, device and tensor-parallel size: seconds
 of the forward of one sequence through each DeepSpeed pipeline layer, on one node, reductions included, with a
-synchronisation behind every layer (its `deepspeed/runtime/pipe/module.py`).
+synchronisation after every layer (its `deepspeed/runtime/pipe/module.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,9 +67,9 @@ def read_profile(repository: Path, name: str) -> LayerSeconds:
 
 
 def unthrottled(layers: Sequence[Layer], seconds: LayerSeconds) -> Mapping[str, Mapping[int, float]]:
-    """Seconds of the forward by layer name and tensor-parallel size; blocks that are alike take what the fastest took.
+    """Seconds of the forward by layer name and tensor-parallel size; equal blocks have the time of the fastest.
 
-    The last of the 24 equal blocks took a T4 18 % longer than the first: nothing waits in the profile, so that the
+    The last of the 24 equal blocks took a T4 18 % longer than the first: the profile has no waits, so that the
     power limit lowers the clock while it runs. In training the clock recovers in bubbles and reductions. Blocks of a
     V100, which stays below its limit, differ by 3 %.
     """
@@ -141,7 +141,7 @@ class Messages(NamedTuple):
 class DeepSpeedCosts(CostModel):
     """The product's cost model with the messages and reductions of DeepSpeed 0.3.13.
 
-    What strategies have in common is computed once: layers by device, messages by layout.
+    Layers are priced once for each device, messages once for each layout.
     """
 
     def __init__(self, *given: Any, published: Mapping[str, LayerSeconds], **options: Any) -> None:
@@ -233,7 +233,7 @@ class DeepSpeedCosts(CostModel):
 
         part = activation / tensor
         there, back = sent(part) + np.where(mask > 0, sent(mask), 0.0), sent(activation)
-        # What the communicator's buffers do not take keeps the sender until the link has.
+        # The sender waits for the bytes beyond the communicator's buffers.
         over = sent(np.zeros(len(layers)))
         holding_there = sent(np.maximum(part + mask - BUFFERED_BYTES, 0.0)) - over
         holding_back = sent(np.maximum(activation - BUFFERED_BYTES, 0.0)) - over
@@ -303,7 +303,7 @@ class DeepSpeedCosts(CostModel):
         return self.workload.stages(self.workload.partition(strategy.stage_partition, strategy.pipeline_parallel_size))
 
     def end_of_iteration(self, strategy: Strategy) -> StepCosts:
-        """Return what ends the iteration, arrays of [stages] seconds."""
+        """Return the costs at the end of the iteration, arrays of [stages] seconds."""
         ranks = strategy.pipeline_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks)
         counts = self.counter.count(partition, ranks, strategy.tensor_parallel_size)

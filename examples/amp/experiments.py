@@ -1,9 +1,9 @@
-"""AMP's three experiments: model, cluster, batch, profiles, and what of the hardware is reached.
+"""AMP's three experiments: model, cluster, batch, profiles, and the reached share of the hardware.
 
-Nothing here was fitted to AMP's trials. What is no data sheet's is from elsewhere:
+No constant was fitted to AMP's trials. Sources of those that are not of data sheets:
 
   * links: NCCL over TCP passes about 4.7 GB/s however fast the card is (github.com/NVIDIA/nccl/issues/398 and /209, on
-    EC2), which is 0.75 of 50 Gbit/s; 10 Gbit/s is passed at line rate, less what Ethernet and TCP take of it.
+    EC2), which is 0.75 of 50 Gbit/s; 10 Gbit/s is passed at line rate, less the headers of Ethernet and TCP.
   * matrix products and memory: round shares of the peaks; the measured profiles set the scale, see `MeasuredLayers`.
     They have the losses of small matrices in them, so that the roofline's are left out.
 """
@@ -62,7 +62,7 @@ class Experiment:
     profiles: Mapping[str, Node]
     """Name of AMP's profile, and the node that it was measured on."""
     efficiency: HardwareEfficiency
-    """What of the hardware is reached."""
+    """Reached share of the hardware."""
     software: Software = AMP_DEEPSPEED
 
     def pricing(self, repository: Path) -> Pricing:
@@ -99,7 +99,7 @@ class Experiment:
         return pricing
 
 
-# Both profiles of GPT-2 always: what the faster device needs limits what launching takes on the slower.
+# Always both profiles of GPT-2: the time of the faster device is a limit of the launch time on the slower one.
 _GPT2_PROFILES = MappingProxyType({"gpt2_G4": clusters.g4dn(0), "gpt2_P3": clusters.p3(0)})
 
 EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
@@ -127,7 +127,7 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
             global_batch_size=64,
             profiles=MappingProxyType({"transgan_P3": clusters.p3(0)}),
             efficiency=SLOW_NETWORK,
-            # That its generator drops nothing is an assumption; peaks of memory then agree with which trials ran.
+            # A generator without dropout is an assumption; the peaks of memory then agree with the trials that ran.
             software=replace(
                 AMP_DEEPSPEED,
                 operators=replace(AMP_DEEPSPEED.operators, residual=Operator(forward=3, backward=4.5)),

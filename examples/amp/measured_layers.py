@@ -1,13 +1,13 @@
-"""Op times from forwards that were measured at one micro-batch size: what of them the host took, and what the device.
+"""Op times from forwards that were measured at one micro-batch size, as time of the host and of the device.
 
 A small forward takes as long as its host needs to launch it, however fast the device is, and does not take longer
-with twice the sequences. Scaled in proportion to the micro-batch it would. One measurement alone does not say which
-it is; three things together do:
+with twice the sequences. A scaling in proportion to the micro-batch would be wrong. One measurement does not separate
+the two; three observations together do:
 
   * layers of the same structure are launched by the same calls, so that the fastest of them, on whatever device, is an
     upper limit of the launch time of all;
-  * where a layer takes clearly longer than that limit, its device is what takes the time;
-  * what a roofline misses there (unfused element-wise work, kernels below their best) it misses on every device.
+  * where a layer takes clearly longer than that limit, its device is the reason;
+  * the error of a roofline there (unfused element-wise work, slow kernels) is the same on every device.
 
 So the roofline gives the shape of the device's time over micro-batch size, tensor-parallel size and backward; the
 measurement gives its scale where the device was the limit, and the launches where the host was.
@@ -43,7 +43,7 @@ class DeviceTimes(NamedTuple):
     products: ScalarOrArray
     """Of the matrix products of the forward."""
     moving: ScalarOrArray
-    """Of everything else in the forward, which moves memory; without a loss behind it."""
+    """Of all other work in the forward, which moves memory; without the loss."""
     input_gradient: ScalarOrArray
     weight_gradient: ScalarOrArray
     loss_forward: ScalarOrArray = 0.0
@@ -67,7 +67,7 @@ class Scale(NamedTuple):
     def reaching(products_s: float, moving_s: float, whole_s: float) -> "Scale":
         """Return the scale with which both take `whole_s`.
 
-        Products are what a roofline knows best: what it misses is other work, so long as there is any.
+        A roofline is most accurate for products: its error is in other work, if there is any.
 
         Args:
             products_s: seconds of the products.
@@ -83,21 +83,21 @@ class Scale(NamedTuple):
 def device_times(roofline: Roofline, query: LayerQuery) -> DeviceTimes:
     """Return the times [...] of one layer, in the shape that the sizes of the query broadcast to.
 
-    What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
-    as a whole by every tensor-parallel rank.
+    A layer without products, norms and activations counts 1 for each sequence. A layer without divided matrices is
+    computed as a whole by every tensor-parallel rank.
     """
     layer = query.layer
     if layer.products and not layer.is_divided:
         query = replace(query, tensor_parallel_size=np.ones_like(np.asarray(query.tensor_parallel_size, dtype=float)))
 
-    def computed(what: Layer) -> LayerTimes:
-        return roofline(replace(query, layer=what))
+    def computed(part: Layer) -> LayerTimes:
+        return roofline(replace(query, layer=part))
 
     body = replace(layer, kind="other") if layer.kind == "head" else layer
-    alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
-    whole, products = computed(body), computed(alone)
+    without_moves = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
+    whole, products = computed(body), computed(without_moves)
     if not np.any(whole.forward):
-        # No product, norm or activation: a copy, of which only the measurement knows the time.
+        # No product, norm or activation: a copy, with a time that only the measurement has.
         one = np.asarray(query.rows / layer.tokens)
         return DeviceTimes(np.zeros_like(one), one, 0.0, 0.0)
     moving = whole.forward - products.forward
@@ -116,11 +116,11 @@ def device_times(roofline: Roofline, query: LayerQuery) -> DeviceTimes:
 
 CLEARLY = 1.2
 """How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their
-difference says nothing."""
+difference is noise."""
 
 BACKWARD_LAUNCHES = 1.0
 """Host time of a backward in that of its forward: autograd launches about twice the kernels, from C++ and not from
-Python. An assumption; nothing was fitted."""
+Python. An assumption, not a fit."""
 
 HIDING = 4
 """Power of the norm that joins launching and computing: the longer hides the shorter, less so where both are alike."""
@@ -136,7 +136,7 @@ class MeasuredDevice:
     device: Device
     roofline: Roofline
     inside: Link
-    """Link between the tensor-parallel ranks of the measurement, who were on one node."""
+    """Link between the tensor-parallel ranks of the measurement, which were on one node."""
     forward_s: Mapping[str, Mapping[int, float]]
     """Seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included."""
 
@@ -199,7 +199,7 @@ class MeasuredLayers:
         launch = _at(launch_s, sizes)
         reduced = self._one_reduction_s(measured, layer, sizes, query.rows)
         entering, leaving = reductions(layer)
-        # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
+        # The loss is no pipeline layer and was not measured: its time is that of the roofline.
         computed = of_products * times.products + of_moving * times.moving
         forward = hidden(computed + times.loss_forward + leaving * reduced, launch)
         inputs = of_products * times.input_gradient + MOVING_BACKWARD * of_moving * times.moving
@@ -226,8 +226,8 @@ class MeasuredLayers:
     def _scale(self, layer: Layer, limits: Limits, size: int) -> Scale:
         """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was.
 
-        What tensor-parallel ranks divide is scaled as it is undivided: with several ranks, late hosts and reductions
-        are in what was measured. What they do not divide is scaled by its own measurement with as many ranks.
+        Layers that tensor-parallel ranks divide have the scale of one rank: with several ranks, late hosts and
+        reductions are in the measurement. Undivided ones are scaled by their own measurement with as many ranks.
         """
         if layer.is_divided:
             size = 1
@@ -248,7 +248,7 @@ class MeasuredLayers:
             products, moving = self._one_sequence_s(measured, layer, size)
             one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
             reduced = float(one) * reductions(layer)[1]
-            # Nothing that was computed took longer than all of it.
+            # No part takes longer than the whole.
             scales[size] = scale[size].within(products, moving, max(seconds - reduced, 0.0))
             computed = scales[size].products * products + scales[size].moving * moving
             launch_s[size] = without(seconds, computed + reduced)
@@ -292,7 +292,7 @@ def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray) -> ScalarOrArray:
 
 
 def without(whole_s: float, part_s: float) -> float:
-    """Seconds of the other part of what takes `whole_s`, one part being known: the inverse of `hidden`."""
+    """Return the seconds of the other part of `whole_s`, given one part: the inverse of `hidden`."""
     share = min(part_s / whole_s, 1.0)
     return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
 

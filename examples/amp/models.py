@@ -20,7 +20,7 @@ MASK_LAYERS = 26
 """Layers 0 to 25 hand on the attention mask of [1, 1, sequence, sequence] with each micro-batch (gpt2_model.py)."""
 
 TRANSGAN_MASK = 100 * 100
-"""Entries of the mask that stands in for it (trans_gan_gen.py)."""
+"""Entries of the mask that replaces it (trans_gan_gen.py)."""
 
 TRANSGAN_HEADS = 4
 BLOCKS_1 = range(3, 15)
@@ -30,7 +30,7 @@ BLOCKS_6 = range(41, 53)
 """Transformer blocks of 288 x 288 tokens of 16 numbers: 256 windows of 18 x 18."""
 
 TRANSGAN_STEPS = (
-    # first layer, last layer, tokens and width of what they hand on, parameters of the last one
+    # first layer, last layer, tokens and width of the output, parameters of the last one
     ("linear", 0, 0, 1, 82944, 512 * 82944 + 82944),
     ("positions 1", 1, 2, 81, 1024, 81 * 1024),
     ("upsample 1", 15, 15, 81, 1024, 0),
@@ -66,7 +66,7 @@ def gpt2() -> Workload:
             "block",
             "block",
             12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE,
-            # Two norms and the biases behind the two reductions.
+            # Two norms and the biases after the two reductions.
             unshared_parameters=2 * norm + 2 * HIDDEN_SIZE,
             products=(
                 Product(HIDDEN_SIZE, 3 * HIDDEN_SIZE, "column"),
@@ -121,7 +121,7 @@ def _transgan_block(index: int, tokens: int, width: int, window: int) -> Layer:
     """A block with windows of `window` x `window` tokens.
 
     Each tensor-parallel rank computes the scores of all heads, from its part of their width: only the matrices are
-    divided, not what takes the time where the width is small. There the whole block counts as not divided.
+    divided, which take little of the time where the width is small. There the whole block counts as not divided.
     """
     parallel = ("column", "row") if width >= 1024 else ("none", "none")
     positions = (2 * window - 1) ** 2 * TRANSGAN_HEADS + 1

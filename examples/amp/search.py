@@ -1,6 +1,6 @@
 """Prices of single strategies, their stage partitions, and the search over all of AMP's space.
 
-The best partition is that of our solver; AMP has its own idea of what a stage costs.
+The best partition is that of our solver; AMP has another objective.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ from megatron_terapipe.search.rank.stage_partition import (
 from megatron_terapipe.strategy import Strategy
 
 CAPS = 4
-"""Limits on the parameters of a stage that are tried: what a stage computes and what it reduces pull in two ways."""
+"""Limits on the parameters of a stage that are tried: a balance of compute and a balance of reductions differ."""
 
 
 def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[StagePartition]:
-    """Partitions of which one is the best: each is exact, for another view of what lies outside stages.
+    """Candidates for the best partition: each is exact for another treatment of costs outside of stages.
 
     Messages hide under other micro-batches in part: they are counted once as if all did, and once as if none. Gradients
     are reduced when the pipeline is empty, by the stage with most parameters, which is no sum over stages: limits on
@@ -91,8 +91,8 @@ def amp_partition(
 
     Args:
         layer_times_s: [L] forward and backward of one micro-batch.
-        cut_times_s: [num_stages - 1, L + 1] one activation, by boundary and first layer behind it.
-        num_micro_batches: M; with one AMP deals layers evenly, which is what M = 2 comes to.
+        cut_times_s: [num_stages - 1, L + 1] one activation, by boundary and first layer after it.
+        num_micro_batches: M; with one AMP deals layers evenly, which is the result of M = 2.
     """
     return solve(times_with_cuts(layer_times_s, num_stages, cut_times_s), max(num_micro_batches, 2))
 
@@ -122,7 +122,7 @@ def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartitio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A strategy and what is predicted of it."""
+    """A strategy and its prediction."""
 
     strategy: Strategy
     prediction: Prediction | None
@@ -152,7 +152,7 @@ def price(pricing: Pricing, strategy: Strategy, *, given_partition: bool = True)
     Args:
         given_partition: whether its stage partition is to be kept; else the best one is found.
     """
-    fixed = _what_is_fixed(strategy)
+    fixed = _unsupported(strategy)
     if fixed:
         return Priced(strategy=strategy, prediction=None, reason=fixed)
     try:
@@ -206,7 +206,7 @@ def ranked(priced: list[Priced]) -> list[Priced]:
     return [replace(each, rank=rank) for rank, each in enumerate(sorted(priced, key=key), 1)]
 
 
-def _what_is_fixed(strategy: Strategy) -> str:
+def _unsupported(strategy: Strategy) -> str:
     """Why DeepSpeed 0.3.13 as AMP used it cannot run a strategy; empty = it can."""
     for name, only in (
         ("num_model_chunks", 1),
@@ -217,7 +217,7 @@ def _what_is_fixed(strategy: Strategy) -> str:
     ):
         value = getattr(strategy, name)
         if value != only:
-            return f"strategy: {name} {value!r} is not what AMP's trials ran: use {only!r}, or `search predict`"
+            return f"strategy: {name} {value!r} is no value of AMP's trials: use {only!r}, or `search predict`"
     return ""
 
 

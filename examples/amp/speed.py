@@ -77,7 +77,7 @@ def _accuracy(repository: Path, rows: list[dict[str, str]]) -> None:
         "regret": float(measured[np.argmin(predicted)] / measured.min()),
     }
     raw = float(np.mean(np.abs(predicted - measured) / measured))
-    print(f"\n{len(ran)} trials of the homogeneous cluster, nothing fitted to them; error without a scale {raw:.1%}")
+    print(f"\n{len(ran)} trials of the homogeneous cluster, without a fit to them; error without a scale {raw:.1%}")
     for name, value in ours.items():
         print(f"{name:10} ours {value:6.3f}   AMP {AMP_ACCURACY[name]:6.3f}")
 

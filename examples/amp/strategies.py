@@ -22,7 +22,7 @@ SHORT_NAMES = {
 
 
 def read_strategies(path: Path, global_batch_size: int) -> list[tuple[Strategy, bool]]:
-    """Read one strategy a line, and whether it says how layers are dealt to stages.
+    """Read one strategy a line, and whether it gives a stage partition.
 
     Args:
         path: a JSONL file. A line is a strategy, or an object that holds one under `strategy`.

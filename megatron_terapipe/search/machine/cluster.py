@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Memory of a node beside that of its devices, which share it."""
+    """Host memory of a node, which its devices share."""
 
     memory_bytes: float
     """Bytes of the node."""
@@ -62,12 +62,12 @@ class Node:
 
     @property
     def parts(self) -> tuple[Device, int, Link, Link, int, HostMemory]:
-        """All of it but its name: nodes with the same parts are of one kind."""
+        """All fields but the name: nodes with the same parts are of one kind."""
         return self.device, self.num_devices, self.inside, self.network, self.num_network_cards, self.host
 
 
 def check_num_devices(num_devices: int, name: str) -> None:
-    """See that a cluster does not have too many devices."""
+    """Raise if a cluster has too many devices."""
     if num_devices > MOST_DEVICES_OF_CLUSTER:
         raise ConfigError(
             f"cluster {name} has {num_devices:,} devices, more than {MOST_DEVICES_OF_CLUSTER:,}: give fewer nodes, or "
@@ -122,7 +122,7 @@ class Cluster:
 
 
 def model_document(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model that are not as they would be anyway."""
+    """Return the fields of a model that differ from their defaults."""
     document = {}
     for each in fields(ModelConfig):
         value = getattr(model, each.name)

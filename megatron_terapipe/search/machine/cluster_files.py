@@ -2,8 +2,8 @@
 
     file -> entries (pydantic) -> groups of equal nodes, completed from the library -> Cluster, notes
 
-Notes name what the library filled in, and figures that look like another unit: links sold by the sum of both
-directions, products with sparsity, cards in bits per second. Such figures are taken as they are.
+Notes name the fields that the library filled in, and figures that look like another unit: links sold by the sum of
+both directions, products with sparsity, cards in bits per second. Such figures are used as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,11 @@ from megatron_terapipe.search.machine.entries import (
     Speed,
     Text,
     Time,
+    expected,
     fault,
     is_number,
     place,
     read_entry,
-    wanted,
 )
 from megatron_terapipe.search.machine.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.machine.library import GIGABIT, GIGABYTE, MACHINES, Machine
@@ -56,8 +56,8 @@ LINE_RATES = (1, 2.5, 5, 10, 20, 25, 40, 50, 56, 100, 200, 400, 800)
 """Gbit/s of network cards that are sold."""
 
 
-def inside_doubt(device: Device, inside: Link) -> str | None:
-    """Return a note if a link inside a node is faster than those of the device's usual machine."""
+def inside_note(device: Device, inside: Link) -> str | None:
+    """Return a note if a link inside a node is faster than in the device's usual machine."""
     if not _is_known(device):
         return None
     machine = library.usual_machine(device.name)
@@ -75,8 +75,8 @@ def inside_doubt(device: Device, inside: Link) -> str | None:
     )
 
 
-def network_doubt(network: Link) -> str | None:
-    """Return a note if no network card has such a bandwidth, and bits may have been taken for bytes."""
+def network_note(network: Link) -> str | None:
+    """Return a note if no network card has such a bandwidth, as if bits were given as bytes."""
     given = network.bandwidth / GIGABIT
     if given > LINE_RATES[-1] * (1 + CLOSE):
         return (
@@ -91,7 +91,7 @@ def network_doubt(network: Link) -> str | None:
     return None
 
 
-def sparsity_doubt(device: Device) -> str | None:
+def sparsity_note(device: Device) -> str | None:
     """Return a note if a device of the library has twice its FLOP/s of dense products."""
     if not _is_known(device):
         return None
@@ -125,12 +125,12 @@ DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
 def _short_for(name: str) -> BeforeValidator:
-    """Text stands for an object with one field of that value."""
+    """Read text as an object with one field of that value."""
     return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
 
 
 def _link(value: object) -> object:
-    """Text stands for a link of that bandwidth; a number alone has no unit."""
+    """Read text as a link of that bandwidth; refuse a number, which has no unit."""
     if is_number(value):
         raise ValueError("is a number without a unit: write it as 100 Gbit/s or 25 GB/s")
     return {"bandwidth": value} if isinstance(value, str) else value
@@ -149,7 +149,7 @@ def _with_fields(usual: Described, entry: Entry) -> Described:
 
 
 class DeviceEntry(Entry):
-    """A device; with `like`, a name in the library, all else may be left out."""
+    """A device; with `like`, a name in the library, the other fields are optional."""
 
     like: Text | None = None
     name: Text | None = None
@@ -166,13 +166,13 @@ class DeviceEntry(Entry):
         if known is None:
             for field in ("memory", "memory_bandwidth", "half_flops", "single_flops"):
                 if getattr(self, field) is None:
-                    raise ConfigError(f"{where}.{field} is missing: give {wanted(DeviceEntry, field)}")
+                    raise ConfigError(f"{where}.{field} is missing: give {expected(DeviceEntry, field)}")
         device = _with_fields(known or _UNKNOWN_DEVICE, self)
         return device, library.usual_machine(known.name if known else device.name)
 
 
 class LinkEntry(Entry):
-    """A link; what is left out is as usual."""
+    """A link; omitted fields have the values of the library."""
 
     bandwidth: Bandwidth | None = None
     latency: Time | None = None
@@ -185,7 +185,7 @@ class NetworkEntry(LinkEntry):
 
 
 class HostEntry(Entry):
-    """Memory of a node beside its devices; what is left out is as usual."""
+    """Host memory of a node; omitted fields have the values of the library."""
 
     memory: Memory | None = None
     bandwidth: Bandwidth | None = None
@@ -235,12 +235,12 @@ class NodeGroup:
     """One of them, without a name."""
     hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the file left to the library, a line each."""
+    """Values taken from the library, a line each."""
 
     @classmethod
     def of_machine(cls, machine: Machine, device: Device, *notes: str) -> "NodeGroup":
         """Return a node of the library, perhaps with another device."""
-        found = [*notes, *_some(sparsity_doubt(device))]
+        found = [*notes, *_some(sparsity_note(device))]
         if library.is_guess(device.name):
             found.append(f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it")
         return cls(machine.node(device), notes=tuple(found))
@@ -263,8 +263,8 @@ def _some(note: str | None) -> list[str]:
 
 def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
     """Return the note that something was taken from the library."""
-    what = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
-    return f"{what} of {device.name} nodes not given: those of a {machine.name} are taken"
+    omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
+    return f"{omitted} of {device.name} nodes not given: those of a {machine.name} are taken"
 
 
 def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
@@ -288,7 +288,7 @@ def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
 
 
 def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str) -> list[NodeGroup]:
-    """Take the hosts that `overrides` speaks of out of their group."""
+    """Split the hosts of `overrides` from their group."""
     if not any(host in overrides for host in group.hosts):
         return [group]
     parts = []
@@ -304,7 +304,7 @@ def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str
 
 
 def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False) -> NodeGroup:
-    """Return a group with what an entry says of its nodes.
+    """Return a group with the parts that an entry gives.
 
     Args:
         keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
@@ -315,14 +315,14 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         node = replace(node, num_devices=entry.devices)
     if entry.inside is not None:
         node = replace(node, inside=_with_fields(node.inside, entry.inside))
-        notes += _some(inside_doubt(node.device, node.inside))
+        notes += _some(inside_note(node.device, node.inside))
     if entry.network is not None:
         given, network = entry.network, _with_fields(node.network, entry.network)
         cards = node.num_network_cards if keeps_cards or given.bandwidth is None else 1
         if keeps_cards and cards > 1 and given.bandwidth is not None and given.cards is None:
             notes.append(f"the network is read as that of each of the {cards} cards of the machine: give cards if not")
         node = replace(node, network=network, num_network_cards=given.cards or cards)
-        notes += _some(network_doubt(network))
+        notes += _some(network_note(network))
     if entry.host is not None:
         node = replace(node, host=_with_fields(node.host, entry.host))
     return replace(group, node=node, notes=tuple(notes))
@@ -337,7 +337,7 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
     if of.machine is not None:
         machine = library.machine(of.machine, f"{at}machine")
         if device is None and machine.device is None:
-            raise fault(f"{at}machine", of.machine, "is a machine for any device", "say which in the field device")
+            raise fault(f"{at}machine", of.machine, "is a machine for any device", "name one in the field device")
         return NodeGroup.of_machine(machine, device or library.device(str(machine.device)))
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
@@ -360,7 +360,7 @@ def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
 
 
 NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
-"""Bandwidth in the unit that the name of its field says."""
+"""Bandwidth in the unit in the name of its field."""
 
 
 class FlatCluster(Entry):
@@ -391,7 +391,7 @@ def is_flat(document: object) -> bool:
 
 
 def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster that flat fields describe, and a line for each link that the library had to say.
+    """Return the cluster that flat fields describe, and a line for each link taken from the library.
 
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
     """
@@ -417,7 +417,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
         missing.append("network")
     notes = [assumed(missing, device, machine)] if missing else []
     if flat.intra_node_GBps is not None:
-        notes += _some(inside_doubt(device, node.inside))
+        notes += _some(inside_note(device, node.inside))
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     nodes = tuple(replace(node, name=f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
     return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), tuple(notes)
@@ -429,7 +429,7 @@ def read_cluster(path: str, *, device: str | None = None) -> Cluster:
 
 
 def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cluster, tuple[str, ...]]:
-    """Read a cluster, and what was assumed of it."""
+    """Read a cluster, and the notes about its default values."""
     if not Path(path).exists():
         raise ConfigError(
             f"{path} is no file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "
@@ -474,7 +474,7 @@ def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ..
     nodes = {}
     for host, node in ((host, group.node) for group in groups for host in group.hosts):
         if host in nodes:
-            raise ConfigError(f"cluster {name}: host {host} stands twice: give each node a name of its own")
+            raise ConfigError(f"cluster {name}: host {host} appears twice: give each node another name")
         nodes[host] = replace(node, name=host)
     notes = [note for each in groups for note in each.notes]
     return Cluster(nodes=tuple(nodes.values()), name=name), tuple(dict.fromkeys(notes))

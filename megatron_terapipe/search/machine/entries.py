@@ -1,4 +1,4 @@
-"""Objects of input files as pydantic models; what is wrong with one becomes one line for the user."""
+"""Objects of input files as pydantic models; an error in a file becomes one line for the user."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.documents import short, suggestion
 
 MOST = 10**15
-"""Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
+"""Whole numbers are at most this: more is a typing error, and floats are exact up to it."""
 
 MOST_QUANTITY = 1e24
 """Quantities are at most this, in bytes, seconds and FLOPs, and at least its inverse."""
@@ -85,7 +85,7 @@ Time = Annotated[float, Quantity("time", "5 us", _TIMES, ("us",))]
 
 @dataclass(frozen=True)
 class OrText:
-    """Marks an object that text may stand for."""
+    """Annotation of an object that a file may give as text."""
 
     meaning: str
 
@@ -94,7 +94,7 @@ class OrText:
 
 
 class Entry(BaseModel):
-    """An object of an input file. Fields that it does not declare are refused; null is as if a field were not there."""
+    """An object of an input file. Unknown fields are refused; null is equivalent to an omitted field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -158,12 +158,12 @@ Positive = Annotated[float, Field(gt=0, le=MOST_QUANTITY)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST_QUANTITY)]
 
 
-def fixed(wanted: object, remedy: str) -> BeforeValidator:
-    """Return what refuses any value but one."""
+def fixed(expected: object, remedy: str) -> BeforeValidator:
+    """Return a validator that refuses all values but one."""
 
     def read(value: object) -> object:
-        if value != wanted:
-            raise ValueError(f"is not {wanted}: {remedy}")
+        if value != expected:
+            raise ValueError(f"is not {expected}: {remedy}")
         return value
 
     return BeforeValidator(read)
@@ -179,8 +179,8 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
         return kind.model_validate(document)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        # A file of another kind has many wrong fields, and the one that names its kind says most. A name with a slip is
-        # a field too many and one too few: the first says more.
+        # A file of another kind has many wrong fields; the one that names its kind is the most helpful. A misspelt name
+        # is an unknown field and a missing one: the unknown one is more helpful.
         first = min(found, key=lambda each: (each["loc"] != ("format",), each["type"] != "extra_forbidden"))
         raise ConfigError(_in_words(kind, first, document, file, path)) from None
 
@@ -218,7 +218,7 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
     where, limits = place(file, path, *way), error.get("ctx", {})
     match error["type"]:
         case "missing":
-            return f"{where} is missing: give {wanted(within, name)}"
+            return f"{where} is missing: give {expected(within, name)}"
         case "extra_forbidden":
             return str(fault(where, value, "is not a known field", suggestion(name, sorted(within.model_fields))))
         case "invalid_key":
@@ -258,8 +258,8 @@ def _entry_in(annotation: Any) -> type[Entry] | None:
     return next((found for each in get_args(annotation) if (found := _entry_in(each))), None)
 
 
-def wanted(kind: type[Entry], name: str) -> str:
-    """Return in words what a field holds."""
+def expected(kind: type[Entry], name: str) -> str:
+    """Return the description of the values of a field."""
     annotation = kind.model_fields[name].annotation
     kinds = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "list": "a list"}
     words = kinds.get(getattr(get_origin(annotation) or annotation, "__name__", ""), "an object")

@@ -1,6 +1,6 @@
 """Hostfiles, read as DeepSpeed's launcher reads them (`_parse_hostfile` in deepspeed/launcher/runner.py, 0.19.8).
 
-A line is a host, blanks, `slots=` and a number without blanks between. What follows the number is ignored, such as
+A line is a host, blanks, `slots=` and a number without blanks between. Words after the number are ignored, such as
 `max_slots=16` of Open MPI. A line that begins with `#` is a comment; `#` elsewhere is none. A host may have no slots.
 DeepSpeed takes any word for a host, also one that ssh reads as an option; here it must be a host name.
 """
@@ -28,11 +28,11 @@ class Host:
     slots: int
     """Its devices; 0 = none of them are used."""
     ignored: str = ""
-    """What follows on the line."""
+    """Rest of the line."""
 
 
 def is_hostfile(text: str, path: str = "") -> bool:
-    """Whether a file is a hostfile, or was meant to be one, so that errors speak of hostfiles."""
+    """Whether a file is a hostfile, or was meant to be one, so that errors are those of hostfiles."""
     first = next((line for _, line in _lines(text)), "")
     if _LINE.match(first):
         return True
@@ -62,13 +62,13 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
 
 
 def hostfile_notes(hosts: Iterable[Host]) -> tuple[str, ...]:
-    """Return what a hostfile says without effect, a line each."""
+    """Return notes about words of a hostfile without effect, a line each."""
     hosts = tuple(hosts)
     unused = [host.name for host in hosts if not host.slots]
     notes = [f"hosts without slots are not used: {_some(unused)}"] if unused else []
     ignored = list(dict.fromkeys(host.ignored for host in hosts if host.ignored and not host.ignored.startswith("#")))
     if ignored:
-        notes.append(f"the hostfile says {_some(ignored)} behind the slots of a host, which DeepSpeed ignores")
+        notes.append(f"the hostfile has {_some(ignored)} after the slots of a host, which DeepSpeed ignores")
     return tuple(notes)
 
 
@@ -78,7 +78,7 @@ def hostfile_text(nodes: Iterable[Node]) -> str:
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:
-    """Yield the lines that say something, and their numbers from 1."""
+    """Yield the lines that are neither empty nor comments, and their numbers from 1."""
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.strip()
         if content and not content.startswith("#"):

@@ -5,7 +5,7 @@
     free_ports           for rendezvous
     supervised           a launch that ends with this process, on all hosts (`supervisor.py`)
 
-DeepSpeed's pdsh launcher puts words with blanks between double quotes, and quotes nothing else (`PDSHRunner` in
+DeepSpeed's pdsh launcher puts words with blanks between double quotes, and quotes no other words (`PDSHRunner` in
 deepspeed/launcher/multinode_runner.py, 0.19.8): a path with `;` or `$(...)` would run a command on every host.
 """
 
@@ -30,7 +30,7 @@ _WORD = re.compile(r"[\w@+=:,./ -]*")
 _FOLDER = re.compile(r"[\w@+=:,./-]*")
 """Of the folder that is entered on every host, which DeepSpeed never quotes."""
 
-RULE = "which the shells of other hosts would read: use letters, digits and _@+=:,./- alone"
+RULE = "which the shells of other hosts would read: use only letters, digits and _@+=:,./-"
 
 SHELL_CHECK = f"""if [ "${{launch[0]}}" = deepspeed ]; then
     # DeepSpeed hands these words to the shells of the other hosts without quotes, and enters this directory there.
@@ -44,11 +44,11 @@ SHELL_CHECK = f"""if [ "${{launch[0]}}" = deepspeed ]; then
     unset ${{!MLFLOW@}}
 fi
 """
-"""Lines of a script that see that the words of its array `launch`, and those behind it, may be sent."""
+"""Lines of a script that check whether the words of its array `launch`, and those after it, may be sent."""
 
 
 def check_remote_words(words: Iterable[str], folder: Path | None = None) -> None:
-    """See that the shells of other hosts leave the words of a launch as they are."""
+    """Raise if shells of other hosts would change the words of a launch."""
     wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
     if wrong is None and folder is not None and not _FOLDER.fullmatch(str(folder)):
         wrong = str(folder)
@@ -85,13 +85,13 @@ def variables(*, on_cpu: bool) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that is free on this host, and that no connection will be given by chance."""
+    """Return a port that is free on this host, outside of the ports of outgoing connections."""
     return free_ports(1)[0]
 
 
 def free_ports(number: int) -> list[int]:
-    """Return as many such ports, each another one."""
-    # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
+    """Return as many different ports that are free."""
+    # Concurrent processes choose from disjoint ports, whatever their seeds.
     ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
     in_any_order = random.SystemRandom().sample(ports, k=len(ports))
     found = list(islice(filter(_is_free, in_any_order), number))
@@ -114,9 +114,9 @@ def _is_free(port: int) -> bool:
 
 @contextmanager
 def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
-    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts."""
+    """Run a launch, all processes of which, on all hosts, end with the block or with this process."""
     command = [sys.executable, "-I", supervisor.__file__, ",".join(hosts), *words]
-    # A session of its own: Ctrl-C is for this process alone, which then ends the launch.
+    # A new session: only this process gets Ctrl-C, and then ends the launch.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
     assert process.stdin is not None
     try:

@@ -16,8 +16,8 @@ from megatron_terapipe.search.machine.documents import suggestion
 # their line rate. Latencies are those that NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us
 # over PCIe, 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory
 # access is given 30 us, a round guess. The host's memory is that of the whole node in 10^9 bytes; each device reaches
-# it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. What of all this is reached is no matter of
-# machines; calibration says. Sources:
+# it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. The reached share of all this is in
+# `price.efficiency`. Sources:
 #
 #     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory
 #     DGX     data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems
@@ -96,7 +96,7 @@ def _machine(
 def _pcie(
     name: str, source: str, device: str | None, num_devices: int, inside: float, network: float, memory: float
 ) -> Machine:
-    """A machine whose devices talk over PCIe, and which has one card without remote memory access."""
+    """A machine with PCIe between its devices, and one card without remote memory access."""
     return _machine(
         name,
         source,
@@ -181,7 +181,7 @@ def library_device(name: str, where: str = "device") -> LibraryDevice:
 
 
 def names_one_device(name: str, other: str) -> bool:
-    """Whether two names are of one device; those that the library does not know are compared as they are spelled."""
+    """Whether two names are of one device; names outside of the library are compared as spelled."""
 
     def found(spelled: str) -> str:
         try:
@@ -201,7 +201,7 @@ def machine(name: str, where: str = "machine") -> Machine:
 
 
 def usual_machine(name: str) -> Machine:
-    """The machine whose links a device is given where nobody says any."""
+    """Return the machine with the default links of a device."""
     try:
         return MACHINES[library_device(name).machine]
     except ConfigError:
@@ -209,7 +209,7 @@ def usual_machine(name: str) -> Machine:
 
 
 def needs_fp16(name: str) -> bool:
-    """Whether a device's tensor cores know fp16 and no bf16: those before Ampere."""
+    """Whether the tensor cores of a device have fp16 and no bf16: those before Ampere."""
     try:
         return library_device(name).source in ("P100", "V100", "T4", "RTX 20")
     except ConfigError:
@@ -224,7 +224,7 @@ def smallest_device_with(memory_bytes: float) -> Device | None:
 
 
 def is_guess(name: str) -> bool:
-    """Whether the figures of a device are nobody's data sheet."""
+    """Whether the figures of a device are from no data sheet."""
     return name in DEVICES and DEVICES[name].source == GUESS
 
 

@@ -21,7 +21,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32
 AttentionKernel = Literal[
     "scores", "flash-attention-1", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"
 ]
-"""What computes attention. `scores` writes the matrix of scores to memory; the others keep none of it."""
+"""Implementation of attention. `scores` writes the matrix of scores to memory; the others keep none of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Operator:
 
 
 NOTHING = Operator(forward_kernels=0.0, backward_kernels=0.0)
-"""An operator that a kernel beside it does on the way."""
+"""An operator that is fused into the kernel of another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Operators:
     """Copies of queries, keys and values to where attention reads them, and of its output [channel of a query, key,
     value or output]."""
     loss: Operator
-    """Cross-entropy, all of it behind the product [logit]."""
+    """Cross-entropy, all of it after the product [logit]."""
     embedding: Operator
     """Rows looked up, and the gradient of the table [hidden state]."""
     exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
@@ -85,7 +85,7 @@ class Operators:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Products:
-    """Matrix products beside what they compute."""
+    """Kernels and memory traffic of matrix products, in addition to their FLOPs."""
 
     forward_kernels: float = 1.0
     """Kernels of one product: itself, casts and copies around it."""
@@ -93,20 +93,20 @@ class Products:
     accumulation_bytes: float = 8.0
     """Bytes that each backward moves for a weight to add its gradient to the sum."""
     accumulates_in_place: bool = False
-    """Whether the product of the gradient itself adds to the sum, and these bytes move under it; a look-up then adds to
-    the rows that were used alone."""
+    """Whether the product of the gradient itself adds to the sum, and these bytes move under it; a look-up then adds
+    only to the rows that were used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCore:
-    """How attention is computed, between the products before and behind it."""
+    """Computation of attention, between the products before and after it."""
 
     kernel: AttentionKernel = "flash-attention-2"
-    """Which kernel, on devices whose generation `on` does not name."""
+    """The kernel on generations of devices that are not in `on`."""
     on: tuple[tuple[str, AttentionKernel], ...] = ()
-    """(generation of devices, kernel) where it is another one."""
+    """(generation of devices, kernel) for those with another kernel."""
     skips_masked: bool = True
-    """Whether it leaves out what a causal mask hides."""
+    """Whether it leaves out masked scores."""
     forward_kernels: float = 1.0
     backward_kernels: float = 1.0
     keeps_keys: bool = False
@@ -130,7 +130,7 @@ class AttentionCore:
         return self.kernel == "scores"
 
     def prefix_bytes(self, element_bytes: int, kept_bytes: int) -> float:
-        """Return the bytes that a channel of an earlier key or value moves, as `prefix` says."""
+        """Return the bytes that a channel of an earlier key or value moves, see `prefix`."""
         in_fp32 = self.prefix.backward_bytes
         return self.prefix.bytes_backward(element_bytes) - in_fp32 + in_fp32 * kept_bytes / ELEMENT_BYTES["fp32"]
 
@@ -141,7 +141,7 @@ class AttentionCore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Messages between ranks, and what runs under them."""
+    """Messages between ranks, and their overlap with ops."""
 
     overlaps_transfers: bool = False
     """Whether messages between stages travel under ops; else both ends wait for each."""
@@ -161,7 +161,7 @@ class Communication:
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
     (`price.step.step_traffic`)."""
     shards_weights: bool = False
-    """Whether data-parallel ranks keep a part of each weight alone, gather it for the forward and again for the
+    """Whether data-parallel ranks keep only a part of each weight, gather it for the forward and again for the
     backward of each micro-batch, and reduce gradients in each (ZeRO 3, arXiv 1910.02054 section 5.3; FSDP, arXiv
     2304.11277 section 3)."""
 
@@ -192,13 +192,13 @@ class StateBytes:
         return each / data_parallel_size if name in self.divided else each
 
 
-OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (
+ONLY_OURS: tuple[tuple[str, tuple[int | str, ...]], ...] = (
     ("sequence_parallel_size", (1,)),
     ("recompute", ("none", "selective", "full")),
     ("offload", (False,)),
     ("key_value_gradients", ("fp32",)),
 )
-"""What is left to trainers other than this one of dimensions that came with long sequences; one of `Software.runs`."""
+"""Values that other trainers can run of the dimensions for long sequences; a part of `Software.runs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +222,7 @@ class Software:
     step_bytes: float = 18.0
     """Bytes of weights, gradients and optimizer state that the step of a parameter reads or writes."""
     selective_recomputes: Literal["attention", "norms"] = "attention"
-    """What recompute "selective" runs again: the `attention` core (Korthikanti et al., arXiv 2205.05198 section 5), or
+    """Part that recompute "selective" runs again: the `attention` core (arXiv 2205.05198 section 5), or
     `norms` and activation functions (docs/adr/0014)."""
     residual_dropout: bool = False
     """Whether masks of dropout are kept with each residual."""
@@ -234,7 +234,7 @@ class Software:
     launch_factor: float = 1.0
     """Host time of a kernel launch, in that of a Megatron layer of 2021 written in Python."""
     allocator_factor: float = 1.06
-    """Memory taken for a byte of activations, with what the allocator cannot use."""
+    """Memory taken for a byte of activations, with fragmentation of the allocator."""
 
     def can_run(self, dimension: str, value: object) -> bool:
         """Whether it can run a value of a dimension."""

@@ -1,11 +1,11 @@
-"""Runs a launch, and ends it with whoever asked for it: all of its processes, on all hosts.
+"""Runs a launch, and ends all of its processes on all hosts when the calling process ends.
 
     python supervisor.py HOST,HOST COMMAND...      runs the command until it ends, or until the standard input is closed
-    python supervisor.py --end MARK                ends the processes of this host that bear a mark
+    python supervisor.py --end MARK                ends the processes of this host that have a mark
 
-The standard input is closed by whoever holds its other end, also if he is killed. DeepSpeed's launcher cannot end a
-launch so: it hands no signal on to a rank that hangs, and told to end it kills every launcher of this user on its
-hosts, those of other runs too. So each process of a launch bears a mark among its variables, by which it is found.
+The standard input is closed when the process at its other end ends, also if it is killed. DeepSpeed's launcher cannot
+end a launch so: it forwards no signal to a rank that hangs, and on a signal it kills every launcher of this user on
+its hosts, those of other runs too. So each process of a launch has a mark among its variables, by which it is found.
 
 Only the standard library is used: this is a program of its own, which starts at once.
 """
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "PYTHON_LAUNCH_MARK"
-"""Name of the mark. DeepSpeed's launcher hands variables on to other hosts whose names begin with PYTHON."""
+"""Name of the mark. DeepSpeed's launcher sends variables with names that begin with PYTHON to other hosts."""
 
 REACH_S = 10
 """Seconds in which another host must answer."""
@@ -30,7 +30,7 @@ REACH_S = 10
 END_S = 5.0
 """Seconds in which killed processes must be gone; one that waits for a disk may take longer."""
 
-TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that mean the same as a closed standard input."""
 
 NOT_ENDED = 75
@@ -38,7 +38,7 @@ NOT_ENDED = 75
 
 
 def main(words: Sequence[str]) -> int:
-    """Run as the words say, and return the exit code."""
+    """Run the command or the end of a launch, and return the exit code."""
     if words[0] == "--end":
         return 0 if end_marked(words[1]) else NOT_ENDED
     hosts, *command = words
@@ -50,7 +50,7 @@ def supervise(command: Sequence[str], hosts: Sequence[str]) -> int:
     mark = uuid.uuid4().hex
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake)
-    for each in (*TOLD_TO_END, signal.SIGCHLD):
+    for each in (*END_SIGNALS, signal.SIGCHLD):
         signal.signal(each, lambda *_: None)
     process = subprocess.Popen(
         command, env=os.environ | {VARIABLE: mark}, stdin=subprocess.DEVNULL, start_new_session=True
@@ -58,18 +58,18 @@ def supervise(command: Sequence[str], hosts: Sequence[str]) -> int:
     wanted = True
     while wanted and process.poll() is None:
         ready, _, _ = select.select([sys.stdin, woken], [], [])
-        wanted = sys.stdin not in ready and not TOLD_TO_END.intersection(os.read(woken, 64))
+        wanted = sys.stdin not in ready and not END_SIGNALS.intersection(os.read(woken, 64))
     # Also after a good end: pdsh reports one where its ssh was killed.
     ended = end_marked(mark)
     process.wait()
     if not (end_on(hosts, mark) and ended):
         return NOT_ENDED
-    # As shells know it, if a signal ended it.
+    # As in shells, if a signal ended it.
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def end_marked(mark: str) -> bool:
-    """Kill the processes of this host that bear a mark, and return whether all are gone."""
+    """Kill the processes of this host that have a mark, and return whether all are gone."""
     deadline = time.monotonic() + END_S
     while left := _marked(mark):
         for pid in left:

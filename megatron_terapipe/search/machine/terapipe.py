@@ -1,8 +1,8 @@
 """This trainer, as it is on main: without options that change kernels, on a GPU with triton.
 
 Kernels and bytes are counted by `benchmarks.kernel_counts`, and again by `tests/search/machine/test_terapipe.py`:
-what autograd's operators and compiled functions (docs/adr/0023) read and write, in the middle of a sequence, with four
-query heads to a key head. `--compile-pointwise never` launches more.
+the reads and writes of autograd's operators and compiled functions (docs/adr/0023), in the middle of a sequence, with
+four query heads to a key head. `--compile-pointwise never` launches more.
 """
 
 from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
@@ -31,17 +31,17 @@ OPERATORS = Operators(
     # Added by the product itself; the gradient is a sum over its rows.
     bias=Operator(backward=1, forward_kernels=0),
     # Compiled: the kernel that turns queries writes them where the copy for attention would be, and that which turns
-    # gradients back puts them together as the copy would. So a rotation costs the keys' kernel alone.
+    # gradients back puts them together as the copy would. So a rotation costs only the keys' kernel.
     rotary=Operator(forward=0.4, backward=0, forward_bytes=0.2, backward_bytes=0.1, backward_kernels=0),
     # Its input is copied out of the product; of queries instead of the copy for attention.
     head_norm=Operator(
         forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=1.5, backward_kernels=2
     ),
     # Queries out of the product, keys and values into their buffers. Back: gradients put together (1 kernel), and those
-    # of keys and values with what later token slices found for them (2).
+    # of keys and values with those of later token slices (2).
     heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=3, backward_kernels=3),
-    # Put together in the order of the message, and out of what has come: two copies. Queries, keys and values are taken
-    # out one by one, the output at once.
+    # Packed in the order of the message, and unpacked: two copies. Queries, keys and values are unpacked one by one,
+    # the output at once.
     exchange=Operator(forward=4, backward=4, forward_kernels=3, backward_kernels=3),
     # Log-softmax reads half precision and writes fp32 (2 + 4). Back: softmax of the logits (2 + 4), scaled in place
     # (8), cast (4 + 2); the other kernels touch a number of each token.
@@ -56,8 +56,8 @@ TERAPIPE = Software(
     operators=OPERATORS,
     # The gradient of a weight is added to its sum in fp32, read and written, by the product.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8, accumulates_in_place=True),
-    # Torch's own flash attention, in one call, is FlashAttention-2 on Hopper and Blackwell, too: the third is for those
-    # who have installed it (`attention/flash_kernels.py`). Before Ampere there is the memory-efficient kernel alone.
+    # Torch's own flash attention, in one call, is FlashAttention-2 on Hopper and Blackwell, too: the third must be
+    # installed (`attention/flash_kernels.py`). Before Ampere there is only the memory-efficient kernel.
     attention=AttentionCore(
         kernel="flash-attention-2",
         on=(("volta", "memory-efficient"), ("turing", "memory-efficient")),
@@ -84,7 +84,7 @@ TERAPIPE = Software(
         StateBytes(
             "bf16", 0, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), whole_step=14
         ),
-        # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025). The norm reads
+        # Products add to the sums, so no gradient of a micro-batch is kept (docs/adr/0025). The norm reads
         # them (4), and they are zeroed twice (8).
         StateBytes("bf16", 1, weights=2, gradients=4, optimizer=12, divided=("optimizer",), bucket=4, whole_step=12),
     ),

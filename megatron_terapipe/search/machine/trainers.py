@@ -2,7 +2,7 @@
 
 - `megatron-lm`: Megatron-LM as it was when most published tables were measured. Narayanan et al., arXiv 2104.04473
   sections 4.1 (scatter and gather of messages) and 4.2 (fused kernels); Korthikanti et al., arXiv 2205.05198 section 4
-  (what a layer keeps).
+  (activations of a layer).
 - `deepspeed`: DeepSpeed's pipeline engine with Megatron-LM's layers. `runtime/pipe/engine.py`,
   `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Sums
   of bf16 travel in fp32, all-reduced even at ZeRO stage 1. GPT-NeoX's rotation is written in Python.
@@ -17,7 +17,7 @@
 - `llm-foundry`: MosaicML's of 2023, FSDP with Triton's attention and fused losses, as in its throughput tables
   (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), most of them `FULL_SHARD` and `DEFAULT`.
 - `alst`: DeepSpeed's ZeRO 3 with sequence-parallel ranks, transformers' layers and Liger's kernels (arXiv 2410.10989),
-  which has no pipeline: `rank/rivals.py` prices it beside a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
+  which has no pipeline: `rank/rivals.py` compares it with a ranking. Bekman et al., arXiv 2506.13996; ArcticTraining,
   `projects/sequence-parallelism` and `monkey_patches.py`; DeepSpeed 0.19.8, `runtime/sequence_parallel/ulysses_sp.py`.
 - `megatron-core`: Megatron-core with Transformer Engine as NVIDIA runs it since 2024. Its user guide (overlaps), that
   of Transformer Engine 2.x (LayerNormLinear, attention by cuDNN), NeMo's performance guide (tensor-parallel overlap).
@@ -37,7 +37,7 @@ from megatron_terapipe.search.machine.documents import read_document, short, sug
 from megatron_terapipe.search.machine.entries import fault, place
 from megatron_terapipe.search.machine.software import (
     NOTHING,
-    OURS_ALONE,
+    ONLY_OURS,
     AttentionCore,
     Communication,
     Operator,
@@ -66,12 +66,12 @@ OPERATORS = Operators(
 )
 
 PIPELINE = (
-    *OURS_ALONE,
+    *ONLY_OURS,
     ("schedule", ("gpipe", "1f1b", "interleaved")),
     ("num_token_slices", (1,)),
     ("stage_partition", ("uniform",)),
 )
-"""What Megatron's pipelines run."""
+"""Values of dimensions that Megatron's pipelines run."""
 
 MEGATRON_LM = Software(
     name="megatron-lm",
@@ -109,7 +109,7 @@ DEEPSPEED = replace(
     ),
     communication=replace(MEGATRON_LM.communication, reduction_bytes=None),
     runs=(
-        *OURS_ALONE,
+        *ONLY_OURS,
         ("schedule", ("1f1b",)),
         ("num_token_slices", (1,)),
         ("stage_partition", ("uniform", "parameters")),
@@ -232,7 +232,7 @@ ALST = replace(
         gated_activation=Operator(forward=3, backward=5),
         # Queries and keys are turned in place.
         rotary=Operator(forward=2, backward=2),
-        # Queries, keys, values and outputs travel one by one; each is copied before its exchange and behind it.
+        # Queries, keys, values and outputs travel one by one; each is copied before and after its exchange.
         exchange=Operator(forward=4, backward=4, forward_kernels=4, backward_kernels=4),
         # The forward writes gradients over the logits, some tokens at a time.
         loss=Operator(forward=3, backward=0, forward_kernels=2, backward_kernels=0),
@@ -278,8 +278,8 @@ MEGATRON_CORE = Software(
         shares_transfers=True,
         overlaps_gradient_reduction=True,
         overlaps_weight_gather=True,
-        # What products hide of collectives, less what that slows them down: chosen beside runs that NVIDIA published,
-        # which lie between 0 and 0.5.
+        # Share of collectives that products hide, less their slowdown: chosen by published runs of NVIDIA, with values
+        # between 0 and 0.5.
         tensor_parallel_overlap=0.1,
         reduction_bytes=2,
     ),
@@ -308,7 +308,7 @@ LIKE = "like"
 def find_software(name: str) -> Software:
     """Return a description by its name, or from a JSON or YAML file.
 
-    A file names the description that it is `like`, and what differs: `{"like": "megatron-core", "name": "ours",
+    A file names the description that it is `like`, and the differences: `{"like": "megatron-core", "name": "ours",
     "communication": {"tensor_parallel_overlap": 0.8}}`. Lists are replaced whole.
     """
     if name in SOFTWARE:
@@ -317,7 +317,7 @@ def find_software(name: str) -> Software:
         raise ConfigError(f"--software {name} is neither a file nor a known trainer: {suggestion(name, SOFTWARE)}")
     document = read_document(name)
     if not isinstance(document, dict):
-        raise ConfigError(f"{name} is not an object: write one with the fields {LIKE} and what differs")
+        raise ConfigError(f"{name} is not an object: write one with the field {LIKE} and the differences")
     like = document.pop(LIKE, None)
     if not isinstance(like, str) or like not in SOFTWARE:
         raise fault(place(name, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
@@ -327,7 +327,7 @@ def find_software(name: str) -> Software:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = place(name, *first["loc"])
-        raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): mend it") from None
+        raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): correct it") from None
     hidden = software.communication.tensor_parallel_overlap
     if hidden > 1:
         at = place(name, "communication", "tensor_parallel_overlap")

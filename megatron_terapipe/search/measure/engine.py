@@ -1,4 +1,4 @@
-"""Time of the engine beside the layers, from steps of two real engines that differ in their number of layers.
+"""Time of the engine outside of layers, from steps of two real engines that differ in their number of layers.
 
 a step = its ops + op_s x their number + optimizer_s_per_parameter x parameters + iteration_s
 """

@@ -1,4 +1,4 @@
-"""Times the layers of a model as the engine runs them: whole sequences, token slice by token slice, there and back.
+"""Times the layers of a model as the engine runs them: sequences in token slices, forward and backward.
 
     forward     F0 F1 F2 F3
     backward                B3 B2 B1 B0       in one piece, then once more in two: BI, and BW deferred
@@ -46,8 +46,8 @@ MOST_VISITS = 9
 """Turns of each run: more would not make the median steadier."""
 
 
-class PartAlone(TensorParallelRanks):
-    """A rank that computes its part of each layer, and leaves out what it would tell the others."""
+class IsolatedRanks(TensorParallelRanks):
+    """Ranks that compute their parts of each layer without collectives."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class MeasuredLayers:
     shape: LayerShape
     modules: tuple[nn.Module, ...]
     functions: tuple[Callable[..., Tensor], ...]
-    """What runs each; may be another function of a module, as of a tied embedding."""
+    """The forward of each; may be another function of a module, as of a tied embedding."""
     count: int = 1
     """By how many the times are divided."""
     reads_tokens: bool = False
@@ -120,10 +120,11 @@ class LayerTimer:
     ) -> list[tuple[MeasuredLayers, list[OpPoint]]]:
         """Medians over repeats, for each token slice of each layer; all ranks must call it at the same time.
 
-        All runs are visited in turn, again and again, so that what disturbs the machine for a while disturbs all alike.
+        All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
 
         Args:
-            is_over: told what was visited; says on all ranks alike whether time is over. One run is visited at least.
+            is_over: callback(visited run) that returns the same on all ranks: whether time is over. At least one run is
+                visited.
         """
         sums = {}
         for layers in built:
@@ -150,13 +151,13 @@ class LayerTimer:
         return of_layers
 
     def _points(self, layers: MeasuredLayers, run: MeasuredRun, repeats: Sequence[list[OpTimes]]) -> Iterator[OpPoint]:
-        # One message for all token slices: on a slow link each takes longer than what it tells of.
+        # One message for all token slices: on a slow link a message takes longer than a measured op.
         medians = self._together(
             [[median(times) for times in zip(*ops, strict=True)] for ops in zip(*repeats, strict=True)]
         )
         for (start, end), times in zip(self._cut(run).bounds(), medians, strict=True):
             forward, backward, of_input, of_weight = (each / layers.count for each in times)
-            # The whole backward is what most schedules run; how it divides is known from the two parts.
+            # Most schedules run the whole backward; the two parts determine its division.
             share = of_input / (of_input + of_weight) if of_input + of_weight else 0.0
             yield OpPoint(run.micro_batch_size, start, end, forward, backward * share, backward * (1 - share))
 
@@ -172,15 +173,15 @@ class LayerTimer:
         return means
 
     def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpTimes]:
-        whole = self._once(layers, run, sums, puts_off=False)
-        parts = self._once(layers, run, sums, puts_off=True)
+        whole = self._once(layers, run, sums, defers=False)
+        parts = self._once(layers, run, sums, defers=True)
         return [
             OpTimes((first[0] + second[0]) / 2, first[1], second[1], second[2])
             for first, second in zip(whole, parts, strict=True)
         ]
 
     def _once(
-        self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, puts_off: bool
+        self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, defers: bool
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         cut = self._cut(run)
@@ -202,7 +203,7 @@ class LayerTimer:
             gradient = torch.ones_like(root)
             weights_s = 0.0
             with Stopwatch() as watch:
-                if puts_off:
+                if defers:
                     with self._weight_gradients.deferring() as deferred:
                         torch.autograd.backward(root, gradient)
                 else:
@@ -210,7 +211,7 @@ class LayerTimer:
                 if sums is not None:
                     sums.collect()
             del root
-            if puts_off:
+            if defers:
                 with Stopwatch() as other:
                     compute(deferred)
                 weights_s = other.seconds
@@ -239,7 +240,7 @@ def _sums(modules: Sequence[nn.Module]) -> AccumulatedGradients:
 
 
 class Stopwatch:
-    """Seconds until the device is done with what is inside."""
+    """Seconds until the device has run the ops inside."""
 
     def __enter__(self) -> "Stopwatch":
         self._accelerator = get_accelerator()
@@ -271,7 +272,7 @@ REPEATS = 15
 LEAST_REPEATS = 3
 
 UNCOUNTED = 2
-"""Timings of each size that come before: they warm up, and say how long one takes."""
+"""First timings of each size, which warm up and estimate the time of one."""
 
 LEAST_SIZES = 5
 """Sizes that are timed however slow a link is, up to 1 MiB: networks that limit a rate let short messages pass."""
@@ -296,8 +297,8 @@ def measure_links(
     """Measure every class of links between ranks; every rank must call it at the same time.
 
     Args:
-        budget_s: seconds for all classes together, the same on every rank; on a slow link the longest messages, which
-            tell no more of it than shorter ones, are left out.
+        budget_s: seconds for all classes together, the same on every rank; on a slow link the longest messages are
+            omitted.
     """
     if dist.get_world_size() == 1:
         return []

@@ -33,7 +33,7 @@ from megatron_terapipe.search.price.profile import (
 def run_on_ranks(
     work: Callable[..., None], num_processes: int, *arguments: Any, together: bool = True
 ) -> Iterator[Any]:
-    """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it."""
+    """Run `work(report, *arguments)` on as many new processes, and yield the reports of the first as they arrive."""
     context = multiprocessing.get_context("spawn")
     ports = free_ports(1 if together else num_processes)
     pipes: list[Connection] = []
@@ -54,14 +54,14 @@ def run_on_ranks(
             there.close()
             pipes.append(here)
             processes.append(process)
-        yield from _heard(pipes)
+        yield from _received(pipes)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _heard(pipes: list[Connection]) -> Iterator[Any]:
+def _received(pipes: list[Connection]) -> Iterator[Any]:
     running = list(pipes)
     while running:
         for pipe in wait(running):
@@ -69,7 +69,7 @@ def _heard(pipes: list[Connection]) -> Iterator[Any]:
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                kind, value = "failed", "it died without a word"
+                kind, value = "failed", "it ended without a message"
             if kind == "failed":
                 raise ConfigError(f"rank {pipes.index(pipe)} could not measure ({value}): see the lines above")
             if kind == "done":
@@ -85,7 +85,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        work(lambda value: pipe.send(("told", value)), *arguments)
+        work(lambda value: pipe.send(("report", value)), *arguments)
         pipe.send(("done", None))
     except UserError as error:
         pipe.send(("failed", str(error)))
@@ -100,7 +100,7 @@ def _rank(
 TIMEOUT = timedelta(minutes=5)
 
 ENGINE_SHARE, LINKS_SHARE = 0.2, 0.2
-"""Shares of the time, so that enough is left for layers: a slow link or a slow model must not use it up (ADR 61)."""
+"""Shares of the time: a slow link or a slow model must leave enough for layers (ADR 61)."""
 
 
 class Progress(NamedTuple):
@@ -140,30 +140,30 @@ def default_num_processes() -> int:
     return min(2, len(os.sched_getaffinity(0))) if on_cpu() else int(get_accelerator().device_count())
 
 
-def _measure_engine(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
+def _measure_engine(report: Callable[[Any], None], sizes: MeasuredSizes) -> None:
     from megatron_terapipe.search.measure.engine import measure_engine
 
     _join()
     budget_s = ENGINE_SHARE * sizes.budget_s
-    tell(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices)), budget_s))
+    report(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices)), budget_s))
 
 
 def measure_together(
-    tell: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float, engine: ProfiledEngine | None
+    report: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float, engine: ProfiledEngine | None
 ) -> None:
     """Measure links and layers, on one rank among all.
 
     Args:
-        tell: told how far it is, and the profile last; what the first rank tells counts.
+        report: callback(progress) and, last, callback(profile); only the first rank's reports count.
         budget_s: seconds after which no further size is begun.
-        engine: time of the engine; None on ranks that do not know it.
+        engine: time of the engine; None on ranks that did not measure it.
     """
     import torch
     import torch.distributed as dist
 
     from megatron_terapipe.search.measure.layers import (
+        IsolatedRanks,
         LayerTimer,
-        PartAlone,
         build_layers,
         measure_links,
         merged,
@@ -174,10 +174,10 @@ def measure_together(
     device = _join()
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
     nodes = nodes_of_ranks()
-    # All ranks must agree on the time for links, and the first alone knows what the engine took.
-    links = measure_links(device, nodes, lambda words: tell(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
+    # All ranks must agree on the time for links, and only the first has the time of the engine.
+    links = measure_links(device, nodes, lambda words: report(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
     rank = dist.get_rank()
-    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    own_group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     points: dict[tuple[LayerShape, int, str], list[OpPoint]] = {}
     for size, recompute, share in sizes.layouts():
         now = time.perf_counter()
@@ -185,10 +185,10 @@ def measure_together(
 
         def is_over(run: MeasuredRun, ends: float = ends) -> bool:
             passed = (time.perf_counter() - begun) / max(budget_s, 1.0)
-            tell(Progress(min(0.1 + 0.9 * passed, 1.0), _in_words(run)))
+            report(Progress(min(0.1 + 0.9 * passed, 1.0), _in_words(run)))
             return _is_over(ends, device)
 
-        ranks = PartAlone(rank % size, size, alone) if size > 1 else PartAlone()
+        ranks = IsolatedRanks(rank % size, size, own_group) if size > 1 else IsolatedRanks()
         timer = LayerTimer(sizes.model, ranks, dtype, device)
         built = build_layers(sizes.model, ranks, dtype, device, recompute=recompute)
         for layers, found in timer.points(built, list(sizes.runs(size, recompute)), is_over):
@@ -202,7 +202,7 @@ def measure_together(
         )
         for (shape, size, recompute), found in points.items()
     )
-    tell(_profile(sizes.precision, profiled, tuple(links), engine, nodes))
+    report(_profile(sizes.precision, profiled, tuple(links), engine, nodes))
 
 
 def _join() -> Any:
@@ -214,7 +214,7 @@ def _join() -> Any:
     from megatron_terapipe.training.cpu_affinity import settle_on_cores
 
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
-    # DeepSpeed calls collectives by names that torch has renamed; nobody who measures can do anything about it.
+    # DeepSpeed calls collectives by names that torch has renamed; users cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning)
     if on_cpu():
         settle_on_cores(local_rank, int(os.environ["LOCAL_SIZE"]))

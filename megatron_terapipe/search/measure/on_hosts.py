@@ -24,10 +24,10 @@ from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.price.profile import Profile, parse_profile, profile_to_json
 
 MARK = "measured: "
-"""Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""
+"""Begin of a line with a part of a message of the first rank; text before it is of the launcher."""
 
 LAST, MORE = "=", "+"
-"""Whether the message ends with this line, or goes on in the next."""
+"""Whether the message ends with this line, or continues in the next."""
 
 PART = 3000
 """Characters of a line: launchers cut long ones, and write short ones in one piece."""
@@ -39,7 +39,7 @@ LINES_SHOWN = 15
 def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Iterator[Progress | Profile]:
     """Measure on all slots of a hostfile, and yield how far it is; the profile comes last."""
     environment = variables(on_cpu=on_cpu)
-    # The launcher hands it on to the other hosts, where the package lies in the same place.
+    # The launcher sends it to the other hosts, where the package has the same path.
     package = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
@@ -50,39 +50,39 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with supervised(words, hosts, **options) as process:
         assert process.stdout is not None
-        told = ""
+        message = ""
         for line in process.stdout:
             before, mark, part = line.rstrip("\n").partition(MARK)
             if not mark:
                 others.append(before)
                 continue
-            told += part[1:]
+            message += part[1:]
             if part[0] == LAST:
-                yield _news(json.loads(_decoded(told)))
-                told = ""
+                yield _of_message(json.loads(_decoded(message)))
+                message = ""
         if code := process.wait():
             print(*others, sep="\n", file=sys.stderr, flush=True)
             raise ConfigError(f"the ranks on {hostfile} could not measure (exit code {code}): see the lines above")
 
 
 def sizes_of(word: str) -> MeasuredSizes:
-    """Return the sizes that a rank is told to measure, from its command line."""
+    """Return the sizes that a rank must measure, from its command line."""
     return MeasuredSizes.from_json(json.loads(_decoded(word)))
 
 
 def lines_of(message: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines by which the first rank tells a message."""
+    """Yield the lines of a message of the first rank."""
     text = _encoded(json.dumps(message))
     parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
     yield from (f"{MARK}{MORE}{part}" for part in parts[:-1])
     yield f"{MARK}{LAST}{parts[-1]}"
 
 
-def _news(message: dict[str, Any]) -> Progress | Profile:
+def _of_message(message: dict[str, Any]) -> Progress | Profile:
     if "error" in message:
         raise ConfigError(message["error"])
     if "profile" in message:
-        return parse_profile(message["profile"], "what the first rank measured")
+        return parse_profile(message["profile"], "the profile of the first rank")
     return Progress(**message["progress"])
 
 
@@ -96,15 +96,15 @@ def _decoded(text: str) -> str:
 
 
 def main(word: str) -> int:
-    """Measure as the word says, and return the exit code; the first rank tells what was measured."""
+    """Measure the sizes in a word of the command line, and return the exit code; the first rank prints the profile."""
     sizes, begun = sizes_of(word), time.perf_counter()
     engine = None
     try:
         # The others wait for the first host where they meet.
         if os.environ["CROSS_RANK"] == os.environ["LOCAL_RANK"] == "0":
-            tell(Progress(0.0, "the engine"))
+            report(Progress(0.0, "the engine"))
             engine = engine_here(sizes, int(os.environ["LOCAL_SIZE"]))
-        measure_together(tell, sizes, sizes.budget_s - (time.perf_counter() - begun), engine)
+        measure_together(report, sizes, sizes.budget_s - (time.perf_counter() - begun), engine)
         _leave()
     except UserError as error:
         print(*lines_of({"error": str(error)}), sep="\n", flush=True)
@@ -121,11 +121,11 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def tell(news: Any) -> None:
-    """Write what was found for whoever launched the ranks; of other ranks than the first, nothing."""
+def report(found: Any) -> None:
+    """Print a progress or a profile for the launching process, on the first rank only."""
     if os.environ["RANK"] != "0":
         return
-    message = {"profile": profile_to_json(news)} if isinstance(news, Profile) else {"progress": news._asdict()}
+    message = {"profile": profile_to_json(found)} if isinstance(found, Profile) else {"progress": found._asdict()}
     for line in lines_of(message):
         print(line, flush=True)
 

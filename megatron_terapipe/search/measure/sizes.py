@@ -10,10 +10,10 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 
 FEWEST_TOKENS = 16
-"""Shorter token slices are not measured: nobody would cut so."""
+"""Shorter token slices are not measured, as they are never efficient."""
 
 WEIGHT_OF_MODE: Mapping[str, int] = MappingProxyType({"none": 4, "selective": 1})
-"""Time of a tensor-parallel size in each mode of recomputation: of the second, only what it adds is asked."""
+"""Share of the time for each mode of recomputation: of the second, only its additional time is measured."""
 
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 """Sizes of messages that are timed."""
@@ -34,14 +34,14 @@ class MeasuredSizes:
 
     def __post_init__(self) -> None:
         for size in self.tensor_parallel_sizes:
-            for what, number in (
+            for noun, number in (
                 ("heads", self.model.num_attention_heads),
                 *(("key and value heads", block.num_key_value_heads) for block in self.model.blocks),
                 *(("numbers of the MLP", block.ffn_hidden_size) for block in self.model.blocks),
             ):
                 if number % size:
                     raise ConfigError(
-                        f"--tensor-parallel-size {size} does not divide the {number} {what} of the model: leave it out"
+                        f"--tensor-parallel-size {size} does not divide the {number} {noun} of the model: leave it out"
                     )
         for number in self.nums_token_slices:
             if self.model.seq_length % number:
@@ -65,7 +65,7 @@ class MeasuredSizes:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"model": model}
 
     def runs(self, tensor_parallel_size: int, recompute: str) -> Iterator["MeasuredRun"]:
-        """Runs of one size of the ranks, the most telling first: the extremes, between which times are interpolated."""
+        """Runs of one size of the ranks, first the extremes, between which times are interpolated."""
         batches, counts = self.micro_batch_sizes, self.nums_token_slices
         extremes = [(size, count) for size in (min(batches), max(batches)) for count in (min(counts), max(counts))]
         others = [] if recompute != "none" else [(size, count) for size in sorted(batches) for count in sorted(counts)]
@@ -118,7 +118,7 @@ class LinkClass(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What is measured, for people."""
+        """Description of the messages."""
         place = "inside a node" if self.where == "inside" else "between nodes"
         if self.what == "transfer":
             return f"messages {place}" + (f", {self.flows} at a time" if self.flows > 1 else "")

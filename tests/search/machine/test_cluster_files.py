@@ -116,7 +116,7 @@ def test_hosts_and_what_is_different_about_one() -> None:
         ({"nodes": [{"machine": "pcie-4"}]}, 'c.json: nodes[0].machine "pcie-4" is a machine for any device'),
         ({"nodes": [{"device": "T4", "count": 10**9}]}, "c.json: nodes[0].count 1000000000 is more than 100,000"),
         ({"nodes": [{"device": {"memory": "1 GB"}}]}, "c.json: nodes[0].device.memory_bandwidth is missing"),
-        ({"nodes": [{"device": "T4", "hosts": ["a", "a"]}]}, "host a stands twice"),
+        ({"nodes": [{"device": "T4", "hosts": ["a", "a"]}]}, "host a appears twice"),
         ({"nodes": [{"device": "T4", "hosts": ["a"], "count": 2}]}, "contradicts hosts, which names 1"),
         (
             {"nodes": [{"device": "T4", "name": "t"}], "overrides": {"u": {}}},

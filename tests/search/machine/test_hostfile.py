@@ -66,7 +66,7 @@ def test_what_has_no_effect_is_said() -> None:
     hosts = parse_hostfile("a slots=8 max_slots=16\nb slots=8 # ours\nc slots=0\n", "hostfile")
     assert hostfile_notes(hosts) == (
         "hosts without slots are not used: c",
-        "the hostfile says max_slots=16 behind the slots of a host, which DeepSpeed ignores",
+        "the hostfile has max_slots=16 after the slots of a host, which DeepSpeed ignores",
     )
 
 

@@ -59,7 +59,7 @@ def measure() -> Found:
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
     device, found = torch.device("cpu"), {}
     for size, recompute in RUNS:
-        ranks = measuring.PartAlone(dist.get_rank() % size, size, alone)
+        ranks = measuring.IsolatedRanks(dist.get_rank() % size, size, alone)
         timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
         run = MeasuredRun(size, 2, 4, recompute)
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
