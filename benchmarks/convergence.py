@@ -1,6 +1,6 @@
 """Losses beside a plain loop: trained from the start, and continued from a folder of Hugging Face.
 
-Does cutting sequences change what a model learns? Three trainings from the same weights on the same samples.
+Do token slices change the training? Three trainings from the same weights on the same samples.
 
     python -m benchmarks.convergence --output runs/convergence [--only sliced]
 
@@ -10,7 +10,7 @@ Does cutting sequences change what a model learns? Three trainings from the same
 
 The text is the State of the Union addresses (12 MB), byte by byte. Ends with a table and curves.
 
-Does continued pretraining learn what a plain loop over transformers learns? The same folder, samples and AdamW.
+Is continued pretraining equal to a plain loop over transformers? The same folder, samples and AdamW.
 
     python -m benchmarks.convergence continued --output runs/continued [--folder FOLDER] [--seq-length 64]
 

@@ -4,7 +4,7 @@
     deepspeed --num_accelerators 2 --module benchmarks.document_cuts --measure
 
 Lengths of documents are drawn from a log-normal distribution, given by its median and by the standard deviation of the
-logarithm, and packed one after the other; what does not fit is cut off, and goes on in the next sequence. The
+logarithm, and packed one after the other; a document that does not fit continues in the next sequence. The
 simulation has the costs of FLOPs, and the costs of each micro-batch; the measurement has the engine. Ratios are within
 one run. Beside seconds by the clock, the measurement prints the makespan of a simulation whose ops take the processor
 time that they took in the engine, in the round in which they took least: so other work on the machine counts little.

@@ -58,7 +58,7 @@ def receives(sharing: Sharing, *, delay_s: float) -> Section:
     """
     progress("receives that wait")
     table = Section(
-        f"irecv posted {delay_s:g} s before its isend: what it costs the receiving host",
+        f"irecv posted {delay_s:g} s before its isend: its cost on the receiving host",
         ("message of the communicator", "irecv returned after, s", "message was there after, s"),
     )
     try:

@@ -1,6 +1,6 @@
 """Kernels and operators that a step launches.
 
-Kernels of a transformer layer and token slice, forward and backward: what a device would be told to launch.
+Kernels of a transformer layer and token slice, forward and backward: those that a device would launch.
 
     python -m benchmarks.kernel_counts [--eager]
 
@@ -16,10 +16,10 @@ Kernels and memory traffic of each operator of a model, as `search.software.desc
 
     python -m benchmarks.kernel_counts operators
 
-Counted is what a GPU would be told to launch, in bf16 without dropout, gradients added up in fp32: the modules of the
+Kernels that a GPU would launch, in bf16 without dropout, gradients added up in fp32: the modules of the
 trainer run on the meta device, and `counters` watches them. Of attention it is a token slice in the
-middle of a sequence, four query heads to a key head. What an operator costs that has no module of its own (biases,
-rotations, norms of queries and keys) is what a module costs with it, less what it costs without.
+middle of a sequence, four query heads to a key head. The cost of an operator without a module of its own (biases,
+rotations, norms of queries and keys) is the cost of a module with it, less the cost without it.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
 
 
 def count_kernels(argv: Sequence[str] | None = None) -> None:
-    """Print the table, and what each number is made of."""
+    """Print the table, and the parts of each number."""
     parser = argparse.ArgumentParser(description="Kernels of a layer and token slice.")
     parser.add_argument("--eager", action="store_true", help="count pointwise functions by their operators")
     compiled = not parser.parse_args(argv).eager
@@ -132,13 +132,13 @@ class Counted:
 
     @classmethod
     def of(cls, counter: KernelCounter) -> "Counted":
-        """What a counter has found."""
+        """The count of a counter."""
         products = sum(counter.found[each] for each in PRODUCTS)
         others = sum(count * dtype.itemsize for dtype, count in counter.moved.items() if dtype is not PRECISION)
         return cls(sum(counter.found.values()) - products, counter.moved[PRECISION], others, products)
 
     def __sub__(self, other: "Counted") -> "Counted":
-        """What is more than in another one."""
+        """The difference from another count."""
         pairs = zip(self._values, other._values, strict=True)
         return Counted(*(mine - its for mine, its in pairs))
 
@@ -213,7 +213,7 @@ def _less(more: Both, less: Both) -> Both:
 
 
 def _of_prefix(attention: tuple[Both, Both]) -> Counted:
-    """What one more token slice before costs the backward."""
+    """Cost in the backward of one more earlier token slice."""
     (_, second), (_, third) = attention
     return third - second
 

@@ -1,4 +1,4 @@
-"""Shares of the data sheet that kernels alone reach, from the tables of the package aiconfigurator-core.
+"""Shares of the data sheet that kernels reach, from the tables of the package aiconfigurator-core.
 
     pip download --no-deps aiconfigurator-core==0.12.0 && unzip -q aiconfigurator_core-*.whl -d DIR
     pip install --target SITE pyarrow && PYTHONPATH=$PWD:SITE python -m benchmarks.kernel_efficiency DIR
@@ -12,7 +12,7 @@ peak of the data sheet are refused, and counted. Fitted are these forms, to the 
 
 `depth` and `area` are fitted to products of 1e10 FLOPs and more; `share` to those of 1e11 and more, as in training,
 where clocks are lower. Memory is the median of products of at most 16 rows, which read a weight of 400 MB and more
-once. Each framework is fitted alone; figures of a generation are geometric means over its devices and frameworks.
+once. Each framework is fitted separately; figures of a generation are geometric means over its devices and frameworks.
 Attention is the forward with heads of 128: inference has no backward.
 """
 

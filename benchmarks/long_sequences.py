@@ -99,7 +99,7 @@ class Way:
     key_value_gradients: str = "fp32"
     """`fp32` or `bf16`."""
     offloads: bool = False
-    """Whether what is not read waits on the host; with two model chunks, breadth-first."""
+    """Whether tensors that are not read are moved to the host; with two model chunks, breadth-first."""
 
 
 def long_model(tokens: int, num_layers: int, window: int | None, width: int = HIDDEN) -> ModelConfig:
@@ -141,7 +141,7 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
 
 
 def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
-    """What may wait on the host, of two stages with half of the layers each."""
+    """Settings of copies to the host, for two stages with half of the layers each."""
     key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
     inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
     windows = (model.sliding_window,) * 2
@@ -236,8 +236,8 @@ def memory(options: argparse.Namespace) -> Section:
     columns = ("way", "peak MB", "closed form MB", "error", "host MB", "process MB", "seconds", "loss")
     section = Section(title, columns)
     section.notes.append(
-        f"A step has {step_flops(model, recompute=True):.2e} FLOPs, every layer computed twice. The process holds the "
-        "libraries and what kernels allocate themselves, too."
+        f"A step has {step_flops(model, recompute=True):.2e} FLOPs, every layer computed twice. The process has the "
+        "libraries and the buffers of kernels, too."
     )
     for way in ways:
         if options.only and way.name not in options.only:
@@ -384,7 +384,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """What it is about."""
+        """Model, length, devices and sequences."""
         return self.model, self.seq_length, self.num_devices, self.least_sequences
 
     @property
@@ -409,7 +409,7 @@ def cluster_of(num_devices: int) -> Cluster:
 
 
 def found(workload: Workload, cluster: Cluster, global_batch_size: int) -> tuple[Pricing, SearchResult]:
-    """Return what priced the strategies, and the best of them."""
+    """Return the pricing of the strategies, and the best of them."""
     problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=global_batch_size)
     pricing = Pricing(workload, cluster)
     return pricing, search(problem, all_choices(problem), lambda nodes: Pricing(workload, nodes), top=3)
@@ -624,7 +624,7 @@ def timed(what: str, action: Callable[[], Result]) -> Result:
 
 
 def prepare(prefix: Path, seq_length: int, token_slices: int) -> None:
-    """Order, read and prepare one sample, and print what takes how long."""
+    """Order, read and prepare one sample; print the time of each part."""
     indexed = timed("open and check the index", lambda: IndexedDataset(prefix))
     documents = range(len(indexed))
     dataset = timed(

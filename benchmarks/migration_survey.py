@@ -1,4 +1,4 @@
-"""Try every configuration of checkouts of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, and print what runs.
+"""Try every configuration of checkouts of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, and print those that run.
 
 python -m benchmarks.migration_survey [--megatron-lm DIR] [--megatron-deepspeed DIR] [--gpt-neox DIR] [--lines] [--json]
 
@@ -36,7 +36,7 @@ from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.neox.convert import convert, read_settings
 
 HERE = ("--dry-run", "--dry-run-without-files")
-"""Flags that leave out what is not here: devices, tokenizers, data, checkpoints."""
+"""Flags that leave out missing devices, tokenizers, data and checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Outcome:
         return not self.line
 
     def features(self) -> Iterator[str]:
-        """Yield what stops it: the flags with which each reason of the line begins."""
+        """Yield the features that stop it: the flags with which each reason of the line begins."""
         if self.is_defect:
             yield "defect"
             return
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def outcome_of(attempt: Attempt) -> Outcome:
-    """Return what becomes of an attempt in this process; nothing is started."""
+    """Return the result of an attempt in this process; nothing is started."""
     if attempt.refusal:
         return Outcome(attempt=attempt, line=attempt.refusal)
     # Without it DeepSpeed looks for a device, and says that it found none.
@@ -343,7 +343,13 @@ def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
         counts = _features(of_set)
         if not counts:
             continue
-        yield from ["", f"{origin}: what stops them", "", "| feature | stops | alone |", "|---|---|---|"]
+        yield from [
+            "",
+            f"{origin}: features that stop them",
+            "",
+            "| feature | stops | only this one |",
+            "|---|---|---|",
+        ]
         alone = Counter(next(iter(set(each.features()))) for each in of_set if len(set(each.features())) == 1)
         for feature, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
             yield f"| {feature} | {number} | {alone[feature]} |"
@@ -383,7 +389,7 @@ ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
     ),
     "gpt_neox": attempts_of_gpt_neox,
 }
-"""By name, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""
+"""Functions by name that yield the attempts of a checkout: each takes the checkout and a folder for files of its own."""
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ Time of the trainer on one rank, beside a plain torch loop over the same model a
 
 The engines take turns; every one starts from the same weights, and the losses are compared.
 
-Model FLOPs utilization of one device by token slices, and attention alone beside torch's own over whole sequences.
+Model FLOPs utilization of one device by token slices, and of attention compared with torch's over whole sequences.
 
     python -m benchmarks.one_rank utilization --model-preset llama3-1b --seq-length 8192 # one GPU, bf16
     DS_ACCELERATOR=cpu python -m benchmarks.one_rank utilization --layers 2 --seq-length 2048    # to try it

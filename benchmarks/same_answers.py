@@ -4,7 +4,7 @@ python -m benchmarks.same_answers BEFORE [--trials FOLDER] [--amp FOLDER] [--onl
 
 BEFORE is a checkout of the other commit (`git worktree add BEFORE COMMIT`), this checkout is the one after. Commands
 write JSON, whose numbers must agree to 1e-9, and whose words must be equal. `--trials` is a folder of trial files, as
-`validate` reads them; `--amp` one with a checkout of AMP's repository. What differs is printed, a line each. Times of
+`validate` reads them; `--amp` one with a checkout of AMP's repository. Differences are printed, a line each. Times of
 this machine (`measure`, `trial`) differ from run to run; `measure` is compared by the sizes that it measures.
 """
 
@@ -131,7 +131,7 @@ def names_of(document: object) -> object:
 
 
 def differences(before: object, after: object, place: str = "") -> Iterator[str]:
-    """Yield what differs between two JSON values, a line each."""
+    """Yield the differences between two JSON values, a line each."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             if key not in before or key not in after:

@@ -45,7 +45,7 @@ class Figure:
     value: str
     """The figure, with its unit."""
     subject: str
-    """What was searched or predicted."""
+    """Subject of the search or prediction."""
     source: str
 
 
@@ -140,7 +140,7 @@ def _error(predicted: Sequence[Predicted], subject: str) -> Figure:
 
 def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
     """Return a table with our lines above those of the peers."""
-    section = Section(title, ("tool", "figure", "of what", "source"))
+    section = Section(title, ("tool", "figure", "subject", "source"))
     for each in (*ours, *peers):
         section.add(each.tool, each.value, each.subject, each.source)
     return section.markdown()

@@ -140,7 +140,7 @@ def searches() -> None:
 
 
 def searched(case: Case) -> tuple[SearchResult, float]:
-    """Return what a search of the whole space finds, and the seconds that one core computed for it."""
+    """Return the result of a search of the whole space, and its CPU seconds."""
     problem = case.problem
     start = time.process_time()
     result = search(problem, all_choices(problem), lambda order: _pricing(problem, order))
@@ -148,7 +148,7 @@ def searched(case: Case) -> tuple[SearchResult, float]:
 
 
 def searched_as_amp() -> tuple[SearchResult, float]:
-    """Return what is found in the dimensions of AMP's homogeneous experiment, and the seconds of one core.
+    """Return the result in the dimensions of AMP's homogeneous experiment, and its CPU seconds.
 
     That is a GPT-2 with batch 32 on 16 GPUs; all strategies are simulated.
     """
@@ -190,7 +190,7 @@ def large(runs: int) -> None:
 
 
 def _command(words: Sequence[str], folder: Path) -> tuple[float, float, str]:
-    """Run `rank`; return its CPU seconds, its peak memory in MB, and what it says of other strategies."""
+    """Run `rank`; return its CPU seconds, its peak memory in MB, and its notes about other strategies."""
     command = [sys.executable, "-m", "megatron_terapipe.search", "rank", *words, "--no-progress"]
     output = folder / "output.txt"
     with output.open("w", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Two hosts with a slow link between them: the choices of the search, and overlapping reductions.
 
-Whether the search's choices are as much faster over slow links as it says: two hosts, one core each, run for real.
+Whether the search's choices are as much faster over slow links as predicted: two hosts, one core each, run for real.
 
     python -m benchmarks.slow_links search --output runs/shaped_links
 
@@ -13,14 +13,14 @@ The iteration with reductions over replicas that overlap the last backwards besi
     python -m benchmarks.slow_links reductions [--megabits 1000] [--rounds 7] [--json FILE]
 
 Two hosts are network namespaces of this machine, so it needs root and `ip` and `tc` of iproute2. Each has one replica,
-a pipeline of two ranks, so that gradients alone cross the link, which is shaped to as many Mbit/s each way:
+a pipeline of two ranks, so that only gradients cross the link, which is shaped to as many Mbit/s each way:
 
     host 1: rank 0 -> rank 2        (replica 0: stages 0 and 1)
                |         |          <- the link: sums of gradients
     host 2: rank 1 -> rank 3        (replica 1)
 
-Both engines are held by the same ranks and take turns, step by step; medians are compared. Beside them stands what the
-simulator says: op times as measured without overlap, reductions as an all-reduce takes that has the link to itself.
+Both engines are held by the same ranks and take turns, step by step; medians are compared. They are compared with the
+simulator: op times as measured without overlap, reductions as an all-reduce takes that has the link to itself.
 """
 
 import argparse
@@ -57,7 +57,7 @@ from tests.end_to_end.launching import DEEPSPEED, environment
 
 MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "vocab_size": 4096}
 LINK = {"bandwidth": "10 Gbit/s", "latency": "10 us"}
-"""What the cluster file says of the link; what is measured counts instead."""
+"""The link of the cluster file, in place of which measured values are used."""
 
 
 class Search:
@@ -67,7 +67,7 @@ class Search:
         self._host, self._folder = hosts.hosts[0], folder
 
     def __call__(self, command: str, *words: object) -> None:
-        """Run a command; what it prints is shown."""
+        """Run a command and show its output."""
         path = f"{DEEPSPEED.parent}:/usr/bin:/bin:/usr/sbin:/sbin"
         subprocess.run(
             self._host.command([sys.executable, "-m", "megatron_terapipe.search", command, *words]),
@@ -186,7 +186,7 @@ HOSTS = ("reduction-host-1", "reduction-host-2")
 ADDRESSES = ("10.89.7.1", "10.89.7.2")
 STAGES = 2
 PROBES = 5
-"""All-reduces that are timed to know what one takes."""
+"""Number of timed all-reduces."""
 
 
 @contextmanager

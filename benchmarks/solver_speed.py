@@ -33,7 +33,7 @@ SEQ_LENGTH, NUM_STAGES = 131_072, 64
 GRANULARITY, MIN_LENGTH = 128, 1024
 ATTENTION_SHARE = 0.6
 FIXED = 0.001
-"""What each op costs besides, in forwards of a stage."""
+"""Fixed cost of each op, in forwards of a stage."""
 SHORT_SEQ_LENGTH = 8192
 
 PIPELINES = (
@@ -175,7 +175,7 @@ def pipeline(num_ops: int) -> PipelineShape:
 
 
 def timed(way: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds of CPU time, which others on the machine do not lengthen, and what came of it."""
+    """Seconds of CPU time, which other processes do not lengthen, and the result."""
     gc.collect()
     start = time.process_time()
     result = way()

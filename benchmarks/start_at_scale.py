@@ -2,8 +2,8 @@
 
     python -m benchmarks.start_at_scale [--micro-batches 512] [--json]
 
-One process plays one rank. Its process group is torch's fake one, which knows how many ranks there are and sends
-nothing; what each part costs is real. Every part runs in a process of its own, so that each has a peak of its own.
+One process plays one rank. Its process group is torch's fake one, which has the number of ranks and sends
+nothing; the cost of each part is real. Every part runs in a process of its own, so that each has a peak of its own.
 """
 
 import json
@@ -63,7 +63,7 @@ class Scale:
 
 
 Figures = dict[str, float | str]
-"""What a part found, by the words that the table has for it."""
+"""Results of a part, by their names in the table."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -267,7 +267,7 @@ def _drawn(scale: Scale, draw: Callable[[], object]) -> Figures:
 
 
 def datasets(scale: Scale) -> Figures:
-    """Samples of a blend of two corpora: where they are read, again with what the first start kept, and elsewhere."""
+    """Samples of a blend of two corpora: on the reading rank, again with its cache, and on other ranks."""
     import numpy as np
 
     from megatron_terapipe.config import DataConfig
@@ -311,7 +311,7 @@ PARTS: dict[str, Callable[[Scale], Figures]] = {
     "whole": whole_weights,
     "datasets": datasets,
 }
-"""What a rank does before its first step."""
+"""The work of a rank before its first step."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/concepts/keys-and-values.md, of what uses which keys and values, into the file named."""
+"""Draws the picture of docs/concepts/keys-and-values.md, the keys and values that each op uses, into the given file."""
 
 import sys
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
     deepspeed --num_accelerators 2 examples/own_model.py
 
 The model has two stages. With four ranks, the two of a stage share the tokens of every token slice.
-A layer sees one token slice of every sequence. What it needs of the tokens before, it asks of its argument `past`.
+A layer sees one token slice of every sequence. Its argument `past` has all that it needs of earlier tokens.
 """
 
 import deepspeed

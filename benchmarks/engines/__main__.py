@@ -96,7 +96,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What gives the same measurement again: flags that are not at their defaults, but for the file."""
+    """Flags that repeat the measurement: those that are not at their defaults, but for the file."""
     words = ["deepspeed", "--num_accelerators", str(dist.get_world_size()), "--module", "benchmarks.engines"]
     for name, default in vars(_options([])).items():
         chosen = getattr(options, name)

@@ -32,7 +32,7 @@ MEGABYTE = 2**20
 
 
 def findings(run: Run) -> list[str]:
-    """Return what a table says, a sentence or two each."""
+    """Return the findings of a table, one or two sentences each."""
     ours, rivals = ([each for each in run.timed if chosen(each)] for chosen in (is_ours, is_rival))
     if not (ours and rivals):
         return []
@@ -131,7 +131,7 @@ def _cells(each: Measured, run: Run, num_ranks: int, *, bold: bool) -> Iterator[
 
 
 def results_markdown(document: Document, picture: str) -> str:
-    """Return all that the page says of a measurement."""
+    """Return the text of the page about a measurement."""
     parts = [f"![Seconds of a step of every engine]({picture})"]
     for run in document.runs:
         refused = [f"*{each.name}* refuses: {each.problem}" for each in run.engines if each.problem is not None]

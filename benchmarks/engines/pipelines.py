@@ -1,6 +1,6 @@
 """The engines that are measured: plain torch, DeepSpeed's, torch's and ours, each with the same weights and a step.
 
-Job, Engine        what every engine is to the benchmark
+Job, Engine        the interface of all engines
 plain_layers ...   the benchmark's GPT in plain torch, which the rivals run and all are held against
 plain, deepspeed_pipeline, torch_pipeline, ours    the engines
 catalogue          all of them, by name
@@ -43,7 +43,7 @@ from megatron_terapipe.data.loader import Batch
 
 @dataclass(frozen=True)
 class Job:
-    """What all engines do in a step."""
+    """The work of a step, the same for all engines."""
 
     model: ModelConfig
     num_micro_batches: int
@@ -78,7 +78,7 @@ class Engine:
     optimizer: torch.optim.Optimizer
     """Steps once in each step of the engine, and then has gradients that are means over the micro-batches."""
     step: Callable[[], float | None]
-    """Trains on the job's micro-batches, and returns their mean loss; None on a rank that knows none."""
+    """Trains on the job's micro-batches, and returns their mean loss; None on a rank without a loss."""
     holder: Any = None
     """Whatever must live as long."""
 
@@ -127,7 +127,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Attention and MLP, each after a norm and added to the residual."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

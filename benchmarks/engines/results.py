@@ -65,7 +65,7 @@ class Run:
 
     num_micro_batches: int
     engines: tuple[Measured, ...]
-    """What was measured, in the order of the catalogue."""
+    """Measurements, in the order of the catalogue."""
 
     @property
     def num_rounds(self) -> int:
@@ -116,7 +116,7 @@ class Document:
 
     @classmethod
     def read(cls, path: Path) -> "Document":
-        """Read what `write` wrote."""
+        """Read a file of `write`."""
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         runs = tuple(
             Run(num_micro_batches=run["num_micro_batches"], engines=tuple(map(_measured, run["engines"])))

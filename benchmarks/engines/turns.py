@@ -69,7 +69,7 @@ class Step:
     """One step, watched."""
 
     loss: float | None
-    """Mean over the micro-batches; None on a rank that knows none."""
+    """Mean over the micro-batches; None on a rank without a loss."""
     gradients: Mapping[str, Tensor]
     """Those the optimizer was given, by the names of the weights, each of its weight's shape [...]."""
     peak_bytes: int
@@ -88,7 +88,7 @@ def take_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
 
 
 def watched_step(engine: Engine) -> Step:
-    """Run a step, and keep what is compared of it."""
+    """Run a step; keep the values that are compared."""
     gradients: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:
@@ -126,7 +126,7 @@ MOST_MICRO_BATCHES = 8
 
 @dataclass
 class Contender:
-    """An engine that was built, and what is known of it so far."""
+    """A built engine and its measurements."""
 
     engine: Engine
     measured: Measured
@@ -193,13 +193,13 @@ class Competition:
             said(f"  round {number + 1}: {contender.measured.name}: {seconds:.3f} s")
 
     def measured(self) -> tuple[Measured, ...]:
-        """What is known of all, in the order of the entries."""
+        """Measurements of all, in the order of the entries."""
         known = self._refused | {place: contender.measured for place, contender in self._built.items()}
         return tuple(known[place] for place in sorted(known))
 
 
 def said(line: str) -> None:
-    """Say on the first rank what is being done."""
+    """Print progress on the first rank."""
     if dist.get_rank() == 0:
         progress(line)
 
@@ -212,7 +212,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def _attempt(make: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What a function returns on this rank, unless it raises on some rank: then None, and why."""
+    """Return the result of a function on this rank; if it raises on any rank, None and the reason."""
     made, problem = None, None
     try:
         made = make()
@@ -237,7 +237,7 @@ def _for_all(step: Step, weights: dict[str, Any]) -> Step:
 
 
 def _compared(measured: Measured, step: Step, expected: Step) -> Measured:
-    assert expected.loss is not None, "plain torch knows its loss on the first rank"
+    assert expected.loss is not None, "plain torch has its loss on the first rank"
     losses = [loss for loss in gathered(step.loss) if loss is not None]
     of_loss = max(abs(loss / expected.loss - 1) for loss in losses)
     of_gradients = max(gathered(largest_difference(step.gradients, expected.gradients)))

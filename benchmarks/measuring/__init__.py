@@ -1,1 +1,1 @@
-"""What several benchmarks measure with: models, groups of processes, counters, and reports."""
+"""Shared parts of benchmarks: models, groups of processes, counters, and reports."""

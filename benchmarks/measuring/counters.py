@@ -1,10 +1,10 @@
-"""Counters under torch's dispatcher: bytes of living tensors, and kernels that a device would be told to launch.
+"""Counters under torch's dispatcher: bytes of living tensors, and kernels that a device would launch.
 
 `LiveBytes` counts the bytes of tensors that are alive, made by the code it watches; on any device, CPUs included.
 
 `KernelCounter` counts kernels, and the numbers that each reads and writes, without a device. A kernel is an operator
 that computes, or a loop that torch's compiler leaves of a pointwise function after fusion. It reads each of its inputs
-once and writes each of its outputs once: registers and caches are not counted. Tensors lie on the meta device, or are
+once and writes each of its outputs once: registers and caches are not counted. Tensors are on the meta device, or are
 fake ones of a CUDA device.
 """
 
@@ -24,10 +24,10 @@ from deepspeed_ext.pointwise import Pointwise
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches every operation, forward and backward, and follows each storage it makes until nobody holds it.
+    """Watches every operation, forward and backward, and follows each storage that it makes until it is freed.
 
     Args:
-        apart: bytes that are alive and not counted in the peak, such as those of buffers that stand for a host's.
+        apart: live bytes that are not counted in the peak, such as buffers in place of a host's.
 
     Attributes:
         now: bytes alive, of storages made since watching began.
@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self._followed: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Run an operation, then follow what it returned."""
+        """Run an operation, then follow its outputs."""
         keywords = keywords or {}
         result = function(*arguments, **keywords)
         # A view, or a result in place, is no new memory; parameters are there from before.
@@ -73,13 +73,13 @@ COMPUTES_NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_em
 """Operators that launch nothing, besides views."""
 
 OVERWRITES = {"copy_", "fill_", "zero_"}
-"""Operators in place that do not read what they write to."""
+"""Operators in place that do not read their output."""
 
 LOOK_UPS = {"embedding", "gather", "index_add_", "scatter_add_"}
 """Operators that touch a part of a table, their first argument: as many numbers as they put out, or add."""
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "_flash_attention_forward", "_flash_attention_backward"}
-"""Operators whose numbers are not counted: what they move goes on under what they compute."""
+"""Operators whose bytes are not counted: they are moved during the computation."""
 
 UPDATES = {"_fused_adamw_": ("self", "exp_avgs", "exp_avg_sqs")}
 """Operators that write to lists of tensors and put nothing out, and which arguments these are."""
@@ -130,7 +130,7 @@ class KernelCounter(TorchDispatchMode):
             outputs += _tensors([value for each, value in named if each in UPDATES[name]])
         if name in CASTS_INPUT and self._cast is not None and inputs[0] is self._cast[1]():
             before = self._cast[0]()
-            assert before is not None, "what was cast is still there"
+            assert before is not None, "the input of a cast is alive"
             self.found["_to_copy"] -= 1
             self.moved.subtract(_moved("_to_copy", [before], inputs[:1]))
             inputs[0] = before
@@ -165,7 +165,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _distinct(tensor: Tensor) -> int:
-    """Numbers of a tensor that lie in different places: one that is expanded has fewer."""
+    """Number of distinct elements in memory: an expanded tensor has fewer."""
     number = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         number *= size if stride else 1
@@ -238,7 +238,7 @@ def _offset(dependency: Any) -> int:
 
 @contextmanager
 def counting(*, compiled: bool) -> Iterator[KernelCounter]:
-    """Count the kernels of what runs inside on the meta device."""
+    """Count the kernels that run inside, on the meta device."""
     counter = KernelCounter()
     known: dict[Any, Kernels] = {}
 

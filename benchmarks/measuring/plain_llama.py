@@ -1,4 +1,4 @@
-"""A Llama in plain torch, and the loop that most people would write to train it: what the trainer is held against."""
+"""A Llama in plain torch, and the usual loop to train it: the reference of the trainer."""
 
 from collections.abc import Iterator
 
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm."""
+    """Attention and SwiGLU, each after an RMSNorm."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def has_gpu() -> bool:
 
 
 def software() -> dict[str, str]:
-    """Names and versions of what a result depends on."""
+    """Names and versions that a result depends on."""
     named = {"torch": torch.__version__, "deepspeed": importlib.metadata.version("deepspeed")}
     if has_gpu():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -126,7 +126,7 @@ def written_between(page: str, results: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"the page has no lines {BEGIN} and {END}: write them where the results are to stand")
+        raise SystemExit(f"the page has no lines {BEGIN} and {END}: add them at the place of the results")
     return f"{before}{BEGIN}\n\n{results}\n\n{END}{after}"
 
 
@@ -148,7 +148,7 @@ class Section:
         self.rows.append(tuple(map(str, cells)))
 
     def guarded(self, name: str, measure: Callable[[], Sequence[object]]) -> bool:
-        """Append the row that a function returns after its name; if it fails, the row says why."""
+        """Append a name and the cells that a function returns; if it raises, the row has the reason."""
         try:
             self.add(name, *measure())
         except Exception as error:  # A row that fails must not take the others with it.
@@ -157,7 +157,7 @@ class Section:
         return True
 
     def fail(self, name: str, error: Exception) -> None:
-        """Append a row that says why nothing was measured."""
+        """Append a row with the reason why nothing was measured."""
         text = str(error) if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
         self.add(name, f"failed: {one_line(text)}")
 
@@ -170,7 +170,7 @@ class Section:
 
 
 def one_line(text: str) -> str:
-    """Return the line of a message that says what went wrong; in a traceback, the first line after the last frame."""
+    """Return the line of a message with the error; in a traceback, the first line after the last frame."""
     lines = [line for line in text.splitlines() if line.strip()]
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     after = lines[frames[-1] + 1 :] if frames else lines
@@ -198,7 +198,7 @@ def publish(title: str, software: Mapping[str, str], sections: Sequence[Section]
 
 
 def progress(line: str) -> None:
-    """Say what is being done, beside the report."""
+    """Print progress to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 

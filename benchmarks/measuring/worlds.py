@@ -30,13 +30,13 @@ class RankFailed(RuntimeError):
 
 
 class World:
-    """Ranks that hold what they have built, and run functions on it when told. Leaving a `with` block ends them.
+    """Ranks that build an object and run functions on it, call by call. Leaving a `with` block ends them.
 
     Args:
-        build: called on every rank, gives what `run` takes; importable by name.
+        build: called on every rank; its result is the first argument of functions of `run`; importable by name.
         variables: of the environment, for each rank; they are set before torch is imported.
         timeout_s: how long all ranks may take for one call; None to wait for ever.
-        log: file for what the ranks print; left out, they print where this process does.
+        log: file for the output of the ranks; None = the output of this process.
 
     Raises:
         RankFailed: if a rank cannot build.
@@ -75,7 +75,7 @@ class World:
             raise
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call `function(what was built, *arguments)` on every rank, and give what each returned.
+        """Call `function(built, *arguments)` on every rank; return the results by rank.
 
         Raises:
             RankFailed: if a rank raised, died or was too late. The world is then only good to end.
@@ -142,7 +142,7 @@ def _serve(
 
 
 def _answer(pipe: Connection, call: Callable[[], Any]) -> bool:
-    """Send what a call returns, or why it does not."""
+    """Send the result of a call, or its error."""
     try:
         pipe.send(("done", call()))
     except UserError as error:

@@ -1,12 +1,12 @@
 """The hardware and software of TeraPipe's authors: 48 p3.16xlarge, and their code of early 2021 on PyTorch 1.7.
 
 The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that
-it masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose
+it masks; a message starts once its op is done and is waited for; only one tensor-parallel rank sends, whose
 message is then handed on inside the node; each token slice makes gradients of its own, which are then added; they are
 reduced in fp16 after the last backward.
 
-Four figures say what of the data sheets is reached. None is the result of a fit, but which facts to take was decided
-beside the published times of settings 1, 5, 8 and 9 (what a backward launches, no jitter, no fixed time, 6 bytes to
+Four figures are shares of the data sheets. None is the result of a fit, but which facts to take was decided
+beside the published times of settings 1, 5, 8 and 9 (launches of a backward, no jitter, no fixed time, 6 bytes to
 add a gradient), so those are no blind test:
 
   * matrix products: a V100-SXM2-16GB computes 57, 78, 96 and 97 TFLOP/s in fp16 with square matrices of 1024, 2048,
@@ -51,7 +51,7 @@ PHYSICS = replace(
 )
 
 V100 = replace(device("V100-SXM2-16GB"), generation="")
-"""Without a generation, because what it reaches is said above."""
+"""Without a generation: its shares are the figures above."""
 
 CODE = replace(
     MEGATRON_LM,
@@ -96,7 +96,7 @@ def cluster_of(setting: Setting) -> Cluster:
 
 
 def workload_of(setting: Setting) -> Workload:
-    """Layers alone: the authors ran neither embedding nor last norm nor head. Activation functions are ReLU."""
+    """Only layers: the authors ran neither embedding nor last norm nor head. Activation functions are ReLU."""
     hidden = setting.hidden_size
     layer = Layer(
         name="block",

@@ -1,4 +1,4 @@
-"""TeraPipe's settings, and what its authors measured (arXiv 2102.07988, section 4).
+"""TeraPipe's settings, and the measurements of its authors (arXiv 2102.07988, section 4).
 
 Published times are seconds of an iteration, without and with token slices, the mean of five iterations. Settings that
 have none here are predicted all the same.
@@ -39,7 +39,7 @@ class Setting:
     pipeline_parallel_size: int
     tensor_parallel_size: int
     published: Published | None = None
-    """What the authors measured; None = not known here."""
+    """Measurements of the authors; None = not available here."""
 
 
 _GPT3_1B = ("GPT3-1B", 24, 2048, 16)

@@ -1,9 +1,9 @@
-"""TeraPipe's ten settings and its sweep of sequence lengths, predicted: what token slices gain, and which.
+"""TeraPipe's ten settings and its sweep of sequence lengths, predicted: the gain of token slices, and their lengths.
 
     python examples/terapipe/settings.py [--setting 5,8] [--curves] [--joint] [--json [FILE]]
 
 Without token slices every micro-batch is a whole sequence, in gpipe order, as the authors ran it; with them
-micro-batches are of one sequence too, and the cut is what our solver finds in multiples of 8 tokens. --curves adds
+micro-batches are of one sequence too, and our solver finds the lengths in multiples of 8 tokens. --curves adds
 token slices of equal length in the numbers that the paper shows. --joint also runs TeraPipe's joint program, which may
 put several sequences into a micro-batch. Predictions use the data sheets of a V100 and the four figures in `hardware`.
 """
@@ -58,7 +58,7 @@ def predicted(setting: Setting, *, curves: bool = False, joint: bool = False) ->
 
     Args:
         curves: whether to add token slices of equal length, where the paper has them.
-        joint: whether to add what TeraPipe's joint program finds.
+        joint: whether to add the result of TeraPipe's joint program.
     """
     cost_model, strategy = cost_model_of(setting), strategy_of(setting)
     solved = solve_cut(cost_model, strategy, granularity=GRANULARITY)
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--setting", metavar="N,N", help="settings to predict, such as 5,8,gpt3-13b-4096 (default: all)"
     )
     parser.add_argument("--curves", action="store_true", help="add token slices of equal length")
-    parser.add_argument("--joint", action="store_true", help="add what TeraPipe's joint program finds")
+    parser.add_argument("--joint", action="store_true", help="add the result of TeraPipe's joint program")
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="print JSON, or write it into FILE")
     return parser
 

@@ -1,6 +1,6 @@
 """Pipeline layers around parts of a model of transformers: attention in token slices, tiled logits, placed dropout.
 
-A token of Llama 3 has 128,256 logits: 770 kB with what the loss keeps of them, beside 8 kB of hidden state.
+A token of Llama 3 has 128,256 logits: 770 kB with the tensors that the loss keeps, against 8 kB of hidden state.
 """
 
 from collections.abc import Callable, Iterator
@@ -121,10 +121,10 @@ def attend(
         value: [B, G, N, D].
         attention_mask: none, since padding is on the right, where no token that counts sees it.
         scaling: factor of the scores; 1 / sqrt(D) if None.
-        is_causal: whether attention is causal, where the model says so at each call.
+        is_causal: whether attention is causal, where the model gives it at each call.
         sliding_window: tokens that a token attends to, itself included; None for all before it.
         softcap: limit of the scores; None for none.
-        **others: what else a model hands to its attention.
+        **others: further arguments of a model's attention.
 
     Returns:
         Output [B, N, H, D], and no weights.
@@ -151,7 +151,7 @@ def attend(
 
 
 class PlacedDropout(nn.Module):
-    """Dropout in the place of an `nn.Dropout`, whose masks depend on the place of each element alone."""
+    """Dropout in the place of an `nn.Dropout`, whose masks depend only on the position of each element."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class PlacedDropout(nn.Module):
 
 
 class PlacedLayer(nn.Module):
-    """A layer whose dropouts know the place of the token slice.
+    """A layer whose dropouts depend on the position of the token slice.
 
     Args:
         **parts: modules by name, each a part of the layer; dropouts in them are replaced.
@@ -188,7 +188,7 @@ class PlacedLayer(nn.Module):
 
     @contextmanager
     def at(self, past: Past) -> Iterator[None]:
-        """Tell the dropouts where the token slice is, while it passes."""
+        """Set the position of the token slice in the dropouts during its forward."""
         place = (past, count(1))
         for dropout in self._dropouts:
             dropout.place = place
@@ -267,7 +267,7 @@ class TiedWords(TiedLayerSpec):
     """The embedding of tokens, there already, which the first and the last stage share.
 
     Args:
-        forward_fn: what this layer does with it; None to embed tokens.
+        forward_fn: the computation of this layer; None = embed tokens.
     """
 
     def __init__(self, words: nn.Module, forward_fn: Any = None) -> None:
@@ -287,7 +287,7 @@ def tied_head(
     Args:
         hidden: [B, N, C].
         softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
-        tiled: return what they are computed from, some tokens at a time.
+        tiled: return their inputs, so that they are computed for some tokens at a time.
     """
 
     def project(hidden: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class Head(nn.Module):
     """The projection to logits.
 
     Args:
-        tiled: return what logits are computed from, some tokens at a time.
+        tiled: return the inputs of the logits, so that these are computed for some tokens at a time.
     """
 
     def __init__(self, projection: nn.Linear, softcap: float | None, *, tiled: bool = False) -> None:

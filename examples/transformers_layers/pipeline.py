@@ -50,7 +50,7 @@ class Parts:
     """Gives `position_embeddings` of the decoder layers; None where there are none."""
     decoder_layers: nn.ModuleList
     norm: nn.Module | None
-    """Norm behind the last decoder layer; None where there is none."""
+    """Norm after the last decoder layer; None if there is none."""
     head: nn.Linear
     softcap: float | None
     """Limit c of the logits: x becomes c tanh(x / c); None for none."""
@@ -97,12 +97,12 @@ def parts_of(model: "PreTrainedModel") -> Parts:
 
 
 def _check_kind(model: "PreTrainedModel") -> None:
-    """Refuse models whose configuration says what they are."""
+    """Refuse models by their configuration."""
     from transformers import PreTrainedModel
 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{name} is no model of transformers: hand over what AutoModelForCausalLM gives")
+        raise UserError(f"{name} is not a model of transformers: pass one of AutoModelForCausalLM")
     config = model.config
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise UserError(f"{name} has an encoder or cross-attention, and token slices are of causal decoders: use one")
@@ -113,8 +113,8 @@ def _check_kind(model: "PreTrainedModel") -> None:
         raise UserError(f"{name} has layers of the type {unknown[0]}, which cannot be trained in token slices here")
     if growing := _rope_types(config) & {"dynamic", "longrope"}:
         raise UserError(
-            f"{name} has {' and '.join(growing)} rotary embeddings, which depend on the length of the sequence, and a "
-            "token slice does not know it: this model cannot be trained here"
+            f"{name} has {' and '.join(growing)} rotary embeddings, which depend on the length of the whole "
+            "sequence: this model cannot be trained here"
         )
     if getattr(config, "output_router_logits", False):
         raise UserError(
@@ -166,7 +166,7 @@ def split_batch(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
     """Split a micro-batch of a Hugging Face data loader into token slices.
 
     The label of a token is the token itself, and -100 does not count, as in transformers: labels are shifted here. A
-    token slice weighs what makes the sum over token slices the mean over all labelled tokens of the micro-batch.
+    token slice is weighted so that the sum over token slices is the mean over all labelled tokens of the micro-batch.
 
     Args:
         batch: a dict of `input_ids` [B, N], `labels` [B, N] and, if rows are padded on the right, `attention_mask`
@@ -214,7 +214,7 @@ def summed_loss(logits: Tensor | TiledLogits, labels: Tensor) -> Tensor:
     """Sum of the cross entropies of labelled tokens, in fp32 at least; `split_batch` makes the mean of it.
 
     Args:
-        logits: [B, N, V], or what they are computed from, some tokens at a time.
+        logits: [B, N, V], or their inputs, from which they are computed for some tokens at a time.
         labels: [B, N]; -100 does not count.
     """
     if isinstance(logits, TiledLogits):
@@ -223,7 +223,7 @@ def summed_loss(logits: Tensor | TiledLogits, labels: Tensor) -> Tensor:
 
 
 def _check_padding(mask: Tensor, labels: Tensor) -> None:
-    """Refuse padding that a token which counts would see: causal attention hides what is on the right alone.
+    """Refuse padding that a labelled token would attend to: causal attention hides only padding on the right.
 
     Args:
         mask: [B, N], 0 where a token is padding.
@@ -392,7 +392,7 @@ def _mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _enlarged(layer: nn.Module) -> Iterator[None]:
-    """Enlarge what the last layer gives the head, since logits are small before training, and their limit hides."""
+    """Enlarge the output of the last layer: logits are small before training, so that their limit has no effect."""
 
     def enlarge(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         return (outputs[0] * ENLARGED, *outputs[1:]) if isinstance(outputs, tuple) else outputs * ENLARGED
