@@ -389,7 +389,7 @@ ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
     ),
     "gpt_neox": attempts_of_gpt_neox,
 }
-"""Functions by name that yield the attempts of a checkout: each takes the checkout and a folder for files of its own."""
+"""Functions by name that yield the attempts of a checkout: each takes the checkout and a folder for its files."""
 
 
 def main() -> int:
