@@ -1,7 +1,8 @@
-"""Settings of the documentation site (`make docs`); why this tool and this layout, is in ADR 57.
+"""Settings of the documentation site (`make docs`).
 
-The source directory is the whole repository, so that a page's address is its path: links between pages and to source
-files are the relative ones that also work on a code host. Sphinx reads this file with `docs/` as its configuration
+Sphinx with MyST and furo: MkDocs has had no release since August 2024, and Material for MkDocs depends on it. The
+source directory is the whole repository, so that the address of a page is its path: relative links between pages and to
+source files also work on a code host. Sphinx reads this file with `docs/` as its configuration
 directory.
 """
 

@@ -28,7 +28,7 @@ class ParallelLayout:
 
     Ranks run over `pipe` slowest and `tensor` fastest, as DeepSpeed's checkpoints expect. Token slices multiply
     the steps of the pipeline, never the number of ranks (ADR 0001): `world_size = dp * sp * tp * pp`. Sequence-parallel
-    ranks share the tokens of every token slice (ADR 0048).
+    ranks share the tokens of every token slice.
 
     Example:
         >>> layout = ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4, num_token_slices=8)

@@ -1,4 +1,4 @@
-"""A batch on one rank: its cuts (ADR 51), and between forward and backward its buffers, states and losses.
+"""A batch on one rank: its cuts, and between forward and backward its buffers, states and losses.
 
 `RandomState` is kept in a buffer where a stage is computed again in the backward (`Recomputation`).
 """

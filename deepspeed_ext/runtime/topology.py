@@ -24,7 +24,7 @@ class TokenSliceTopology(ProcessTopology):
     """Axes pipe, token, data and model, where the token axis has one rank: token slices are steps (ADR 0001).
 
     DeepSpeed multiplies the extents of all axes to the world size, so an axis that costs no rank has extent 1.
-    Sequence-parallel ranks have the same weights, so that for DeepSpeed they are data-parallel ranks too (ADR 0048).
+    Sequence-parallel ranks have the same weights, so that for DeepSpeed they are data-parallel ranks too.
     Pipe comes first and model last because DeepSpeed's checkpoints count ranks in that order.
 
     Example:
@@ -165,7 +165,7 @@ def _names_agree() -> bool:
 class SequenceParallelRanks:
     """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
 
-    By default one rank (ADR 48).
+    By default one rank.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""The section of the model, and the rule for dividing its output layer among pipeline ranks (ADR 53)."""
+"""The section of the model, and the rule for dividing its output layer among pipeline ranks."""
 
 from dataclasses import dataclass, replace
 from math import lcm, sqrt

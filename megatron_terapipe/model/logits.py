@@ -8,7 +8,8 @@ some tokens:
     backward    hidden --> logits of a tile, again --> their gradient --> gradients of hidden and weight
 
 Only what does not fit is computed again: the logits computed last wait for their backward as they are, as long as all
-that are alive, with those of the tile that is being computed, are no more than a limit (docs/adr/0024).
+that are alive, with those of the tile that is being computed, are no more than a limit. Gradients in
+the forward, while the tile exists, would need the factor of each loss then, and another order of sums.
 """
 
 import weakref

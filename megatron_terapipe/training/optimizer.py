@@ -13,7 +13,7 @@ from megatron_terapipe.model.embedding import AT_AN_END
 def apex_fused_adam() -> Any | None:
     """Return FusedAdam of NVIDIA apex; None if it is not installed or cannot run.
 
-    The package `apex` of PyPI is another one (docs/adr/0008).
+    The package `apex` of PyPI is another one.
     """
     if not torch.cuda.is_available():
         return None

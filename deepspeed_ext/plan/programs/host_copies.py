@@ -1,4 +1,7 @@
-"""Host copies: keys, values and stage inputs that are not read for long wait in host memory. ADR 50.
+"""Host copies: keys, values and stage inputs that are not read for long wait in host memory.
+
+The plan places the copies, not hooks at run time: so the memory, the need of copies and the time for them are known
+before the run, and every copy is checked.
 
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
 is recomputed, and keys and values. Between the last forward that reads one and the first backward that does is a

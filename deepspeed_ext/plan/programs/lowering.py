@@ -330,7 +330,7 @@ def lower_rank(
             for table, of_place in zip((OFFLOAD, FETCH, DROP), copied.get(place, nothing), strict=True)
         )
         steps += [*sending, *offloading]
-        # Before the first receive, since the shape of a message may depend on the data (ADR 51).
+        # Before the first receive, since the shape of a message may depend on the data.
         for each in [*(reader for _, reader in receiving), op] if loads else []:
             if each.micro_batch not in loaded:
                 loaded.add(each.micro_batch)

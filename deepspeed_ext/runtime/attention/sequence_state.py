@@ -15,7 +15,8 @@ copies are summed.
 Deadlocks. The messages of an exchange are enqueued by the op that attends, in the order of the op's layers. All ranks
 of a group are at the same place of the pipeline and run the same program, and recomputation and autograd go through
 equal graphs in the same order, so they come to the same exchanges in the same order. An exchange has a communicator
-of its own, and waits for nothing but the same op on the other ranks (ADR 48).
+of its own, and waits only for the same op on the other ranks. The R pipelines of a replica are equal copies, so a cycle
+of waits through exchanges would be a cycle of one pipeline, and lowering proves that there is none.
 """
 
 from collections import Counter

@@ -26,7 +26,7 @@ examples:
   %(prog)s model.json --budget-s 60
   %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json
 
-Read on: docs/how-to/measure-your-machine.md."""
+Read on: docs/how-to/search.md."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ examples:
   %(prog)s model.json cluster.json --global-batch-size 8 --top 3
   %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl
 
-Read on: docs/how-to/real-trials.md."""
+Read on: docs/how-to/search.md."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

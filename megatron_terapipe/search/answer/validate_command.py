@@ -27,7 +27,7 @@ examples:
   %(prog)s --trials trials.jsonl
   %(prog)s --trials trials.jsonl --folds 4 --show-groups
 
-Read on: docs/how-to/real-trials.md."""
+Read on: docs/how-to/search.md."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

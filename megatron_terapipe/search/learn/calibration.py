@@ -12,7 +12,7 @@ Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei e
 each group of trials is predicted by a fit that has not seen it (`GroupEffects.unseen`), and the multiplier is the
 quantile of |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few
 groups the quantile is drawn to that of Student's t-distribution. Fewer than nine groups do not determine nine tenths:
-they may widen an interval beyond that of a normal distribution, and not narrow it (docs/adr/0060).
+they may widen an interval beyond that of a normal distribution, and not narrow it.
 
 Memory: as with times, constants are fitted as logarithms around their defaults, and a robust loss bears with odd
 readings. A run that ran out of memory says that it wanted more than there is, and one that did not, that it wanted

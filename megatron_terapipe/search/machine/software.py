@@ -223,12 +223,12 @@ class Software:
     """Bytes of weights, gradients and optimizer state that the step of a parameter reads or writes."""
     selective_recomputes: Literal["attention", "norms"] = "attention"
     """Part that recompute "selective" runs again: the `attention` core (arXiv 2205.05198 section 5), or
-    `norms` and activation functions (docs/adr/0014)."""
+    `norms` and activation functions."""
     residual_dropout: bool = False
     """Whether masks of dropout are kept with each residual."""
     logits_at_once: int | None = None
     """Logits of a rank that may be alive, others being computed again, and the gradient of the head's weight at once
-    (docs/adr/0024); None = the loss keeps all of them in fp32."""
+   ; None = the loss keeps all of them in fp32."""
     loss_in_place: bool = False
     """Whether the loss reads logits as they are and writes their gradient over them; else it keeps them in fp32."""
     launch_factor: float = 1.0

@@ -1,7 +1,7 @@
 """This trainer, as it is on main: without options that change kernels, on a GPU with triton.
 
 Kernels and bytes are counted by `benchmarks.kernel_counts`, and again by `tests/search/machine/test_terapipe.py`:
-the reads and writes of autograd's operators and compiled functions (docs/adr/0023), in the middle of a sequence, with
+the reads and writes of autograd's operators and compiled functions (`pointwise.py`), in the middle of a sequence, with
 four query heads to a key head. `--compile-pointwise never` launches more.
 """
 
@@ -84,7 +84,7 @@ TERAPIPE = Software(
         StateBytes(
             "bf16", 0, weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step"), whole_step=14
         ),
-        # Products add to the sums, so no gradient of a micro-batch is kept (docs/adr/0025). The norm reads
+        # Products add to the sums, so no gradient of a micro-batch is kept. The norm reads
         # them (4), and they are zeroed twice (8).
         StateBytes("bf16", 1, weights=2, gradients=4, optimizer=12, divided=("optimizer",), bucket=4, whole_step=12),
     ),

@@ -100,7 +100,7 @@ def _rank(
 TIMEOUT = timedelta(minutes=5)
 
 ENGINE_SHARE, LINKS_SHARE = 0.2, 0.2
-"""Shares of the time: a slow link or a slow model must leave enough for layers (ADR 61)."""
+"""Shares of the time: a slow link or a slow model must leave enough for layers."""
 
 
 class Progress(NamedTuple):

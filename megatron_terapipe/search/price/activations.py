@@ -46,13 +46,13 @@ class TokenMemory(NamedTuple):
     """Extra memory while the backward of the layer runs: recomputed activations, and gradients."""
     freed_by_input_gradient: ScalarOrArray = 0.0
     """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
-    of products, and the gradients of their outputs (docs/adr/0017). Below zero where that is more."""
+    of products, and the gradients of their outputs. Below zero where that is more."""
     scores: ScalarOrArray = 0.0
     """Extra memory of the backward of attention that is written out, `SCORE_LIMIT` at most."""
     window_gradients: ScalarOrArray = 0.0
     """Of a sequence, not of a token: sums of the gradients of keys and values in the reach of a sliding window, where a
     sequence has several token slices. Its keys and values are among `activations`: each token slice's are freed by its
-    own backward (docs/adr/0035)."""
+    own backward."""
     recomputed: ScalarOrArray = 0.0
     """Activations of all layers of the stage, which its backward recomputes at once and holds while it runs."""
 

@@ -9,7 +9,7 @@ Between points the times follow the terms that an op has,
 with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
 slice. The coefficients, none below zero, are fitted to all points. Few points do not determine all terms: one point
 determines one. Then only the first terms of `PREFERRED` that the points determine are fitted, so that times through a
-single point are proportional to the rows, and not constant (ADR 61). The ratio of each point to the fit is a factor,
+single point are proportional to the rows, and not constant. The ratio of each point to the fit is a factor,
 and the logarithm of that factor is interpolated: over the start of the token slice, then over its length,
 then over the micro-batch, each time linearly in the logarithm of the fit between the points. So the surface goes
 through the points, and is monotonic between points that are; beyond the last point the factor is constant.

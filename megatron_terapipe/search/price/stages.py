@@ -261,7 +261,7 @@ def _whole_forward_again(query: LayerQuery) -> bool:
 def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:
     """Kernels of a layer in a recomputed stage: one more forward, in the backward.
 
-    Layers after the last attention run only in the backward (ADR 49): no later token slice reads their outputs.
+    Layers after the last attention run only in the backward: no later token slice reads their outputs.
     """
     is_last = layer.kind in ("norm", "head")
     return kernels._replace(

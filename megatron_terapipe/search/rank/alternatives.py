@@ -2,7 +2,7 @@
 
 `with_found_order`: a search compares the schedules that have a closed form. The winner alone is then priced with
 `optimised`, and where the model has an output layer of its own also with that layer in parts, one on each pipeline rank
-(`--vocabulary-stages`, ADR 53).
+(`--vocabulary-stages`): up to 32 K tokens it is 13 to 19 % faster in simulation, from 512 K tokens on hardly at all.
 
 `on_fewer_devices`: every strategy of a ranking uses all devices. Slow links, slow devices or a small batch may make
 some of them useless. The parts that are tried are the fastest kinds of devices of a mixed cluster, and a half, a
