@@ -25,7 +25,7 @@ OF_TOOLS = {
     *("--file", "--tag", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit"),  # docker
     *("--volume", "--network", "--device", "--env"),
 }
-FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*+(?!\.\w)")  # not `--section.name` of other trainers
 
 
 def known_flags() -> set[str]:
