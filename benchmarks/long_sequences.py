@@ -33,8 +33,8 @@ python -m benchmarks.long_sequences samples [--seq-length 4000000] [--document-l
 """
 
 import argparse
+import csv
 import json
-import re
 import resource
 import sys
 import time
@@ -324,7 +324,7 @@ def sequences(argv: Sequence[str] | None = None) -> None:
     print((memory if options.what == "memory" else speed)(options).markdown())
 
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences.md"
+PREDICTIONS = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences-h100.csv"
 MODELS = ("llama3-8b", "llama3-70b")
 LENGTHS = tuple(1024 * thousands for thousands in (128, 512, 1024, 2048))
 DEVICES = (8, 32, 64, 256)
@@ -515,27 +515,16 @@ def rows_of(models: Sequence[str], path: Path | None) -> Iterator[Row]:
 
 
 HEAD = (
-    "tokens",
-    "H100",
-    "batch",
-    "ours",
-    "time",
-    "closed form",
-    "device",
-    "host",
-    "causal MFU",
-    "ZeRO-3 with Ulysses: ranks",
-    "time",
-    "device",
-    "host",
-    "causal MFU",
-    "its time / ours",
+    *("model", "tokens", "devices", "batch"),
+    *("strategy", "time", "closed-form time", "device memory", "host memory", "causal MFU"),
+    *("ALST ranks", "ALST time", "ALST device memory", "ALST host memory", "ALST causal MFU", "ALST time / ours"),
 )
 
 
 def cells(row: Row) -> list[str]:
     """Return the cells of a line, as many as the head has."""
     return [
+        row.model,
         f"{row.seq_length // 1024} K",
         str(row.num_devices),
         str(row.global_batch_size),
@@ -572,43 +561,16 @@ def _of_theirs(row: Row) -> list[str]:
     return [ranks, time_text(theirs.time_s), *memory, f"{theirs.mfu_causal:.0%}", ratio]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return lines of one model as a table in Markdown."""
-    lines = [HEAD, ["---"] * len(HEAD), *map(cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def written_into(text: str, model: str, new: str) -> str:
-    """Return a document with another table between the markers of a model.
-
-    Raises:
-        SystemExit: if the document has no such markers.
-    """
-    begin, end = f"<!-- begin {model} -->", f"<!-- end {model} -->"
-    if begin not in text or end not in text:
-        raise SystemExit(f"the document has no lines {begin} and {end}: write them where the table belongs")
-    between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    return between.sub(lambda _: f"{begin}\n{new}\n{end}", text)
-
-
 def write_table(argv: Sequence[str] | None = None) -> None:
-    """Print the tables, and write them into the document."""
+    """Write the predictions as a CSV."""
     parser = Parser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, help="only this one (default: all)")
     parser.add_argument("--rows", type=Path, metavar="FILE.jsonl", help="file of rows to go on with")
-    parser.add_argument(
-        "--document", type=Path, default=DOCUMENT, metavar="FILE.md", help="where the tables are written"
-    )
+    parser.add_argument("--output", type=Path, default=PREDICTIONS, metavar="FILE.csv")
     options = parser.parse_args(argv)
     rows = list(rows_of((options.model,) if options.model else MODELS, options.rows))
-    text = options.document.read_text(encoding="utf-8") if options.document.exists() else ""
-    for model in dict.fromkeys(row.model for row in rows):
-        made = table([row for row in rows if row.model == model])
-        print(f"\n{model}\n\n{made}")
-        if text:
-            text = written_into(text, model, made)
-    if text:
-        options.document.write_text(text, encoding="utf-8")
+    with options.output.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *map(cells, rows)])
 
 
 VOCAB, END = 50257, 0

@@ -1,11 +1,10 @@
 """Tables of the search beside its peers, and of long sequences."""
 
+import csv
 import json
 from dataclasses import asdict, replace
 
-import pytest
-
-from benchmarks.long_sequences import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
+from benchmarks.long_sequences import HEAD, PREDICTIONS, Ours, Row, Theirs, cells
 from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, SPEED_OF_PEERS, Figure
 from benchmarks.search_peers import table as table_of_peers
 
@@ -59,13 +58,10 @@ def test_every_line_has_the_columns_of_the_head() -> None:
     for row in (ROW, replace(ROW, ours=None), replace(ROW, theirs=replace(THEIRS, why_not="it is too large"))):
         assert len(cells(row)) == len(HEAD)
     assert cells(ROW)[-1] == "1.50"
-    assert table([ROW]).count("\n") == 2
 
 
-def test_the_document_takes_tables_between_its_markers() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for model in MODELS:
-        changed = written_into(text, model, "| new |")
-        assert f"<!-- begin {model} -->\n| new |\n<!-- end {model} -->" in changed
-    with pytest.raises(SystemExit):
-        written_into(text, "another", "| new |")
+def test_the_predictions_beside_the_page_have_the_same_columns() -> None:
+    with PREDICTIONS.open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == list(HEAD)
+    assert rows and all(len(row) == len(HEAD) for row in rows)

@@ -239,7 +239,7 @@ WITH_COMMANDS = [path for path in written() if any(block.language != "python" fo
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_files(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [block for block in blocks_of(path) if block.language != "python"]
+    blocks = [block for block in blocks_of(path) if block.language not in ("python", "diff")]
     commands = [(block, words) for block in blocks if block.language == "shell" for words in block.commands()]
     for block in blocks:
         if block.language not in ("shell", "text"):
