@@ -36,11 +36,11 @@ def folders_in_a_circle(checkout: Path, files: Sequence[str]) -> list[str]:
     folders = {str(Path(each).parent) for each in files}
     graph: dict[str, set[str]] = {}
     for each in files:
-        if each.endswith("__main__.py"):  # It starts a command, and nobody imports it.
+        if each.endswith("__main__.py"):  # It starts a command, and no module imports it.
             continue
         here = str(Path(each).parent)
         for node in ast.walk(ast.parse((checkout / each).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in CODE:
                 path = node.module.replace(".", "/")
                 there = path if path in folders else str(Path(path).parent)
                 if there in folders and there != here:
