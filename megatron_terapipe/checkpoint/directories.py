@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
 
+from megatron_terapipe.checkpoint.foreign import refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import (
     ASIDE,
@@ -82,6 +83,7 @@ def names_model_folder(load: str | Path) -> bool:
 
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
     """Directory of the checkpoint with a tag; with None, of the newest whole one, or None if there is none."""
+    refuse_foreign("--load", load)
     if tag is None:
         return latest_checkpoint(load)
     directory = _directory(Path(load), tag)

@@ -24,6 +24,7 @@ from megatron_terapipe.checkpoint.directories import (
     readable_checkpoint,
     state_file,
 )
+from megatron_terapipe.checkpoint.foreign import refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
 from megatron_terapipe.checkpoint.saved_weights import folder_info, folder_weights
@@ -42,6 +43,8 @@ def find_checkpoint(
         looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
             checkpoint says of its run alone.
     """
+    if config.save is not None:
+        refuse_foreign("--save", config.save)
     if config.load is None:
         return None
     from_folder = names_model_folder(config.load)
