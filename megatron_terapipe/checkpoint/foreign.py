@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatron_terapipe.checkpoint.info import RUN_FILE
+from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE
 from megatron_terapipe.errors import CheckpointError
 
 ORIGINS = {
@@ -23,7 +24,7 @@ decide: Megatron-DeepSpeed writes a file of Megatron-LM, too, and GPT-NeoX those
 def foreign_origin(directory: str | Path) -> str | None:
     """Return the trainer whose checkpoints are in a directory; None if they are ours, or if there are none."""
     path = Path(directory)
-    if any(path.glob(f"*/{RUN_FILE}")) or (path / RUN_FILE).is_file():
+    if any(any(path.glob(each)) for name in (RUN_FILE, MANIFEST_FILE) for each in (name, f"*/{name}")):
         return None
     return next((name for name, files in ORIGINS.items() if any(any(path.glob(file)) for file in files)), None)
 

@@ -8,7 +8,8 @@ import pretrain_gpt
 from megatron_terapipe.checkpoint.foreign import foreign_origin
 
 RUN = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1
---global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 32 --tokenizer-type NullTokenizer --dry-run""".split()
+--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 32
+--tokenizer-type NullTokenizer --dry-run""".split()
 FOLDERS = {
     "Megatron-LM, torch": ("latest_checkpointed_iteration.txt", "iter_0000005/mp_rank_00/model_optim_rng.pt"),
     "Megatron-LM, torch_dist": (
