@@ -27,7 +27,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import FoundStrategy, Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.learn.costs import Costs
@@ -140,32 +140,11 @@ class Ranks(NamedTuple):
     on_a_host: int
 
 
-class BestStrategy(NamedTuple):
-    """What a search for a run has found."""
-
-    strategy: Strategy
-    iteration_time_s: float
-    considered: int
-    machine: str
-    """For which machine, in words."""
-
-    @property
-    def line(self) -> str:
-        """What was chosen, for the log."""
-        settings = " ".join(
-            f"{name.replace('_', '-')} {value}" for name, value in self.strategy.to_json().items() if value is not None
-        )
-        return (
-            f"--strategy auto chose, of {self.considered:,} strategies for {self.machine}, one that is predicted to "
-            f"take {self.iteration_time_s:.4g} s an iteration: {settings}"
-        )
-
-
-def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[Any, ...]]) -> BestStrategy:
+def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
     """Return the best strategy of a run.
 
     Args:
-        config: the configuration, its vocabulary size known; what it says of layout and batch is not read.
+        config: the configuration with its vocabulary size; its layout and batch are not read.
         constraints: values that dimensions may have, by name, the global batch size among them.
     """
     from megatron_terapipe.search.price.workload import gpt_workload
@@ -183,21 +162,20 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
     others = {name: values for name, values in constraints.items() if name != BATCH}
     costs = costs_of_run(config, cluster)
     result = search(problem, all_choices(problem).constrained(others), costs.pricing_on, top=TOP)
-    # Ranks stand where the launcher has put them.
-    here = [entry for entry in result.entries if entry.strategy.placement is None and entry.prediction is not None]
-    if not here:
+    # The launcher has placed the ranks.
+    best = next((entry for entry in result.entries if entry.strategy.placement is None), None)
+    if best is None:
         raise ConfigError(
             f"--strategy auto found no strategy for {machine} that keeps the other flags and fits its memory: `python "
             "-m megatron_terapipe.search rank --explain` with the same model, cluster and batch says why"
         )
-    best = here[0]
-    assert best.prediction is not None
-    return BestStrategy(
-        strategy=replace(best.strategy, global_batch_size=batch),
-        iteration_time_s=best.prediction.iteration_time_s,
-        considered=result.counts.total,
-        machine=machine,
+    strategy = replace(best.strategy, global_batch_size=batch)
+    settings = (f"{name.replace('_', '-')} {value}" for name, value in strategy.to_json().items() if value is not None)
+    chosen = (
+        f"--strategy auto chose, of {result.counts.total:,} strategies for {machine}, one that is predicted to take "
+        f"{best.iteration_time_s:.4g} s an iteration: {' '.join(settings)}"
     )
+    return FoundStrategy(strategy, AUTO, (chosen,))
 
 
 def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":

@@ -101,7 +101,7 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
             f"--strategy auto searches again: {path} is for {strategy.world_size} ranks, and this run has {ranks.all}"
         )
     found = best_strategy(_with_vocabulary(config), ranks, constraints)
-    return FoundStrategy(found.strategy, AUTO, (*notices, found.line))
+    return found._replace(notices=(*notices, *found.notices))
 
 
 def keep_strategy(run: Run) -> None:

@@ -119,9 +119,9 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
     legal = np.asarray(found.legal.any(axis=(2, 3, 4, 5, 6)))
     counts = {
         (model_chunks, place): model.counter.count(
-            problem.partition(rule, grid.pipeline_parallel_size * model_chunks),
-            grid.pipeline_parallel_size,
-            grid.tensor_parallel_size,
+            problem.partition(rule, grid.layout.pipeline_parallel_size * model_chunks),
+            grid.layout.pipeline_parallel_size,
+            grid.layout.tensor_parallel_size,
         )
         for order, (_, model_chunks) in enumerate(grid.order)
         for place, rule in enumerate(grid.partition)

@@ -41,7 +41,7 @@ class GridMemory:
         self._num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
         """[1, S]"""
         sizes = np.array(grid.micro_batch, dtype=float)[:, None]
-        self._sequence = model.workload.seq_length * sizes / grid.sequence_parallel_size
+        self._sequence = model.workload.seq_length * sizes / grid.layout.sequence_parallel_size
         """[B, 1] tokens of a micro-batch that are as much as the part of one sequence-parallel rank."""
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
@@ -70,10 +70,10 @@ class GridMemory:
         )
         """Each [K, R, Q] bytes of gradients of keys and values: of a token, and of a sequence in a sliding window."""
         own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
-        self._shared_by = own * grid.sequence_parallel_size
+        self._shared_by = own * grid.layout.sequence_parallel_size
         """[Q] part of a rank's tokens that it has of a stage input."""
         sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
-        self._messages = np.asarray(model.message_bytes(grid.pipeline_parallel_size, sequences))
+        self._messages = np.asarray(model.message_bytes(grid.layout.pipeline_parallel_size, sequences))
         """[B, S, 1, Q] bytes."""
         self._limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
         tokens = self._token_slice[:, :, None, None]

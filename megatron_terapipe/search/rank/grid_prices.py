@@ -140,7 +140,7 @@ def _price(
     groups = cost_model.groups_of(grid.layout)
     partitions = _partitions(problem, found, groups, tables, cost_model.counter)
     counts = {
-        key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)
+        key: cost_model.counter.count(partition, grid.layout.pipeline_parallel_size, grid.layout.tensor_parallel_size)
         for key, partition in partitions.items()
     }
     # Pairs of a schedule and a rule that have a stage partition of their own.
@@ -194,7 +194,7 @@ def _partitions(
 ) -> dict[tuple[int, int], StagePartition]:
     """Return the stages of every pair of model chunks and partition rule that a legal strategy has."""
     grid = legal.grid
-    ranks = grid.pipeline_parallel_size
+    ranks = grid.layout.pipeline_parallel_size
     pairs = _pairs(legal.legal)
     found: dict[tuple[int, int], StagePartition] = {}
     times: Floats | None = None

@@ -60,7 +60,7 @@ class OpTables:
         """Return the seconds that a grid needs: [4 of `WHOLE` ..., 4 parts, K layers, B sizes, S splits, R, Q]."""
         splits = self.splits(grid)
         links = LayerLinks(*map(_relevant, links))
-        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size, grid.key_value_gradients
+        sizes = grid.layout.tensor_parallel_size, grid.layout.sequence_parallel_size, grid.key_value_gradients
         key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
@@ -72,7 +72,7 @@ class OpTables:
 
     def splits(self, grid: StrategyGrid) -> Splits:
         """Return the lengths of the token slices of a grid's strategies."""
-        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size
+        sizes = grid.layout.tensor_parallel_size, grid.layout.sequence_parallel_size
         key = *sizes, grid.sequence_parallel, grid.token_slices, grid.lengths
         if key not in self._splits:
             self._splits[key] = tuple(
@@ -94,8 +94,8 @@ class OpTables:
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
             for mode, (recompute, _) in enumerate(grid.recompute):
                 sizes = OpSizes(
-                    tensor_parallel_size=float(grid.tensor_parallel_size),
-                    sequence_parallel_size=float(grid.sequence_parallel_size),
+                    tensor_parallel_size=float(grid.layout.tensor_parallel_size),
+                    sequence_parallel_size=float(grid.layout.sequence_parallel_size),
                     micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
                     start=starts,
                     end=ends,
@@ -253,7 +253,7 @@ def message_times(
     grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: LayerCounts, splits: Splits
 ) -> MessageTimes:
     """Return the times of messages between stages, as `CostModel` gives them to the simulator."""
-    ranks, boundaries = grid.pipeline_parallel_size, len(counts.last_layers)
+    ranks, boundaries = grid.layout.pipeline_parallel_size, len(counts.last_layers)
     shape = (len(grid.micro_batch), len(grid.token_slices), 1, len(grid.sequence_parallel))
     if ranks == 1 or not model.software.communication.overlaps_transfers:
         nothing = np.zeros(shape)
@@ -367,7 +367,7 @@ def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps
         back = _back(schedule)
         there_and_back = slowest[FORWARD] + others[FORWARD] + slowest[back] + others[back]
         one = there_and_back / num_token_slices + messages.usual
-        rounds = micro_batches * num_token_slices / (grid.pipeline_parallel_size - 1 + num_token_slices)
+        rounds = micro_batches * num_token_slices / (grid.layout.pipeline_parallel_size - 1 + num_token_slices)
         estimate = np.maximum(estimate, rounds * one)
     return np.asarray(estimate)
 
@@ -389,7 +389,7 @@ def _bound(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, m
         back = _back(schedule)
         waiting = round_trip_bound(
             schedule,
-            num_ranks=grid.pipeline_parallel_size,
+            num_ranks=grid.layout.pipeline_parallel_size,
             num_micro_batches=micro_batches,
             num_token_slices=num_token_slices,
             filling_s=ops.filling[FORWARD],

@@ -82,7 +82,7 @@ def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
 
 
 def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
-    size = grid.tensor_parallel_size
+    size = grid.layout.tensor_parallel_size
     for name, numbers in _shared_numbers(problem).items():
         for number in sorted(numbers):
             if number % size:
@@ -92,7 +92,7 @@ def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 
 def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
-    size, tensor = grid.sequence_parallel_size, grid.tensor_parallel_size
+    size, tensor = grid.layout.sequence_parallel_size, grid.layout.tensor_parallel_size
     if size == 1:
         return None
     for layer in {id(each): each for each in problem.workload.layers}.values():
@@ -109,7 +109,7 @@ def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 
 def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
-    stages = grid.pipeline_parallel_size * order[1]
+    stages = grid.layout.pipeline_parallel_size * order[1]
     if stages <= problem.workload.num_dealt_layers:
         return None
     return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
@@ -119,7 +119,7 @@ def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]
     schedule, model_chunks = order
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
-    shape = PipelineShape(grid.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
+    shape = PipelineShape(grid.layout.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
     try:
         # A schedule says itself which pipelines it is for.
         next(SCHEDULES[schedule](shape, 0), None)
@@ -129,11 +129,11 @@ def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]
 
 
 def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str | None:
-    if grid.global_batch_size % (micro_batch * grid.data_parallel_size) == 0:
+    if grid.global_batch_size % (micro_batch * grid.layout.data_parallel_size) == 0:
         return None
     return (
         f"global batch size {grid.global_batch_size} is not a multiple of micro-batch size {micro_batch} x "
-        f"data-parallel size {grid.data_parallel_size}"
+        f"data-parallel size {grid.layout.data_parallel_size}"
     )
 
 
@@ -161,7 +161,7 @@ def _partition(
     if partition in ("uniform", "parameters", SOLVED):
         return None  # there is a layer for each stage: another rule
     try:
-        problem.workload.partition(partition, grid.pipeline_parallel_size * order[1])
+        problem.workload.partition(partition, grid.layout.pipeline_parallel_size * order[1])
     except ConfigError as error:
         return str(error).removeprefix("strategy: ")
     return None
@@ -276,7 +276,7 @@ def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
     first = grid.order[0] if grid.order else None
-    return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
+    return grid.along("order", [grid.layout.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
 
 def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
@@ -284,7 +284,7 @@ def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
     # Without a pipeline another rule keeps one schedule, which may be one of these.
     again = [
-        grid.pipeline_parallel_size > 1 and schedule in KEEPING_ALL and model_chunks in alternating
+        grid.layout.pipeline_parallel_size > 1 and schedule in KEEPING_ALL and model_chunks in alternating
         for schedule, model_chunks in grid.order
     ]
     return np.asarray(~(grid.along("order", again) & (grid.num_micro_batches == 1)))
@@ -292,13 +292,13 @@ def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one data-parallel rank there is no optimizer state to spread."""
-    alone = grid.data_parallel_size == 1 and 1 in grid.zero
+    alone = grid.layout.data_parallel_size == 1 and 1 in grid.zero
     return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
 
 
 def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one tensor-parallel rank there is no other to share tokens with."""
-    alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
+    alone = grid.layout.tensor_parallel_size == 1 and False in grid.sequence_parallel
     return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
 
 
@@ -306,7 +306,7 @@ def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Rules that deal the layers as one before them does."""
     kept = np.ones((len(grid.order), len(grid.partition)), dtype=bool)
     for row, (_, model_chunks) in enumerate(grid.order):
-        num_stages = grid.pipeline_parallel_size * model_chunks
+        num_stages = grid.layout.pipeline_parallel_size * model_chunks
         seen: set[tuple[int, ...]] = set()
         for column, partition in enumerate(grid.partition):
             if partition == SOLVED:

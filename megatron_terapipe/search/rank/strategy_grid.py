@@ -80,26 +80,6 @@ class StrategyGrid:
         return cls(shared=shared, **values)
 
     @property
-    def data_parallel_size(self) -> int:
-        """Ranks that share the batch."""
-        return int(self.shared["data_parallel_size"])
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks that share each layer."""
-        return int(self.shared["tensor_parallel_size"])
-
-    @property
-    def pipeline_parallel_size(self) -> int:
-        """Pipeline ranks."""
-        return int(self.shared["pipeline_parallel_size"])
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share the tokens of each token slice."""
-        return int(self.shared["sequence_parallel_size"])
-
-    @property
     def global_batch_size(self) -> int:
         """Sequences of one optimizer step."""
         return int(self.shared["global_batch_size"])
@@ -115,15 +95,10 @@ class StrategyGrid:
         lengths: tuple[int, ...] | None = self.shared["token_slices"]
         return lengths
 
-    @property
+    @cached_property
     def layout(self) -> ParallelLayout:
-        """How the ranks are laid out."""
-        return ParallelLayout(
-            data_parallel_size=self.data_parallel_size,
-            sequence_parallel_size=self.sequence_parallel_size,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-        )
+        """Sizes of the parallel axes."""
+        return ParallelLayout(**{name: size for name, size in self.shared.items() if hasattr(ParallelLayout, name)})
 
     @property
     def world_size(self) -> int:
@@ -158,7 +133,7 @@ class StrategyGrid:
     @cached_property
     def num_micro_batches(self) -> NDArray[np.int64]:
         """Micro-batches of a data-parallel rank: [1, 1, micro_batch, 1, 1, 1, 1], for sizes that divide the batch."""
-        sizes = np.array(self.micro_batch) * self.data_parallel_size
+        sizes = np.array(self.micro_batch) * self.layout.data_parallel_size
         return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
 
     def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "StrategyGrid":
@@ -182,7 +157,7 @@ class StrategyGrid:
 
     def granularity(self, sequence_parallel: bool) -> int:
         """Return the tokens of which every token slice needs a multiple; see `Strategy.granularity`."""
-        return self.sequence_parallel_size * (self.tensor_parallel_size if sequence_parallel else 1)
+        return self.layout.sequence_parallel_size * (self.layout.tensor_parallel_size if sequence_parallel else 1)
 
     def cut(self, num_token_slices: int, sequence_parallel: bool, seq_length: int) -> tuple[int, ...] | None:
         """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences."""
