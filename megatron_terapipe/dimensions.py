@@ -1,4 +1,4 @@
-"""Declarations of the fields of a strategy, from which flags, tables, reports and checks follow."""
+"""Declarations of the fields of a strategy: flags, tables, reports and checks follow from them."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -87,7 +87,7 @@ def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
 
 
 def machine_in_words(config: Config) -> str:
-    """Return what the ops of a run are priced for, in words for messages."""
+    """Return the machine for which the ops of a run are priced, in words."""
     default = f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given"
     return _with_sources(
         default if config.parallel.cluster is None else f"the cluster {config.parallel.cluster}", config
@@ -95,7 +95,7 @@ def machine_in_words(config: Config) -> str:
 
 
 def _with_sources(machine: str, config: Config) -> str:
-    """Return the words for a machine and what was measured of it."""
+    """Return the words for a machine with its profile and its trials."""
     parallel = config.parallel
     profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
     return machine + profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
@@ -167,7 +167,7 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
     if best is None:
         raise ConfigError(
             f"--strategy auto found no strategy for {machine} that keeps the other flags and fits its memory: `python "
-            "-m megatron_terapipe.search rank --explain` with the same model, cluster and batch says why"
+            "-m megatron_terapipe.search rank --explain` with the same model, cluster and batch explains it"
         )
     strategy = replace(best.strategy, global_batch_size=batch)
     settings = (f"{name.replace('_', '-')} {value}" for name, value in strategy.to_json().items() if value is not None)
@@ -179,7 +179,7 @@ def best_strategy(config: Config, ranks: Ranks, constraints: Mapping[str, tuple[
 
 
 def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
-    """Return the cluster of a run, and what it is in words: that of `--cluster`, or hosts as the launcher fills them.
+    """Return the cluster of a run, and its words: that of `--cluster`, or hosts as the launcher fills them.
 
     The devices of these are those of the profile, or `DEVICE`.
     """
@@ -211,7 +211,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
 
 
 def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
-    """Return the schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for."""
+    """Return the schedule of `--pipeline-schedule`; one to be found is found at its first op."""
     name = config.parallel.pipeline_schedule
     if name == OPTIMISED:
         return _found_schedule(config, data_parallel_size)
@@ -223,14 +223,14 @@ def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: i
     if isinstance(schedule, FoundSchedule):
         return SimulatedSchedule(schedule, costs=schedule.costs)
     if config.training.offload_token_slices:
-        # How long a copy takes beside the ops is what decides whether it is made.
+        # Whether a copy is made depends on its time compared with that of the ops.
         costs = _priced_ops(config, data_parallel_size)
         return SimulatedSchedule(schedule, costs=lambda _: costs)
     return SimulatedSchedule.of(schedule)
 
 
 def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:
-    """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does."""
+    """Return the offloaded tensors, by the timelines of `simulated_schedule`; None without offload."""
     if not config.training.offload_token_slices:
         return None
     if config.parallel.stage_partition == "parameters":
@@ -252,11 +252,11 @@ def check_schedule(
     hardware_queues: int | None = None,
     copies: HostCopySettings | None = None,
 ) -> None:
-    """See that a schedule ends for every number of micro-batches that a run has.
+    """Check that a schedule ends for every number of micro-batches of a run.
 
     Args:
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
-        copies: what waits on the host; None for nothing.
+        copies: the offloaded tensors; None = none.
     """
     simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
     for number in micro_batches:
@@ -279,9 +279,9 @@ def _priced_ops(config: Config, data_parallel_size: int) -> OpCosts:
 
 
 def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:
-    """Return the configuration with the token slices that `--token-slices auto` asks for; any other as it is.
+    """Return the configuration with the token slices of `--token-slices auto`; any other as it is.
 
-    They are those that the search's command `slices` finds for this strategy on this cluster. With
+    They are those that `terapipe search slices` finds for this strategy on this cluster. With
     `--stage-partition auto` the layers of the stages are found first.
     """
     parallel = config.parallel
@@ -370,13 +370,13 @@ class PlannedRun:
 
 
 def plan_run(config: Config, world_size: int) -> PlannedRun:
-    """Lay a configuration over ranks, and find the token slices that it leaves open.
+    """Return the layout of a configuration over ranks, with token slices found if it asks for that.
 
     Args:
         config: the configuration; where token slices are to be found, its vocabulary size is known.
     """
     layout = config.parallel.layout(world_size)
-    # An error in it is said before anything is searched.
+    # Its errors are raised before any search.
     micro_batches = config.num_micro_batches(layout.data_parallel_size)
     check_num_ops(config.parallel.pipeline(micro_batches))
     if config.parallel.token_slices != AUTO:

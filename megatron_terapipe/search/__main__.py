@@ -1,4 +1,4 @@
-"""Command `terapipe search`: how to train a model on a cluster, and what it will cost."""
+"""Command `terapipe search`: the strategies of a model on a cluster, with their time and memory."""
 
 import sys
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ COMMANDS = {part.name: part for part in SEARCH.parts}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
-    """Run a command and return its exit code: 2 for bad input, said in one line."""
+    """Run a command and return its exit code: 2 for bad input, with one line of error."""
     words = sys.argv[1:] if argv is None else list(argv)
     return run_command(lambda: _run(words, prog))
 
@@ -38,7 +38,7 @@ def _run(words: list[str], prog: str) -> int:
     name, *rest = words
     if name not in COMMANDS:
         raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
-    # This one alone is imported: no command waits for what another needs.
+    # Only this one is imported: no command waits for the imports of another.
     module = _module(name)
     parser = CommandParser(prog=f"{prog} {name}", description=module.HELP, epilog=module.EXAMPLES)
     module.add_flags(parser)
@@ -46,7 +46,7 @@ def _run(words: list[str], prog: str) -> int:
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of all commands; `prog` is what people type before them."""
+    """Return the parser of all commands; `prog`: the words before them."""
     parser, parts = _overview(prog)
     for name, part in parts.items():
         module = _module(name)

@@ -1,4 +1,4 @@
-"""Advice beside a ranking: what to change, what to doubt, and how sure the winner is.
+"""Advice with a ranking: possible changes, doubts, and the robustness of the winner.
 
 advise                     after a search -> AdvicePart, as the document has it
 advice_notes, rival_note   the same in words, a line each
@@ -95,7 +95,7 @@ def advise(
 
 
 def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> TooFullPart:
-    """Return the fastest strategy without headroom beside the winner; None = nothing leaves the headroom free."""
+    """Return the fastest strategy without headroom; `winner`: None = no strategy leaves the headroom free."""
     held = zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).devices, strict=True)
     fullness = max(memory.total / min(device.memory_bytes for device in devices) for memory, devices in held)
     return TooFullPart(
@@ -107,7 +107,7 @@ def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> Too
 
 
 def found_order_part(entry: Ranked, winner: Ranked) -> FoundOrderPart:
-    """Return the winner with an order that was found, beside the winner without."""
+    """Return the winner with an order that was found for it."""
     return FoundOrderPart(
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,
@@ -117,7 +117,7 @@ def found_order_part(entry: Ranked, winner: Ranked) -> FoundOrderPart:
 
 
 def fewer_devices_part(part: Cluster, entry: Ranked, winner: Ranked, cluster: Cluster) -> FewerDevicesPart:
-    """Return the best strategy on a part of the cluster beside the winner on all of it."""
+    """Return the best strategy on a part of the cluster, compared with the winner on all of it."""
     ratio = entry.iteration_time_s / winner.iteration_time_s
     return FewerDevicesPart(
         num_devices=part.num_devices,
@@ -130,7 +130,7 @@ def fewer_devices_part(part: Cluster, entry: Ranked, winner: Ranked, cluster: Cl
 
 
 def rival_part(rival: Rival, winner: Ranked | None, workload: Workload, cluster: Cluster) -> RivalPart:
-    """Return a rival beside our best strategy; None = nothing of ours fits."""
+    """Return a rival, compared with our best strategy; `winner`: None = none fits."""
     settings, time_s, mfu_causal = rival.settings, rival.time.total, None
     if not any(is_guess(node.device.name) for node in cluster.nodes):
         peaks = [node.device.peak_flops("bf16") for node in cluster.nodes for _ in range(node.num_devices)]
@@ -190,7 +190,7 @@ def advice_notes(advice: AdvicePart, problem: SearchProblem) -> list[str]:
         advice.too_full and _too_full(advice.too_full, problem),
         advice.utilization and _utilization(advice.utilization),
         advice.sensitivity and _sensitivity(advice.sensitivity),
-        # What fits but for the memory to keep free needs no more than the devices have.
+        # A strategy that is only too full for the headroom fits the devices.
         None if advice.distance_to_fit is None or advice.too_full is not None else _shortage(advice.distance_to_fit),
     ]
     return [line for line in lines if line]
@@ -201,7 +201,7 @@ def _strategy(document: Mapping[str, Any]) -> str:
 
 
 def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str | None:
-    """Return that a part of the cluster is faster than all of it, or much cheaper for each token; None if none is."""
+    """Return a part of the cluster that is faster than all of it, or much cheaper for each token; None if none is."""
 
     def on_part(part: FewerDevicesPart) -> str:
         used = {node.device.name for node in cluster.at_most(part.num_devices).nodes}
@@ -229,7 +229,7 @@ def _fewer_devices(found: Sequence[FewerDevicesPart], cluster: Cluster) -> str |
 
 
 def _found_order(order: FoundOrderPart) -> str:
-    """Return what an order that is searched for takes, and where its files are."""
+    """Return the time with a found order, and the folder of its files."""
     vocabulary = order.strategy["vocabulary_stages"]
     flags = f"--pipeline-schedule {OPTIMISED}{' --vocabulary-stages' if vocabulary else ''}"
     parts = " and the output layer in parts on all pipeline ranks" if vocabulary else ""
@@ -241,7 +241,7 @@ def _found_order(order: FoundOrderPart) -> str:
 
 
 def _too_full(full: TooFullPart, problem: SearchProblem) -> str | None:
-    """Return what keeping memory free costs; None if that is next to nothing."""
+    """Return the cost of the headroom; None if it is small."""
     if full.could_save is not None and full.could_save < WORTH_CHANGING:
         return None
     saves = "" if full.could_save is None else f" and saves {full.could_save:.1%}"
@@ -253,7 +253,7 @@ def _too_full(full: TooFullPart, problem: SearchProblem) -> str | None:
 
 
 def _utilization(check: UtilizationPart) -> str:
-    """Return what an MFU that nobody has published rests on."""
+    """Return the doubt about an MFU above all published ones."""
     words = (
         f"rank 1 is predicted to reach an MFU of {check.predicted:.0%} ({check.predicted_causal:.0%} with causal "
         f"attention), and the best published for such devices is {check.published:.0%} "
@@ -266,12 +266,12 @@ def _utilization(check: UtilizationPart) -> str:
         )
     words = f"{words}; it rests on {_constant(check.constant)} = {check.value:.3g}"
     if check.needed is None:
-        return f"{words} most, which alone does not explain it: calibrate on trials"
+        return f"{words} most, which does not explain all of it: calibrate on trials"
     return f"{words}, and with {check.needed:.3g} it would be as published: calibrate on trials"
 
 
 def _sensitivity(found: SensitivityPart) -> str | None:
-    """Return which constant decides who wins, in one line; None if nothing was compared."""
+    """Return the constant that decides the winner, in one line; None without other strategies."""
     if found.num_contenders < 2 and not found.changes:
         return None
     tried = f"{found.num_constants} constants, {found.num_contenders} strategies"
@@ -330,7 +330,7 @@ def _shortage(distance: DistancePart) -> str:
 
 
 def distance_text(distance: DistancePart, problem: SearchProblem) -> str:
-    """Return how far the model is from fitting and what would make it fit, in one line."""
+    """Return the missing memory and the changes with which the model fits, in one line."""
     kept = f" ({100 * problem.memory_headroom:.3g} % kept free)" if problem.memory_headroom else ""
     return (
         f"the nearest needs {bytes_text(distance.memory['total'])} on a device, of {bytes_text(distance.usable_bytes)} "
@@ -339,7 +339,7 @@ def distance_text(distance: DistancePart, problem: SearchProblem) -> str:
 
 
 def remedies_text(distance: DistancePart, problem: SearchProblem) -> str:
-    """Return what would make the model fit, any one of these."""
+    """Return the single changes with which the model fits."""
     words = []
     for remedy in distance.remedies:
         if remedy.kind == "constraint" and remedy.value:

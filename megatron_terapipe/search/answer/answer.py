@@ -1,4 +1,4 @@
-"""The answer of a search, as all reports read it: beside its runner-up, and as a JSON document."""
+"""The answer of a search as a JSON document, which table and page read, and comparisons of its strategies."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +74,7 @@ TIME_NAMES = {
 }
 """Parts of an iteration in words."""
 
-_WORTH_SAYING = 0.005  # parts that differ by less than this share of the iteration are noise to a reader
+_WORTH_LISTING = 0.005  # least difference of a part, as a share of the iteration, that is listed
 _LEAST_SHARE = 0.001  # shares below this would be written as none
 
 
@@ -110,7 +110,7 @@ def compare(winner: Entry, other: Entry) -> StrategyComparison:
     ]
     first, second = winner.price, other.price
     saved = [(name, second.breakdown[name] - seconds) for name, seconds in first.breakdown.items()]
-    worth = _WORTH_SAYING * first.iteration_time_s
+    worth = _WORTH_LISTING * first.iteration_time_s
     saved = sorted((part for part in saved if abs(part[1]) >= worth), key=lambda part: -abs(part[1]))
     return StrategyComparison(changes, _sentences(first, second, saved))
 
@@ -133,7 +133,7 @@ def _sentences(first: Predicted, second: Predicted, saved: Sequence[tuple[str, f
         word = "less" if difference >= 0 else "more"
         lines.append(f"The fullest rank holds {bytes_text(abs(difference))} {word}.")
     if first.interval_s and second.interval_s and first.interval_s[1] >= second.interval_s[0]:
-        lines.append("Their intervals overlap: only a trial of both can tell which is faster.")
+        lines.append("Their intervals overlap: only a trial of both can show which is faster.")
     return lines
 
 
@@ -183,7 +183,7 @@ def predicted_part(problem: SearchProblem, strategy: Strategy, prediction: Predi
 def document_text(document: Document) -> str:
     """Return the text of a document: a key a line, and an entry a line where it lists some.
 
-    Lists of stages and devices are long, and nobody reads them downwards.
+    Lists of stages and devices are too long for a line each.
     """
 
     def text(value: object) -> str:

@@ -1,8 +1,8 @@
-"""How far a model is from fitting a cluster, and which single change would make it fit.
+"""Missing memory of a model on a cluster, and the single changes with which it fits.
 
-The strategy nearest to fitting is the one whose fullest device has the least to spare beyond what it has. Each remedy
-was looked for: the same question with more nodes, a shorter sequence, a smaller batch, or without a constraint has a
-strategy that leaves the headroom free, counted exactly.
+The strategy nearest to fitting needs the smallest multiple of the memory of its fullest device. Each remedy is proven:
+the same question with more nodes, a shorter sequence, a smaller batch, or without a constraint has a strategy that
+leaves the headroom free, counted exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,12 +34,12 @@ PricingOf = Callable[[Workload, Cluster], Pricing]  # prices strategies of a mod
 
 GRADIENTS: Literal["key_value_gradients"] = "key_value_gradients"
 ROUNDED = "bf16"
-"""The dimension that says how gradients of keys and values are kept, and its value that needs half the memory."""
+"""Dimension of the type of gradients of keys and values, and its value with half the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A strategy, and the memory of its fullest device beside what there is."""
+    """A strategy, with the memory of its fullest device and the capacity."""
 
     strategy: Strategy
     rank: int
@@ -51,7 +51,7 @@ class Shortage:
 
     @property
     def fullness(self) -> float:
-        """What is needed, as a share of what may be used; it fits up to 1."""
+        """Needed memory as a share of the usable one; it fits up to 1."""
         return self.memory.total / self.usable_bytes
 
     @property
@@ -93,7 +93,7 @@ def nearest_to_fitting(
 
 
 def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Choices:
-    """Return the choices without values that never need less memory than another that is left."""
+    """Return the choices without values that never need less memory than a remaining one."""
     lean: dict[str, tuple[Any, ...]] = {
         name: tuple(value for value in order if value in choices[name])[:1] for name, order in LEAST.items()
     }
@@ -113,7 +113,7 @@ def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Ch
 
 
 def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> list[tuple[float, Strategy]]:
-    """Return the strategies of a grid whose bound of memory is lowest, with its share of what may be used."""
+    """Return the strategies of a grid with the lowest bound of memory, each with this share of the capacity."""
     grid, model = found.grid, pricing.cost_model
     groups = model.groups_of(grid.layout)
     legal = np.asarray(found.legal.any(axis=(2, 3, 4, 5, 6)))

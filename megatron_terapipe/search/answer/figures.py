@@ -141,7 +141,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`; what is usual is left out."""
+    """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`, without usual values."""
     parts = [
         template.format(getattr(strategy, each.name))
         for each, template in in_places(DIMENSIONS, "phrase")

@@ -28,7 +28,7 @@ CHANGES = (
 )
 """Fields of the model section that flags of the search may change."""
 
-FLAGS_ALONE = "-"  # MODEL that is no file and no preset: flags say all of it
+FROM_FLAGS = "-"  # MODEL that is no file and no preset: flags give all of it
 FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # what flags are added to
 
 TERAPIPE = "terapipe"
@@ -66,7 +66,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         "--devices-at-most",
         type=int,
         metavar="N",
-        help="use a part of the cluster alone: its fastest nodes, whole ones, with N devices together at most",
+        help="use only a part of the cluster: its fastest nodes, whole ones, with N devices together at most",
     )
 
 
@@ -98,7 +98,7 @@ def add_software_flag(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         default=TERAPIPE,
         help=(
-            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with what differs from one of these "
+            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with the differences from one of these "
             f"(default: {TERAPIPE}, this trainer)"
         ),
     )
@@ -107,7 +107,7 @@ def add_software_flag(parser: argparse.ArgumentParser) -> None:
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each dimension that is searched."""
     group = parser.add_argument_group(
-        "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
+        "search space", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
     for each, words in in_places(DIMENSIONS, "flag_help"):
         group.add_argument(each.flag, metavar=each.metavar, help=words)
@@ -175,13 +175,13 @@ def model_of(options: argparse.Namespace) -> Workload:
     from megatron_terapipe.search.price.workload_files import parse_workload, read_workload
 
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
-    if options.model == FLAGS_ALONE:
+    if options.model == FROM_FLAGS:
         return parse_workload({}, "MODEL -", changes)
     return read_workload(options.model, changes)
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster that the flags name, and notes on what had to be assumed of it."""
+    """Return the cluster that the flags name, and notes on assumptions about it."""
     from megatron_terapipe.search.machine.cluster_files import read_cluster_with_notes
 
     cluster, notes = read_cluster_with_notes(options.cluster, device=options.device)
@@ -207,7 +207,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 
 def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[SearchProblem, tuple[str, ...]]:
-    """Return the model, cluster, trainer and batch that the flags name, and notes on what had to be assumed."""
+    """Return the model, cluster, trainer and batch that the flags name, and notes on assumptions."""
     from megatron_terapipe.search.machine.trainers import find_software
 
     workload = model_of(options)
@@ -224,25 +224,25 @@ def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[Sea
 
 
 @contextmanager
-def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
-    """Yield a callback that shows the progress of a search; None if nobody would see it.
+def progress_bar(shown: bool | None = None) -> "Iterator[ProgressCallback | None]":
+    """Yield a callback that shows the progress of a search; None if it is not shown.
 
     Args:
-        wanted: whether to show it; None = if standard error is a terminal.
+        shown: None = if standard error is a terminal.
     """
-    if not (sys.stderr.isatty() if wanted is None else wanted):
+    if not (sys.stderr.isatty() if shown is None else shown):
         yield None
         return
     from tqdm import tqdm
 
     bars: dict[str, Any] = {}
 
-    def show(done: int, total: int, what: str) -> None:
-        if what not in bars:
+    def show(done: int, total: int, phase: str) -> None:
+        if phase not in bars:
             for bar in bars.values():
                 bar.close()
-            bars[what] = tqdm(total=total, desc=what, file=sys.stderr, leave=False)
-        bars[what].update(done + 1 - bars[what].n)
+            bars[phase] = tqdm(total=total, desc=phase, file=sys.stderr, leave=False)
+        bars[phase].update(done + 1 - bars[phase].n)
 
     try:
         yield show

@@ -30,12 +30,12 @@ StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
-"""Seconds of an iteration by what they are spent on."""
+"""Seconds of an iteration by their cause."""
 
 MemoryObject = Annotated[
     dict[str, float], WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others"))
 ]
-"""Bytes of a pipeline rank by what they hold."""
+"""Bytes of a pipeline rank by their use."""
 
 
 class Part(BaseModel):
@@ -101,20 +101,20 @@ class OtherWinnerPart(Part):
     change: float
     """By how much it is moved, as a share of it."""
     strategy: StrategyObject | None
-    """What is better then; null = nothing that was compared fits the devices then."""
+    """The better strategy then; null = none of those that were compared fits the devices then."""
     regret: float
-    """How much longer the winner takes then, as a share; for memory, how much longer what fits takes."""
+    """How much longer the winner takes then, as a share; for memory, how much longer the one that fits takes."""
     is_memory: bool
     """Whether it is a constant of the memory, with which the winner does not fit the devices."""
 
 
 class SensitivityPart(Part):
-    """The constants that decide who wins."""
+    """The constants that decide the winner."""
 
     changes: list[OtherWinnerPart]
     """Constants that change the winner if they are 10 % off, those with the largest regret first."""
     nearest: OtherWinnerPart | None
-    """Where there are none, the constant that changes it first, about; null = none within a factor of two."""
+    """Where there are none, the constant with the smallest change that does; null = none within a factor of two."""
     num_constants: int
     """Constants that were moved."""
     num_contenders: int
@@ -122,7 +122,7 @@ class SensitivityPart(Part):
 
 
 class UtilizationPart(Part):
-    """An MFU that nobody has published, and what it rests on."""
+    """An MFU above all published ones, and the constant that it depends on."""
 
     predicted: float
     """MFU of the winner."""
@@ -137,9 +137,9 @@ class UtilizationPart(Part):
     constant: str | None
     """Constant of the cost model that moves the time most; null = the causal MFU is one that was published."""
     value: float | None
-    """What it is; null = there is none."""
+    """Its value; null = there is none."""
     needed: float | None
-    """What it would have to be for the published MFU; null = no value of it alone does that, or there is none."""
+    """Its value for the published MFU; null = no value suffices, or there is no constant."""
 
 
 RemedyKind = Literal["devices", "seq_length", "global_batch_size", "key_value_gradients", "constraint"]
@@ -149,7 +149,7 @@ class RemedyPart(Part):
     """One change with which the model fits."""
 
     kind: RemedyKind
-    """What is changed."""
+    """Kind of change."""
     value: int | str
     """Devices, tokens or sequences; the dimension whose flag is dropped, empty = all of them."""
     strategy: StrategyObject
@@ -164,7 +164,7 @@ class DistancePart(Part):
     pipeline_rank: int
     """The pipeline rank that is too full."""
     memory: MemoryObject
-    """Bytes that it needs, by what they hold."""
+    """Bytes that it needs, by their use."""
     device: str
     """Its smallest device."""
     usable_bytes: float
@@ -176,12 +176,12 @@ class DistancePart(Part):
 
 
 class RivalPart(Part):
-    """What a user would run in place of this trainer, priced by the same constants."""
+    """Another trainer for the same model, priced by the same constants."""
 
     name: str
-    """What it is."""
+    """Name of the method."""
     trainer: str
-    """Who runs it so."""
+    """Trainer that implements it."""
     sequence_parallel_size: int
     """Ranks that share the tokens of a sequence, and the heads of its attention."""
     data_parallel_size: int
@@ -189,11 +189,11 @@ class RivalPart(Part):
     micro_batch_size: int
     """Sequences of a group at once."""
     on_host: list[str]
-    """What is kept in the host's memory: `checkpoints`, `optimizer`, `weights`."""
+    """Offloaded to the host: `checkpoints`, `optimizer`, `weights`."""
     iteration_time_s: float
     """Predicted seconds of one iteration."""
     breakdown: dict[str, float]
-    """These seconds by what they are spent on."""
+    """These seconds by their cause."""
     time_ratio: float | None
     """The same in seconds of the winner; below 1 the rival is faster; null = nothing of ours fits."""
     mfu_causal: float | None
@@ -207,7 +207,7 @@ class RivalPart(Part):
 
 
 class AdvicePart(Part):
-    """What to change, and what to doubt."""
+    """Possible changes, and doubts."""
 
     memory_headroom: float
     """Share of each device that every ranked strategy leaves free."""
@@ -216,13 +216,13 @@ class AdvicePart(Part):
     fewer_devices: list[FewerDevicesPart]
     """Parts of the cluster that were tried, largest first."""
     sensitivity: SensitivityPart | None
-    """Constants that decide who wins; null = there is no winner."""
+    """Constants that decide the winner; null = there is no winner."""
     utilization: UtilizationPart | None
     """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
     distance_to_fit: DistancePart | None
     """Null = the model fits, or memory is not the reason why nothing can run."""
     rivals: list[RivalPart]
-    """What would be run in place of this trainer; empty where sequences are short, or `--no-rivals` was given."""
+    """Other trainers for the same model; empty where sequences are short, or with `--no-rivals`."""
     found_order: FoundOrderPart | None
     """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""
 
@@ -265,11 +265,11 @@ class ClusterPart(Part):
     devices: dict[str, int]
     """Number of devices of each kind."""
     nodes: list[dict[str, Any]]
-    """Groups of equal nodes, every figure said, as a cluster file has them."""
+    """Groups of equal nodes with all figures, as a cluster file has them."""
 
 
 class Speed(Part):
-    """What a time of one iteration means, in the figures that are published."""
+    """Published figures that follow from the time of one iteration."""
 
     iteration_time_s: float
     """Predicted seconds of one iteration."""
@@ -299,9 +299,9 @@ class Predicted(Speed):
     peak_memory_bytes: float
     """Bytes of the fullest rank; 0 = not predicted."""
     breakdown: BreakdownObject
-    """Seconds of the busiest pipeline rank by what they are spent on; they add up to the iteration."""
+    """Seconds of the busiest pipeline rank by their cause; they add up to the iteration."""
     memory_per_rank: list[MemoryObject]
-    """Peak bytes of each pipeline rank by what they hold; empty = not predicted."""
+    """Peak bytes of each pipeline rank by their use; empty = not predicted."""
     simulated: bool
     """Whether the schedule was simulated; else its time is a closed form."""
     notes: list[str]
@@ -332,7 +332,7 @@ class Entry(Part):
 
 
 class SearchPart(Part):
-    """What the search did."""
+    """Numbers of strategies in the steps of the search."""
 
     considered: int
     """Strategies of the whole space."""
@@ -349,7 +349,7 @@ class SearchPart(Part):
 
 
 class LaunchPart(Part):
-    """What runs the winner."""
+    """Command and files that launch the winner."""
 
     command: str | None
     """Its command; null = nothing can launch it."""
@@ -360,7 +360,7 @@ class LaunchPart(Part):
 
 
 class Document(Part):
-    """What the answers of all commands say: the question, and notes on the answer."""
+    """The question, and notes on the answer."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     """Version of this document."""
@@ -377,7 +377,7 @@ class Document(Part):
     constraints: dict[str, list[Any]]
     """Values that flags allow for dimensions of the strategy; others are free."""
     notes: list[str]
-    """Assumptions and warnings, as they stand below the table."""
+    """Assumptions and warnings, as below the table."""
 
 
 class Ranking(Document):
@@ -398,13 +398,13 @@ class RankDocument(Ranking):
     command: Literal["rank"] = "rank"
     """Command that wrote it."""
     advice: AdvicePart
-    """What to change, and what to doubt; the notes have it in words."""
+    """Possible changes, and doubts; the notes have them in words."""
     search: SearchPart
-    """What the search did."""
+    """Numbers of strategies in the steps of the search."""
     why_none: str | None
     """Why no strategy can run; null where one can."""
     launch: LaunchPart
-    """What runs the winner."""
+    """Command and files that launch the winner."""
 
 
 class PredictDocument(Ranking):
@@ -415,7 +415,7 @@ class PredictDocument(Ranking):
 
 
 class Cut(Speed):
-    """Token slices of a sequence, and what they bring."""
+    """Token slices of a sequence, and their speed-up."""
 
     num_token_slices: int
     """Number of token slices."""
@@ -452,7 +452,7 @@ class TrialEntry(Part):
     peak_memory_bytes: float | None
     """Measured bytes of the fullest device; null = not measured."""
     out_of_memory: bool | None
-    """Whether memory ran out; null = not said."""
+    """Whether memory ran out; null = unknown."""
     predicted: Predicted
     """Its prediction without these trials."""
     calibrated: Predicted | None
@@ -482,7 +482,7 @@ class TrialDocument(Document):
     errors: Errors | None
     """Errors of `predicted`; null = nothing was measured."""
     errors_calibrated: Errors | None
-    """Errors of `calibrated`, which has seen these trials."""
+    """Errors of `calibrated`, which was fitted to these trials."""
 
 
 AnyDocument = Annotated[
@@ -491,7 +491,7 @@ AnyDocument = Annotated[
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the documents of all commands, which `command` tells apart."""
+    """Return the JSON Schema of the documents of all commands; `command` discriminates them."""
     schema = TypeAdapter(AnyDocument).json_schema(mode="serialization")
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Answer of the strategy search"}
     return {**about, **schema}

@@ -1,4 +1,4 @@
-"""`measure`: what ops and messages take on this machine, or on the hosts of a hostfile."""
+"""`measure`: times of ops and messages on this machine, or on the hosts of a hostfile."""
 
 import argparse
 import sys
@@ -32,13 +32,13 @@ Read on: docs/how-to/search.md."""
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
     add_model_flags(parser)
-    group = parser.add_argument_group("what is measured")
+    group = parser.add_argument_group("measurements")
     group.add_argument("--precision", choices=PRECISIONS, help="type of the weights (default: bf16; fp32 on CPUs)")
     group.add_argument(
         "--tensor-parallel-size",
         metavar="N,N",
         help=(
-            "tensor-parallel sizes; the part of each rank is measured alone (default: powers of two up to the number "
+            "tensor-parallel sizes; each rank measures its own part (default: powers of two up to the number "
             "of devices)"
         ),
     )
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
-        why_not = "the hostfile says how many ranks each host has: drop one of the two flags"
+        why_not = "the hostfile has the ranks of each host: drop one of the two flags"
         if options.hostfile is None:
             why_not = "it is not a whole number from 1: give one"
         raise ConfigError(f"--num-processes {options.num_processes}: {why_not}")
@@ -118,15 +118,15 @@ def run(options: argparse.Namespace) -> int:
             else:
                 show(news.share, news.doing)
     if profile is None:
-        raise ConfigError(f"the first rank of {options.hostfile} told no profile: see the lines above")
+        raise ConfigError(f"the first rank of {options.hostfile} sent no profile: see the lines above")
     write_profile(profile, options.json)
     if not alone:
-        print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
+        print(*summary(profile), *next_steps(profile, options.model, options.json), sep="\n")
     return 0
 
 
 def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> Iterator[str]:
-    """Yield what will be measured, where and for how long, a line each.
+    """Yield the planned measurements, their place and their duration, a line each.
 
     Args:
         slots: ranks of each host; None = this machine.
@@ -136,12 +136,12 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
     yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"
     yield (
         f"this takes about {sizes.budget_s:.0f} s (--budget-s): sizes that are not reached by then are left out, the "
-        "least telling ones; other work on these machines makes times longer than they are"
+        "least important ones; other work on these machines makes times longer"
     )
 
 
-def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
-    """Yield the file that was written, what it does not say, and the commands that read it."""
+def next_steps(profile: "Profile", model: str, path: str) -> Iterator[str]:
+    """Yield the file that was written, missing measurements, and the commands that read it."""
     from megatron_terapipe.search.price.profile import sizes_measured_once
 
     yield f"wrote {path}"
@@ -150,7 +150,7 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
     if not any(link.where == "inside" for link in profile.links):
         yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
     for sizes in sizes_measured_once(profile):
-        yield f"measured: {sizes} alone; op times of others are a guess, and a longer --budget-s measures them"
+        yield f"measured: only {sizes}; op times of others are a guess, and a longer --budget-s measures them"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
 
@@ -162,7 +162,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def summary(profile: "Profile") -> Iterator[str]:
-    """Yield what was measured, in a few lines."""
+    """Yield a summary of the measurements, a line each."""
     from megatron_terapipe.search.price.profile_times import message_line
 
     nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
@@ -196,7 +196,7 @@ def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
 
 
 def link_in_words(link: "ProfiledLink") -> str:
-    """Return which messages were measured, for people."""
+    """Return the words for the messages that were measured."""
     place = "inside a node" if link.where == "inside" else "between nodes"
     sharing = f", {link.flows} at a time" if link.flows > 1 else ""
     if link.what == "transfer":

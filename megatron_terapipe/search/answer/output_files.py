@@ -1,4 +1,4 @@
-"""The files of an answer: its JSON, its page, and what launches the winner.
+"""The files of an answer: its JSON, its page, and those that launch the winner.
 
 launch_of -> Launch.write      strategy.json, hostfile in the order of ranks, ds_config.json, launch.sh
 write_files, write_page        ranking.json, report.html with simulated timelines
@@ -40,7 +40,7 @@ LEARNING_RATE = "1e-4"
 HEADER = """#!/usr/bin/env bash
 # Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
 #   ./launch.sh --data-path PREFIX --train-iters 100000
-# trains on data; tokenizer, schedule of the learning rate and checkpoints are yours to say. `--dry-run` only checks.
+# trains on data; add flags of the tokenizer, the learning rate and checkpoints. `--dry-run` only checks.
 # It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than that of the checkout that wrote it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -76,7 +76,7 @@ class Launch:
     """As `--strategy` reads it."""
     nodes: tuple[Node, ...]
     deepspeed: dict[str, Any]
-    """The DeepSpeed file; it repeats what the flags say, and is the place for more."""
+    """The DeepSpeed file; it repeats values of the flags, and is the place for more."""
     flags: tuple[str, ...]
     """Of `pretrain_gpt.py`, without those that name files."""
 
@@ -144,7 +144,7 @@ class Launch:
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
-    """Return what launches a strategy; `model`: the trainer's model section; None = a model that it cannot build."""
+    """Return the files that launch a strategy; `model`: None = a model that the trainer cannot build."""
     if model is None:
         raise ConfigError(
             "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
@@ -251,7 +251,7 @@ def write_document(path: str, document: Document) -> None:
 
 
 def winner_launch(document: RankDocument, problem: SearchProblem) -> tuple[Launch | None, str]:
-    """Return what launches the winner, or None and the reason."""
+    """Return the launch of the winner, or None and the reason."""
     if not document.priced:
         return None, "no strategy can run"
     if problem.software.name != TERAPIPE.name:
@@ -274,7 +274,7 @@ def write_files(
     """Write the files of an answer, and return it with the command and the files that launch the winner.
 
     Args:
-        directory: of `ranking.json`, `report.html` and, for the winner, what launches it; None = they are not written.
+        directory: of `ranking.json`, `report.html` and the files of the launch; None = they are not written.
         html: another file for the page; None = none.
     """
     launch, why_not = winner_launch(document, problem)

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: what wins, why, what it costs, what was rejected."""
+"""The report as one self-contained HTML page: the winner, its reasons and costs, and the rejected strategies."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def render_page(
     if panels:
         note = f'<p class="sub">{escape(panels_note)}</p>' if panels_note else ""
         body.append(section("Timeline", note + timelines(panels, "predicted timeline"), kind="timeline"))
-    body.append(section("What was rejected", _rejections(document.search)))
+    body.append(section("Rejected strategies", _rejections(document.search)))
     return html_document(title, "\n".join(body))
 
 

@@ -1,4 +1,4 @@
-"""Command `rank`: the best strategies of a model on a cluster, why, and what to change or doubt.
+"""Command `rank`: the best strategies of a model on a cluster, with reasons and advice.
 
 run -> search -> advise -> RankDocument -> write_files, show_answer; --explain: explain_space, explain_strategy
 """
@@ -64,7 +64,7 @@ LEAST_TOP = 10
 NOTHING = "nothing"  # value of `--explain` without a file
 
 CANDIDATES = 100
-"""Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
+"""Best strategies among which trials are chosen; trials of much slower ones hardly concern the winner."""
 
 NUM_TRIALS = (
     8  # trials that are proposed; as many as `benchmarks.search_peers few` compares with trials chosen at random
@@ -97,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rivals",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="for sequences from 32,768 tokens, price ZeRO-3 with Ulysses beside the ranking (default: on)",
+        help="for sequences from 32,768 tokens, also price ZeRO-3 with Ulysses (default: on)",
     )
     add_progress_flag(group)
     group.add_argument(
@@ -123,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, print what was found, and return the exit code: 1 if no strategy can run."""
+    """Search, print the answer, and return the exit code: 1 if no strategy can run."""
     check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
     check_count("--top", options.top)
     if not 0 < options.effort < math.inf:
@@ -195,11 +195,11 @@ def how_sure(result: SearchResult) -> list[str]:
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
     if result.proven:
         return [f"{counted}: none of the others can be faster under this model"]
-    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"]
+    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; use more --effort"]
 
 
 def nothing_fits(result: SearchResult, advice: AdvicePart, problem: SearchProblem) -> str:
-    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
+    """Return why no strategy remains: the rule that the last ones broke, and the remedy."""
     doubles = {rule.name for rule in DUPLICATES}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
@@ -291,12 +291,12 @@ def explain_strategy(
     comparison = compare(*entries_of(problem, [winner, entry]))
     lines += [f"  {words}: the winner has {value}, and it {other}" for words, value, other in comparison.changes]
     if time_s > best_s:
-        lines += ["  The winner beside it:", *(f"    {sentence}" for sentence in comparison.sentences)]
+        lines += ["  The winner compared with it:", *(f"    {sentence}" for sentence in comparison.sentences)]
     return lines
 
 
 def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchResult) -> Iterator[str]:
-    """Yield in what the strategy answers another question than the search."""
+    """Yield the differences between the question of the search and that of the strategy."""
     if strategy.world_size != problem.cluster.num_devices:
         yield (
             f"It uses {strategy.world_size} of the {problem.cluster.num_devices} devices, and every strategy of the "
@@ -310,7 +310,7 @@ def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchRe
 
 
 def _not_searched(strategy: Strategy, choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    """Yield the values of a strategy that flags or the search itself leave out."""
+    """Yield the values of a strategy that flags or the search leave out."""
 
     def text(value: object) -> str:
         if isinstance(value, bool):
@@ -343,7 +343,6 @@ def write_proposals(
     lines = [json.dumps(strategy.to_json()) + "\n" for strategy in chosen]
     write_text(path, "".join(lines), make_folder=True)
     return (
-        f"{path} has {len(chosen)} of the {len(candidates)} best strategies, the trials of which would teach most, the "
-        f"most telling first: run them with `terapipe search trial --strategies {path}`, then rank with "
-        "--calibrate"
+        f"{path} has {len(chosen)} of the {len(candidates)} best strategies, with the trials that reduce uncertainty "
+        f"most, in this order: run them with `terapipe search trial --strategies {path}`, then rank with --calibrate"
     )

@@ -1,14 +1,13 @@
-"""Which constant of the cost model changes the winner if it is 10 % off, and what it then costs to have chosen it.
+"""Sensitivity of the winner to each constant of the cost model, and a check of its MFU against published ones.
 
-The contenders are the best strategies of different layouts. Each constant is moved both ways. What that does to their
-times is priced in closed form; where another one comes first, both are simulated with the moved constant. With a
-measured profile the constants of the roofline decide nothing, and its four factors are moved instead.
+The contenders are the best strategies of different layouts. Each constant is moved by 10 % both ways, and their times
+are priced in closed form; where another one comes first, both are simulated with the moved constant. With a measured
+profile its four factors are moved instead of the constants of the roofline.
 
-`check_utilization` holds the predicted MFU of the winner beside the best that was published of training dense GPT
-models, and finds the constant that it rests on. All figures count whole attention, nothing recomputed, 16-bit products
-over the dense peak of the data sheet; runs in FP8 are left out, since they are faster than this peak allows. Where one
-node is said to reach less than several do, it can reach as much. With causal attention fewer FLOPs count; those follow
-from the shapes of the run.
+`check_utilization` compares the predicted MFU of the winner with the best published one of training dense GPT models,
+and finds the constant that it depends on. All figures count whole attention, no recomputation, 16-bit products over the
+dense peak of the data sheet; runs in FP8 are left out, since they are faster than this peak. One node counts as at
+least as fast as several. With causal attention fewer FLOPs count; those follow from the shapes of the run.
 
                         whole   causal
     ampere    one node  64.2 %  61.8 %  MPT-7B, 2,048 tokens, 8 A100-80GB, FSDP: MosaicML llm-foundry, table of
@@ -20,7 +19,7 @@ from the shapes of the run.
     volta     any       40 %    40 %    512 V100: ZeRO-Infinity, arXiv 2104.07857, abstract, which may count
                                         recomputed FLOPs
 
-For other generations no figure of a source is known here.
+Other generations have no published figure here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,13 +50,13 @@ NEAR = 1.15
 """Seconds of a contender, in those of the winner, above which no constant that is 10 % off makes it the winner: times
 are products of powers of the constants, with exponents between -1 and 1."""
 
-NEARLY = 0.002  # share of the time below which another strategy is no other winner
-FARTHEST = 1.0  # change of a constant, as a share of it, beyond which nothing is said of it
+NEARLY = 0.002  # least share of the time that another winner must save
+FARTHEST = 1.0  # largest change of a constant, as a share of it, that is looked for
 HIGHEST = 0.99  # share of its limit that a constant such as an efficiency is moved to at most
 
 
 def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> SensitivityPart:
-    """Return which constants, 10 % off, make another contender better than the first."""
+    """Return the constants that make another contender better than the first if they are 10 % off."""
     model = pricing.cost_model
     near = [entry for entry in contenders if entry.iteration_time_s <= NEAR * contenders[0].iteration_time_s]
     simulated = np.array([entry.iteration_time_s for entry in near])
@@ -90,7 +89,7 @@ Move = tuple[str, float, Any]  # name of a constant, the change as a share of it
 
 
 def moves_of(constants: Any) -> Iterator[Move]:
-    """Yield the constants with one of them moved; shares stay shares, and what is nothing stays nothing.
+    """Yield the constants with one of them moved; shares stay shares, and zeros stay zero.
 
     A row of factors moves as one.
     """
@@ -107,7 +106,7 @@ def moves_of(constants: Any) -> Iterator[Move]:
 
 
 def _highest(constants: Any, name: str) -> float:
-    """Return what a constant is moved to at most: a share stays one."""
+    """Return the limit of a constant: a share stays a share."""
     limits = {each.name: each.metadata.get("most", np.inf) for each in fields(constants)}
     return HIGHEST * float(limits[name])
 
@@ -132,9 +131,9 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
     """Return the smallest change of a constant with which another contender wins, about.
 
     Args:
-        logs: [m, n] what moving them adds to the logarithms of the times.
+        logs: [m, n] change of the logarithms of the times by each move.
     """
-    # Until then the two are nearly as fast as each other, which is no other winner.
+    # Up to this gap the two are equally fast, which is no other winner.
     gaps = np.log(
         np.array([entry.iteration_time_s for entry in contenders]) / contenders[0].iteration_time_s
     ) - np.log1p(-NEARLY)
@@ -221,14 +220,14 @@ def best_published(cluster: Cluster) -> PublishedUtilization | None:
 
 
 TOLERANCE = 0.03
-"""Share of the peak by which a prediction may be above the best published one before somebody must say why."""
+"""Share of the peak by which a prediction may be above the best published one without a note."""
 
 MOST = log(3.0)  # change of the logarithm of a constant beyond which it explains nothing
 STEPS = 6  # simulations that look for the value of the constant
 
 
 def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None:
-    """Return the doubt where a strategy is predicted to beat all published runs; None where it is not."""
+    """Return the doubt about a strategy that is predicted to beat all published runs; None for others."""
     time_s, published = entry.iteration_time_s, best_published(model.cluster)
     used, causal = (
         flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision, causal=each)
@@ -237,7 +236,7 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationPart | None
     if published is None or used <= published.share + TOLERANCE:
         return None
     name = value = needed = None
-    # Else it is the convention, which counts scores that are not computed: the causal share is one that was published.
+    # Else the difference is the convention, which counts scores that are not computed.
     if causal > published.causal_share + TOLERANCE:
         name, value, needed = _doubted(entry, time_s, log(causal / published.causal_share), model)
     return UtilizationPart(

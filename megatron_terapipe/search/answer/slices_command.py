@@ -139,7 +139,7 @@ def token_slices_document(
 
 
 def flags_of(token_slices: tuple[int, ...]) -> str:
-    """Return the flags of the trainer that ask for a cut."""
+    """Return the flags of the trainer for a cut."""
     if len(token_slices) == 1:
         return "--num-token-slices 1"
     return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
@@ -160,7 +160,7 @@ def _unlike_the_trainer(options: argparse.Namespace, problem: "SearchProblem") -
 
 
 def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
-    """Return a note if the best cut leaves no headroom in memory; the cut changes what a schedule keeps."""
+    """Return a note if the best cut leaves no headroom in memory."""
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
     memory = pricing.memory(cut)
     reasons = (pricing.why_it_does_not_fit(cut, memory, headroom) for headroom in (0.0, MEMORY_HEADROOM))

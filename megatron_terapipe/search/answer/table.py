@@ -39,7 +39,7 @@ DROPPED_FIRST = tuple(
 LEFT = (*(name for each, name in COLUMNS if each.is_text), "why not")
 
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
-"""Columns that are left out where every row says this."""
+"""Columns that are left out where every row has this text."""
 
 SHORT = 4  # letters of a name of a column that has to be explained are fewer
 LONGEST = 23  # letters of a list of numbers; the JSON has all of it
@@ -63,7 +63,7 @@ def print_table(ranking: Ranking, console: "Console | None" = None) -> None:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return what the short names of columns stand for."""
+    """Return the meanings of the short names of columns."""
     words = {name: each.name.removeprefix("num_").replace("_", " ") for each, name in COLUMNS}
     words |= {"mbs": "micro-batch size", "cut": "tokens of each token slice"}
     return ", ".join(
@@ -104,7 +104,7 @@ def rows_of(entries: Sequence[Entry], seq_length: int) -> tuple[list[str], list[
     """Return the names of the columns with any text, and the rows."""
     found = [cells(entry, seq_length) for entry in entries]
     names = list(dict.fromkeys(name for row in found for name in row))
-    # Prices stand before the reason, also where the first row has none.
+    # Prices come before the reason, also where the first row has none.
     names.sort(key=lambda name: name == "why not")
     shown = [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in found)]
     return shown, [[row.get(name, "") for name in shown] for row in found]

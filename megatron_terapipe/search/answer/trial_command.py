@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_cluster_flags(parser)
     add_cost_flags(parser)
-    group = parser.add_argument_group("what is run")
+    group = parser.add_argument_group("runs")
     group.add_argument(
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
     )
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> "TrialDocument":
-    """Run what is missing, print how it compares with predictions, and return the answer."""
+    """Run the missing trials, print them with their predictions, and return the answer."""
     from megatron_terapipe.search.answer.trial_runs import (
         Journal,
         TrialSettings,
@@ -190,7 +190,7 @@ def _strategies(options: argparse.Namespace, problem: "SearchProblem", costs: "C
     with progress_bar() as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, progress=progress)
     if not result.entries:
-        raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags says why")
+        raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags explains it")
     return [entry.strategy for entry in result.entries]
 
 

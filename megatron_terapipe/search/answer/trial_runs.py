@@ -1,8 +1,8 @@
-"""Trials of one question: run by DeepSpeed's launcher, kept in the trials file, shown beside predictions.
+"""Trials of one question: run by DeepSpeed's launcher, kept in the trials file, compared with predictions.
 
 run_strategy   launches a strategy as the search's launch command does -> Outcome
-Journal        the trials file: a line as soon as a run is over, so that an interruption loses one run at most
-trial_document, print_trials   measurements beside predictions, before and after learning from them
+Journal        the trials file: a line after each run, so that an interruption loses one run at most
+trial_document, print_trials   measurements and predictions, before and after calibration
 """
 
 import json
@@ -52,7 +52,7 @@ class Outcome:
     iteration_time_s: float | None
     """Median seconds of the iterations after the warm-up; None = it failed."""
     peak_memory_bytes: float | None = None
-    """Bytes of the fullest rank; None = the run did not get so far."""
+    """Bytes of the fullest rank; None = the run ended before its measurement."""
     out_of_memory: bool = False
     reason: str | None = None
     """Why it failed, in one line; None if it did not."""
@@ -80,7 +80,7 @@ def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -
 
 
 def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return what came of a strategy that was run several times: medians of the runs that were measured, if any was."""
+    """Return the result of several runs: the median of those that were measured, if any was."""
     measured = [each for each in outcomes if each.iteration_time_s is not None]
     if not measured:
         return outcomes[-1]
@@ -92,7 +92,7 @@ def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def steady(times: Sequence[float]) -> Sequence[float]:
-    """The iterations behind the warm-up; of a short run, its later half."""
+    """Return the iterations after the warm-up; of a short run, its later half."""
     return times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
 
 
@@ -112,7 +112,7 @@ def read_metrics(path: Path) -> tuple[list[float], list[float]]:
 
 
 def ran_out_of_memory(exit_code: int, output: str) -> bool:
-    """Whether a failed run ended for lack of memory: its output says so, or the operating system killed a rank."""
+    """Whether a failed run was out of memory: by its output, or because the operating system killed a rank."""
     lowered = output.lower()
     killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
     return killed or any(words in lowered for words in MEMORY_WORDS)
@@ -120,13 +120,13 @@ def ran_out_of_memory(exit_code: int, output: str) -> bool:
 
 def failure(exit_code: int, output: str) -> str:
     """Reason for a failed run: our own line, or the last line of a traceback, or the exit code."""
-    # Over several hosts, each line stands behind the name of its host.
+    # Over several hosts, each line begins with the name of its host.
     lines = [HOST_PREFIX.sub("", line.strip()) for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
-    # Behind a launcher's prefix, such as [rank0]:
-    said = ours or raised or [f"it ended with exit code {exit_code}"]
-    return said[-1][:300]
+    # After a launcher's prefix, such as [rank0]:
+    reasons = ours or raised or [f"it ended with exit code {exit_code}"]
+    return reasons[-1][:300]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ def default_trainer() -> Path:
         if (folder / "pretrain_gpt.py").is_file():
             return folder / "pretrain_gpt.py"
     raise ConfigError(
-        "pretrain_gpt.py is neither beside the package nor in the current directory: name it by --trainer"
+        "pretrain_gpt.py is neither next to the package nor in the current directory: name it by --trainer"
     )
 
 

@@ -1,4 +1,4 @@
-"""`validate`: predictions held against measured trials."""
+"""`validate`: predictions compared with measured trials."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
-    "intervals, beside a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
+    "intervals, and those of a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
     "them. Without --calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a "
     "source and its devices), and no constant of a strategy."
 )
@@ -95,7 +95,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
     if options.leave_out and options.folds:
         raise ConfigError(
-            f"--leave-out {options.leave_out} and --folds {options.folds} both say what is left out: give one"
+            f"--leave-out {options.leave_out} and --folds {options.folds} both choose trials to leave out: give one"
         )
     if options.calibration and (options.leave_out or options.calibrate or options.folds):
         others = "--leave-out" if options.leave_out else "--calibrate and --folds"

@@ -1,1 +1,1 @@
-"""Measured runs: read from files, fitted by the constants of the cost model, and held beside predictions."""
+"""Measured runs: read from files, constants of the cost model fitted to them, and predictions compared with them."""

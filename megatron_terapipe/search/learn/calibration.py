@@ -5,18 +5,17 @@
 
 Intervals hold a stated share of measurements. A prediction is uncertain for two reasons. The constants are known only
 so well: with slopes J of log(time) and the covariance C of their logarithms that is a variance J C J'. And right
-constants leave a residual. Both together are the scale of a strategy, larger the less it resembles what was measured.
+constants leave a residual. Both together are the scale of a strategy, larger the less it resembles the trials.
 
-How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
+The width of an interval in scales follows from the trials (conformal prediction: Vovk, Gammerman and Shafer,
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
-each group of trials is predicted by a fit that has not seen it (`GroupEffects.unseen`), and the multiplier is the
+each group of trials is predicted by a fit without it (`GroupEffects.unseen`), and the multiplier is the
 quantile of |error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few
 groups the quantile is drawn to that of Student's t-distribution. Fewer than nine groups do not determine nine tenths:
 they may widen an interval beyond that of a normal distribution, and not narrow it.
 
-Memory: as with times, constants are fitted as logarithms around their defaults, and a robust loss bears with odd
-readings. A run that ran out of memory says that it wanted more than there is, and one that did not, that it wanted
-less.
+Memory: as with times, constants are fitted as logarithms around their defaults, with a loss that is robust against odd
+readings. A run out of memory is a lower bound of its peak: the memory of the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,11 +50,11 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-COVERAGE = 0.9  # share of measurements that shall be inside
+COVERAGE = 0.9  # share of measurements inside an interval
 
 PRIOR_RESIDUAL_SD = 0.12
-"""Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
-says: about what the default efficiency leaves on the published trials (docs/benchmarks)."""
+"""Standard deviation of log(measured / predicted) before any calibration, in addition to the prior of the constants:
+about the errors of the default efficiency on the published trials (docs/benchmarks)."""
 
 USUAL_RESIDUAL_SD = 0.05
 """Standard deviation of log(measured / predicted) that fits usually leave on groups which they have not seen, over
@@ -98,7 +97,7 @@ class Intervals:
 
 
 def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
-    """Return intervals before any trial was seen: as wide as the prior; None = that of `HardwareEfficiency`."""
+    """Return intervals without trials: as wide as the prior; None = that of `HardwareEfficiency`."""
     prior = prior or Prior.of(HardwareEfficiency())
     return Intervals(
         coverage=COVERAGE,
@@ -118,13 +117,13 @@ def conformal(
     residual_sd: float,
     covariance: Floats | None = None,
 ) -> Intervals:
-    """Return intervals from n trials with a time, each predicted as if the fit had not seen its group.
+    """Return intervals from n trials with a time, each predicted by a fit without its group.
 
     Args:
         errors: [n] log(predicted / measured) of the fit.
         slopes: [n, p] of log(time).
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
-        covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
+        covariance: [p, p] of the logarithms of the constants; None = that of slopes and errors.
     """
     from scipy.special import stdtrit
 
@@ -152,8 +151,8 @@ def conformal(
 def conformal_quantile(scores: Floats, coverage: float) -> float:
     """Quantile that holds a new score with at least this probability, if all are alike.
 
-    Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small for one, Student's t-distribution
-    says how far beyond the largest it may be.
+    Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small, it is extrapolated beyond the
+    largest by Student's t-distribution.
 
     Args:
         scores: [n].
@@ -174,7 +173,7 @@ MEMORY_LARGE = 1.5  # residual, in standard deviations, from which the loss grow
 
 
 class MemorySample:
-    """Trials that say something of memory, counted once, to be assembled with other overheads again and again."""
+    """Trials with a peak of memory or out of it. Bytes are counted once, for any overheads."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = [one for one in trials if one.peak_memory_bytes is not None or one.out_of_memory]
@@ -191,7 +190,7 @@ class MemorySample:
         return len(self.trials)
 
     def errors(self, overheads: MemoryOverheads) -> Floats:
-        """[n] log(predicted / measured); where memory ran out, how far the prediction is below what there is."""
+        """[n] log(predicted / measured); where memory ran out, log(predicted / capacity) if that is below 0."""
         peaks = np.asarray(total_bytes(self.counted, overheads), dtype=np.float64).max(axis=1)
         short = np.minimum(np.log(peaks / (self.capacity * overheads.usable_share)), 0.0)
         errors: Floats = np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
@@ -216,11 +215,11 @@ def device_memory_bytes(trial: Trial) -> float:
 
 
 def fit_memory(trials: Sequence[Trial]) -> tuple[MemoryOverheads | None, float, int]:
-    """Fit memory overheads to trials of one cluster; those that say nothing of memory are left out.
+    """Fit memory overheads to trials of one cluster; trials without a peak that did not run out of memory are left out.
 
     Returns:
-        The overheads, None if no trial says anything of memory; the standard deviation of log(measured / predicted)
-        over the trials with a peak; and how many trials said something.
+        The overheads, None if all trials are left out; the standard deviation of log(measured / predicted) over the
+        trials with a peak; and the number of trials.
     """
     sample = MemorySample(trials)
     if not len(sample):
@@ -240,7 +239,7 @@ class Calibration:
     """Constants of one cluster."""
 
     source: str = ""
-    """Who measured the trials; empty = nobody did, these are the defaults."""
+    """Source of the trials; empty = these are the defaults."""
     device: str = ""
     """Kinds of devices that they ran on."""
     several_nodes: bool | None = None
@@ -248,7 +247,7 @@ class Calibration:
     efficiency: HardwareEfficiency | None = None
     """Of time; None = the defaults of the devices."""
     factors: ProfileFactors | None = None
-    """On a measured profile, which then says the rest; None = trials were priced without one."""
+    """On a measured profile; None = trials were priced without one."""
     memory_overheads: MemoryOverheads | None = None
     """Of memory; None = the defaults of the devices."""
     intervals: Intervals
@@ -258,11 +257,11 @@ class Calibration:
     num_memory_trials: int = 0
     """Trials with a peak, or that ran out of memory."""
     notes: tuple[str, ...] = ()
-    """What was left out, a line each."""
+    """Trials that were left out, a line for each reason."""
 
     @classmethod
     def of(cls, trials: Sequence[Trial], memory_trials: Sequence[Trial] | None, **found: Any) -> "Calibration":
-        """Return what was found of time, with what trials say of memory; None = the same trials."""
+        """Return the calibration of time in `found`, with one of memory; `memory_trials`: None = the same trials."""
         overheads, memory_sd, num_memory_trials = fit_memory(trials if memory_trials is None else memory_trials)
         spreads = {len(one.cluster.nodes) > 1 for one in trials}
         return cls(
@@ -297,7 +296,7 @@ GUESSED = 2.0  # how much wider their priors are on devices of whose generation 
 
 
 def no_calibration(cluster: Cluster | None = None) -> Calibration:
-    """Defaults, and how far off they may be; `cluster`: whose devices they are of; None = A100s."""
+    """Return the defaults, and their uncertainty on the devices of a cluster; None = A100s."""
     prior = Prior.of(HardwareEfficiency())
     if cluster is not None and any(is_guessed(node.device) for node in cluster.nodes):
         wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])
@@ -306,7 +305,7 @@ def no_calibration(cluster: Cluster | None = None) -> Calibration:
 
 
 def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:
-    """Fit everything that trials of one cluster say.
+    """Fit the constants of time and memory to trials of one cluster.
 
     Args:
         trials: at least one; they may be of several models, layouts and groups.
@@ -365,7 +364,7 @@ def calibrate_on_profile(
 ) -> Calibration:
     """Fit factors on a profile, by Gauss-Newton on real schedules, and constants of memory, to trials of its cluster.
 
-    Trials of models that the profile has not measured say nothing of the factors, and are left out.
+    Trials of models that the profile has not measured are left out.
 
     Args:
         memory_trials: those that memory is fitted to; None = the same.

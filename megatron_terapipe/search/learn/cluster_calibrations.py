@@ -1,20 +1,19 @@
 """One calibration for each cluster that trials are of: fitted, or read from a file.
 
-    Calibrations           a calibration for each (source, devices, one node or several), fitted when asked for
+    Calibrations           a calibration for each (source, devices, one node or several), fitted at its first use
     calibrated             that of a cluster, from a calibration file or a trials file
-    propose_strategies     which few trials would teach most
+    propose_strategies     the few trials that reduce uncertainty most
 
 A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node
 and on several are calibrated apart where there are enough of either, since hundreds of the one would outvote a few of
-the other, and say nothing of the network. Trials that name no source are of whichever cluster they are used for. What
-nobody calibrated keeps the defaults.
+the other. Trials without a source are of any cluster. Clusters without trials keep the defaults.
 
-Trials that teach most: with slopes J of log(time), a trial of strategy i changes the covariance C of the constants'
+Choice of trials: with slopes J of log(time), a trial of strategy i changes the covariance C of the constants'
 logarithms to
 
     C - C j_i j_i' C / (s^2 + j_i' C j_i)
 
-whatever time it takes, so what it teaches is known before it runs (Chaloner and Verdinelli, Bayesian experimental
+for any measured time, so the reduction is known before the trial runs (Chaloner and Verdinelli, Bayesian experimental
 design, Statistical Science 10(3), 1995, sections 2 and 4). Trials are chosen one after the other, each to leave the
 least mean variance of log(time) over all candidates (Bayesian A-optimality for the predictions, also called
 V-optimality).
@@ -56,11 +55,10 @@ Progress = Callable[[str], None]
 
 
 class Calibrations:
-    """Calibrations of several clusters, fitted when they are first asked for.
+    """Calibrations of several clusters, each fitted at its first use.
 
     Args:
-        trials: what was measured; none = nothing is calibrated.
-        profile: measured, on which factors are fitted instead of constants of the roofline; None = there is none.
+        profile: on which factors are fitted instead of constants of the roofline; None = there is none.
     """
 
     def __init__(
@@ -79,14 +77,14 @@ class Calibrations:
         self._none = no_calibration()
 
     def of(self, source: str, device: str, several_nodes: bool) -> Calibration:
-        """The calibration of a cluster; `source`: who measures; empty where nobody is known."""
+        """Return the calibration of a cluster; `source`: of its trials; empty = unknown."""
         key = source, device, several_nodes
         if key not in self._found:
             self._found[key] = self._fit(*key)
         return self._found[key]
 
     def fitted(self) -> list[Calibration]:
-        """One for each cluster that the trials are of, and those that were read."""
+        """Return one for each cluster of the trials, and those that were read."""
         sites = dict.fromkeys(one.site for one in self._trials)
         return [*self._ready, *(self.of(*site) for site in sites)]
 
@@ -96,7 +94,7 @@ class Calibrations:
 
         trials = list(filter(is_of, self._trials))
         if not trials:
-            # The one that was read from a file for such a cluster, if there is one and no other.
+            # The only one that was read from a file for such a cluster.
             ready = list(filter(is_of, self._ready))
             alike_ready = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
             return alike_ready[0] if len(alike_ready) == 1 else self._none
@@ -211,7 +209,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
     if path.endswith(".jsonl"):
         trials = read_trials(path)
         known = sorted({one.device for one in trials})
-        # All trials on such devices count: whoever names a file says that it is of this cluster.
+        # All trials on such devices count: the user names the file for this cluster.
         alike = [one for one in trials if one.device == device]
         found = Calibrations(alike, profile=profile).of("", device, several_nodes)
     else:
@@ -233,13 +231,13 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
 
 MISFIT_SHARE = 0.1
 """Part of a strategy's variance that right constants would leave: where they matter most, formulas are least exact, and
-a design that trusts them there chooses nothing but extremes."""
+a design that trusts them there chooses only extremes."""
 
 
 def propose(
     slopes: Floats, covariance: Floats, residual_sd: float, num_trials: int, misfit_share: float = MISFIT_SHARE
 ) -> list[int]:
-    """Choose trials one after the other; the first ones teach most.
+    """Choose trials one after the other; the first reduce uncertainty most.
 
     Args:
         slopes: [n, p] of the candidates.
@@ -252,7 +250,7 @@ def propose(
     for _ in range(min(num_trials, len(slopes))):
         moved = slopes @ covariance
         variances = np.einsum("np,np->n", moved, slopes)
-        # Row i: how much a trial of i takes off the variance of each candidate.
+        # Row i: reduction of the variance of each candidate by a trial of i.
         taken = ((moved @ slopes.T) ** 2 / (noise + variances)[:, None]).mean(axis=1)
         taken[chosen] = -1.0
         best = int(np.argmax(taken))
@@ -264,7 +262,7 @@ def propose(
 def propose_strategies(
     model: CostModel, candidates: Sequence[Strategy], calibration: Calibration, num_trials: int
 ) -> list[Strategy]:
-    """The candidates whose measurement would make predictions of all of them surest, most telling first."""
+    """Return the candidates whose trials would make predictions of all of them surest, best first."""
     intervals = calibration.intervals
     slopes = calibration.slopes(model, candidates)
     indices = propose(slopes, intervals.covariance, intervals.residual_sd, num_trials)

@@ -34,14 +34,14 @@ class Costs:
     precision: str
     software: Software
     calibration: Calibration
-    """What trials said; the defaults, if none were given."""
+    """Constants that were fitted to trials, or the defaults."""
     profile: Profile | None
-    """What was measured; None = nothing."""
+    """Measured op times and links; None = data sheets."""
     notes: tuple[str, ...]
-    """What was used, a line each."""
+    """The sources, a line each."""
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
-        """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
+        """Return the pricing of strategies on a cluster, or on its nodes in another order, without intervals."""
         return Pricing(
             self.workload,
             cluster,
@@ -105,11 +105,11 @@ def read_costs(
         notes += profile_notes(profile, cluster)
     if calibration_path is None:
         calibration = no_calibration(cluster if profile is None else None)
-        notes.append("nothing was calibrated on this cluster: intervals are wide, because data sheets are uncertain")
+        notes.append("no calibration on this cluster: intervals are wide, because data sheets are uncertain")
         guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})
         if guessed and profile is None:
             notes.append(
-                f"what kernels reach on {' and '.join(guessed)} is a guess, as there is no table of it: "
+                f"the efficiency of kernels on {' and '.join(guessed)} is a guess, as there is no table of it: "
                 "measure it (--profile), or calibrate on trials"
             )
     else:
@@ -138,7 +138,7 @@ def _in_words(factors: ProfileFactors | None) -> str:
     if factors is None:
         return ""
     return (
-        f": than the profile says, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
+        f": compared with the profile, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
         f"gaps between ops {factors.gaps:.2f}, the end of a step {factors.step:.2f}"
     )
 

@@ -1,34 +1,34 @@
-"""Constants of time from measured runs: the most probable ones, given what was known of them before.
+"""Constants of time from measured runs: the most probable ones, given their prior.
 
     Sample          trials, priced again and again under other constants; slopes J of log(time) in each constant
     GroupEffects    how far groups of trials differ by more than noise
     fit_efficiency  robust Gauss-Newton steps on both
 
-Constants are fitted as logarithms. Each starts at its default, from which its prior says how far it may be; each
-measured run pulls at those that its time depends on. So eight runs already help, and none is fitted by heart: there is
-no constant of a single strategy, model or row. A robust loss keeps a failed run from spoiling the rest, and errors that
-the runs of a group share count once, not once for each run.
+Constants are fitted as logarithms. Each starts at its default, with a prior for the distance from it; each measured run
+pulls at those that its time depends on. So eight runs already help. There is no constant of a single strategy, model or
+row. A robust loss keeps a failed run from spoiling the rest, and errors that the runs of a group share count once, not
+once for each run.
 
-Trials of one group (a model, a number of devices, a day) share what the formulas miss of them. So their errors are not
-independent, and hundreds of them say less of the next group than their number suggests. A hierarchical model says so
+Trials of one group (a model, a number of devices, a day) share errors of the formulas. So their errors are not
+independent, and hundreds of them constrain the next group less than their number suggests. This is a hierarchical model
 (Gelman et al., Bayesian Data Analysis, 3rd edition, chapters 5 and 15):
 
     e_g = J_g (x + d_g) + o_g + noise
     x ~ N(0, W^2)        d_g ~ N(0, omega^2 W^2)        o_g ~ N(0, tau^2)        noise ~ N(0, s^2)
 
 with the errors e_g of the trials of group g, their slopes J_g in the logarithms x of the constants, and the widths W of
-the prior; o_g is what no constant explains and all trials of a group share, such as a day's clocks. With d_g and o_g
-integrated out, errors of a group have the covariance
+the prior; o_g is an error that no constant explains and all trials of a group share, such as a day's clocks. With d_g
+and o_g integrated out, errors of a group have the covariance
 
     R_g = s^2 I + tau^2 1 1' + omega^2 J_g W^2 J_g'
 
 and the logarithms of the constants, given all groups, have the covariance A^-1, A = W^-2 + sum_g J_g' R_g^-1 J_g.
-Constants of a group that nobody has measured have A^-1 + omega^2 W^2: however many trials there are of others, a
-prediction that depends on constants in another way than those stays unsure. Few groups pull constants less far from
+Constants of a group without trials have A^-1 + omega^2 W^2: however many trials there are of others, a prediction that
+depends on constants in another way than those stays unsure. Few groups pull constants less far from
 their defaults than as many trials of many groups: they are shrunk (Efron and Morris, JASA 70, 1975).
 
-What the fit would have said of a group that it had not seen, it says without being run again. For linear models this
-is exact; with V = J_g A^-1 J_g',
+The prediction for a group by a fit without it follows without another fit. For linear models this is exact; with
+V = J_g A^-1 J_g',
 
     r(-g) = (I - V R_g^-1)^-1 r_g        V(-g) = V + V (R_g - V)^-1 V
 """
@@ -55,8 +55,8 @@ SHARES = (0.1, 0.2, 0.4)
 OFFSETS = (0.01, 0.03, 0.06)  # standard deviations that errors common to a group may have: tau
 
 USUAL_SHARE, USUAL_OFFSET, DECADES = 0.2, 0.03, 0.3
-"""Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups say
-little of them."""
+"""Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups
+constrain them little."""
 
 
 class GroupEffects:
@@ -128,7 +128,7 @@ class GroupEffects:
         return max((GroupEffects(self._groups, *each) for each in product(SHARES, OFFSETS)), key=score)
 
     def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> tuple[Floats, Floats]:
-        """Return the errors [n] of a fit that has not seen the group of a trial, and their variances [n].
+        """Return the errors [n] of a fit without the group of a trial, and their variances [n].
 
         Args:
             errors: [n] of the fit of all.
@@ -145,7 +145,7 @@ class GroupEffects:
 
 
 def on_data_sheets(simulator: ScheduleSimulator) -> Callable[[Trial], CostModel]:
-    """Return what makes the cost model of a trial by the data sheets of its devices."""
+    """Return a function from a trial to its cost model by the data sheets of its devices."""
 
     def make(one: Trial) -> CostModel:
         return CostModel(one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator)
@@ -205,13 +205,13 @@ NOISE = 0.03
 LARGE = 1.2
 """Residual, in standard deviations of `NOISE`, from which the loss grows no longer with its square (soft L1)."""
 
-SIMULATIONS = 2  # how often closed forms are held to the simulator: with the constants of the step before
-GROUPS_FROM = 3  # step from which on it is known well enough what constants explain to say how far groups differ
+SIMULATIONS = 2  # how often closed forms are scaled to the simulator: with the constants of the step before
+GROUPS_FROM = 3  # step after which constants are good enough to find how far groups differ
 STEPS = 12  # steps of a fit at most
 LONGEST_STEP = 0.5  # by how much the logarithm of a constant moves in one step: beyond, slopes say little
 HALVINGS = 4  # how often a step is halved, as long as it makes a fit worse
-REWEIGHTINGS = 4  # how often a step finds anew which trials are far off
-STANDSTILL = 0.01  # part of the misfit that a step takes away, below which a fit has ended
+REWEIGHTINGS = 4  # how often a step computes the weights of trials
+STANDSTILL = 0.01  # relative reduction of the misfit by a step, below which a fit ends
 
 
 def fit_constants(
@@ -283,11 +283,11 @@ def residual_sd_of(
 
 
 class FittedEfficiency(NamedTuple):
-    """HardwareEfficiency after some trials, and how sure it is."""
+    """HardwareEfficiency fitted to trials, and its uncertainty."""
 
     efficiency: HardwareEfficiency
     covariance: Floats
-    """[p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the prior."""
+    """[p, p] of the logarithms for a group without trials, in the order of the prior."""
     residual_sd: float
     """Standard deviation of log(measured / predicted) over the trials, from `residual_sd_of`."""
     groups: GroupEffects
@@ -296,8 +296,7 @@ class FittedEfficiency(NamedTuple):
 def fit_efficiency(sample: Sample) -> FittedEfficiency:
     """Fit efficiency to trials of one cluster, which may be of several models and layouts.
 
-    A trial without a time says nothing, unless it says how long it took at least: then a prediction is wrong only
-    below that.
+    A trial without a time counts only with a lower bound of it: then a prediction is wrong only below that.
     """
     prior = Prior.of(HardwareEfficiency())
     groups = GroupEffects([(one.source, one.group) for one in sample.trials])
@@ -338,15 +337,15 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
 
 
 def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:
-    """What a step makes less: squares of errors, made independent, and of the way from the prior, in its widths."""
+    """Objective of a step: squares of the independent errors, and of the distance from the prior, in its widths."""
     return float(np.sum((white @ errors) ** 2) + np.sum((logs / prior.widths) ** 2))
 
 
 def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:
     """The most probable logarithms, if times follow their slopes, within one step.
 
-    Large errors count less: weights of the soft L1 loss, of what of an error is not its group's, found again a few
-    times (iteratively reweighted least squares).
+    Large errors count less: weights of the soft L1 loss of the part of an error that its group does not share, computed
+    a few times (iteratively reweighted least squares).
     """
     from scipy.optimize import lsq_linear
 

@@ -1,4 +1,4 @@
-"""Figures that say how good predictions are. Trials are ranked against each other only within their group."""
+"""Scores of predictions. Trials are ranked against each other only within their group."""
 
 from collections.abc import Iterable, Sequence
 
@@ -44,10 +44,10 @@ def naive_memory_bytes(trial: Trial) -> float:
 Floats = NDArray[np.float64]
 Group = tuple[Floats, Floats]
 """Measured and predicted seconds of the trials of one group; a measured time is infinite where a run failed or was cut
-off: whatever was measured is faster."""
+off, so that all others are faster."""
 
 CLEAR_GAP = 0.05  # relative difference of two measured times from which on their order is more than noise
-LEAST_RANKED = 4  # trials of a group from which on a rank correlation says something
+LEAST_RANKED = 4  # least trials of a group for a rank correlation
 
 
 def relative_errors(measured: Floats, predicted: Floats) -> Floats:

@@ -44,13 +44,13 @@ GIBIBYTE = float(2**30)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A strategy that somebody ran, and what came of it.
+    """A strategy that was run, and its measurements.
 
-    Trials of one workload or cluster share the object, so that what is computed of it is computed once.
+    Trials of one workload or cluster share the object, so that its prices are computed once.
     """
 
     source: str
-    """Who measured it; a cluster is calibrated for each source apart. Empty = the file does not say."""
+    """Source of the measurement; a cluster is calibrated for each source apart. Empty = unknown."""
     id: str
     group: str
     """Trials of one model, devices, batch and day; only those are ranked against each other."""
@@ -64,15 +64,15 @@ class Trial:
     peak_memory_bytes: float | None
     """Of the fullest device; None = not measured."""
     out_of_memory: bool | None
-    """Whether memory ran out; None = not said, and it did not if there is a time."""
+    """Whether memory ran out; None = unknown, and it did not if there is a time."""
     activation_limit: float | None = None
     """Activations that the schedule may hold on a rank, as a multiple of 1F1B's peak; None = the schedule's own."""
     longer_than_s: float | None = None
     """Where it was cut off, seconds that it took at least."""
     rounds: int = 1
-    """Number of times that it is to be run; the time is the median of those that were."""
+    """Number of runs; the time is the median of those that were measured."""
     round_times_s: tuple[float | None, ...] = ()
-    """Seconds of an iteration of each run so far, None of one that failed; empty = it is run once."""
+    """Seconds of an iteration of each run, None of one that failed; empty = it is run once."""
     path: str = ""
     line: int = 0
     ignored: Mapping[str, Any] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Trial:
 
     @property
     def site(self) -> tuple[str, str, bool]:
-        """What is calibrated apart: source, devices, and whether there are several nodes."""
+        """Key of a calibration: source, devices, and whether there are several nodes."""
         return self.source, self.device, len(self.cluster.nodes) > 1
 
     @property
     def least_time_s(self) -> float:
-        """Seconds of an iteration, measured or cut off; 0 if the trial says nothing of time."""
+        """Seconds of an iteration, measured or cut off; 0 if neither is known."""
         return self.iteration_time_s or self.longer_than_s or 0.0
 
 
@@ -118,8 +118,8 @@ of plain Megatron."""
 
 BF16_SECTION = "tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_")
 """Text in the source, and pattern in the group, of published trials in bf16: "From now on the testing is happening with
-BF16 optimizer", says the section of that day (github.com/bigscience-workshop/bigscience,
-train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers"). Other published tables of Megatron are of fp16."""
+BF16 optimizer" (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing
+layers"). Other published tables of Megatron are of fp16."""
 
 SOFTWARE_OF_SOURCE = (
     ("bigscience", "", DEEPSPEED),
@@ -127,11 +127,11 @@ SOFTWARE_OF_SOURCE = (
     ("sailor", "", DEEPSPEED_EAGER),
     ("llm-foundry", FSDP.name, LLM_FOUNDRY),
 )
-"""Text in the source of trials, the software that they name, and what ran them as their publications say."""
+"""Text in the source of trials, the software that they name, and the trainer of their publication."""
 
 
 def published_software(source: str, named: str = "") -> str:
-    """Return the software of a trial: what its publication says, what the trial names, or Megatron-LM."""
+    """Return the software of a trial: that of its publication, that in the trial, or Megatron-LM."""
     found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
     return next(found, named or MEGATRON_LM.name)
 
@@ -179,7 +179,7 @@ class LooseEntry(Entry):
 
 
 class StrategyEntry(LooseEntry):
-    """Fields of a trial's strategy beside those of `Strategy`, which checks its own."""
+    """Fields of a trial's strategy that `Strategy` does not have and check."""
 
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
@@ -188,7 +188,7 @@ class StrategyEntry(LooseEntry):
 
 Seconds = Annotated[float, Field(gt=0)]
 Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value == inf else value)]
-"""A number above 0; None where it is infinite: nobody waited for its end."""
+"""A number above 0; None where it is infinite: the run was cut off."""
 
 
 class MeasuredEntry(LooseEntry):
@@ -249,7 +249,7 @@ class _Reader:
         try:
             return self._trial(entry, where, number)
         except UserError as error:
-            # Checks of the model, the cluster or the strategy do not know which line they check.
+            # Checks of the model, the cluster or the strategy do not name the line.
             raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 
     def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
@@ -307,7 +307,7 @@ class _Reader:
     def _cluster(self, cluster: dict[str, Any], where: str) -> Cluster:
         key = json.dumps(cluster, sort_keys=True)
         if key not in self._clusters:
-            # Published runs say it in a few numbers; runs of our own as a cluster file does, which can mix devices.
+            # Published runs have a few numbers; our own runs have a cluster file, which can mix devices.
             if is_flat(cluster):
                 flat = read_entry(TrialCluster, cluster, where, "cluster")
                 self._clusters[key] = read_flat(flat, where, "cluster")[0]

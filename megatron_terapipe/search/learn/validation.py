@@ -1,4 +1,4 @@
-"""Validation: every trial predicted by a calibration that has not seen its group, and the figures of that.
+"""Validation: every trial predicted by a calibration without its group, and the scores.
 
 folds_of -> predict_in_folds -> [Predicted] -> validation_document -> print_validation
 """
@@ -110,14 +110,13 @@ LEFT_OUT: Mapping[str, tuple[str, Callable[[Trial], int]]] = MappingProxyType(
         "devices": ("numbers of devices", lambda one: sum(node.num_devices for node in one.cluster.nodes)),
     }
 )
-"""What may be left out at a time, to see how predictions extrapolate: by name, in words, and its value for a trial."""
+"""Properties of which one value at a time is left out, to test extrapolation: in words, and the value of a trial."""
 
 
 def folds_of(trials: Sequence[Trial], num_folds: int | None, left_out: str | None) -> list[int] | None:
-    """Return the fold [n] of each trial; None where nothing is left out.
+    """Return the fold [n] of each trial; None without folds.
 
-    Trials that agree in what is left out are in one fold; else the groups of each cluster are dealt to folds, whole and
-    as evenly as can be.
+    With `left_out`, trials with the same value are in one fold; else whole groups of each cluster are dealt to folds.
     """
     if left_out is not None:
         return [LEFT_OUT[left_out][1](one) for one in trials]
@@ -145,9 +144,9 @@ def predict_in_folds(
     step: Callable[[int], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Predicted]:
-    """Predict each trial from those of the other folds, and from `more`, which every calibration sees.
+    """Predict each trial from those of the other folds, and from `more`, which every calibration uses.
 
-    A cluster whose trials are all in one fold has no others to be calibrated on: nothing is fitted for it.
+    A cluster with all its trials in one fold is not calibrated.
     """
     places: dict[tuple[str, str, int], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
@@ -164,7 +163,7 @@ def predict_in_folds(
 
 
 def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
-    """All figures of some trials; shares and relative errors are parts of 1, and None is where there is nothing.
+    """Return all scores of some trials; shares and relative errors are parts of 1; None = no trials for a score.
 
     `n` trials with a time, `mape`, `bias`, `spearman` and `top1_regret` (means over groups), `pair_accuracy` (of pairs
     more than 5 % apart) and `pair_accuracy_all`, `interval_coverage`, `memory` {`n`, `mape`, `bias`,
@@ -195,7 +194,7 @@ def _figures(
     guessed = np.array(times_s)
     places: dict[tuple[str, str], list[int]] = {}
     for index, one in enumerate(trials):
-        # What ran out of memory says nothing of time; what failed otherwise was slower than what did not.
+        # A run out of memory has no time; one that failed otherwise was slower than the others.
         if not one.out_of_memory:
             places.setdefault((one.source, one.group), []).append(index)
     groups = [(measured[rows], guessed[rows]) for rows in places.values()]
@@ -240,9 +239,9 @@ def validation_document(
     """All figures and all predictions.
 
     Args:
-        in_sample: how many of the trials are among those of the calibration.
+        in_sample: number of the trials that are among those of the calibration.
         num_folds: folds of the cross-validation; None without one.
-        left_out: what was left out at a time instead; None = nothing.
+        left_out: the property of `LEFT_OUT` that makes the folds; None without one.
     """
     described: dict[str, set[str]] = {}
     for one in predicted:
@@ -314,7 +313,7 @@ LEGEND = (
     "pairs: share in order of those more than 5 % apart",
     "regret: how much slower than the best trial the predicted best is, mean over groups",
     "inside: share within the stated interval of 90 %",
-    "memory: MAPE of peaks; seen: of runs out of memory; false: of other runs said to be",
+    "memory: MAPE of peaks; seen: of runs out of memory; false: of other runs predicted to be",
     "naive line: 45 % of the peak, recomputation included, 1F1B's bubble; 16 B a parameter",
 )
 
@@ -353,7 +352,7 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def _calibration_lines(document: dict[str, Any]) -> list[str]:
-    """Return the trials that constants were fitted to, and the sources some of whose trials had none to fit to."""
+    """Return the trials that constants were fitted to, and the sources with trials that had none to fit to."""
     lines = []
     if document["folds"]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")

@@ -1,6 +1,6 @@
 """Alternatives to the winner of a ranking: an order of its ops that is searched for, and parts of the cluster.
 
-`with_found_order`: a search compares the schedules that have a closed form. The winner alone is then priced with
+`with_found_order`: a search compares the schedules that have a closed form. Only the winner is then priced with
 `optimised`, and where the model has an output layer of its own also with that layer in parts, one on each pipeline rank
 (`--vocabulary-stages`): up to 32 K tokens it is 13 to 19 % faster in simulation, from 512 K tokens on hardly at all.
 
@@ -91,7 +91,7 @@ def on_fewer_devices(
     nearest, larger = winner, problem.cluster
     for number in sizes_of_parts(problem.cluster):
         part = problem.cluster.at_most(number)
-        # The first half tells what a token costs; smaller parts are of interest if they may be faster.
+        # The first half gives the cost of a token; smaller parts are searched if they may be faster.
         is_half = larger is problem.cluster and 2 * number >= problem.cluster.num_devices
         same_kinds = {node.device for node in part.nodes} == {node.device for node in larger.nodes}
         least_s = LEAST_COMPUTE * nearest.price.breakdown.compute_s * larger.num_devices / number

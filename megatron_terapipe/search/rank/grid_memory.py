@@ -1,7 +1,7 @@
-"""Bytes that no strategy of a grid gets by with: what its fullest pipeline ranks hold at least.
+"""Lower bounds of the memory of the fullest pipeline ranks of every strategy of a grid.
 
-The ranks at the ends are looked at, and those with most parameters or layers: one of them is the fullest, and a bound
-holds for whichever ranks are left out. A rank holds most as a backward starts after its last warm-up forward, when
+The ranks at the ends are counted, and those with most parameters or layers: one of them is the fullest, and a bound
+is valid whichever ranks are left out. A rank holds most as a backward starts after its last warm-up forward, when
 
     1f1b          min(P - i - 1 + S, M S)                                       (arXiv 2406.03488 section 3.2)
     zero-bubble   min(P - 1 + S, M S)                                           (arXiv 2401.10241 section 3, ZB-H1)
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 
 class GridMemory:
-    """Says which strategies of one grid may fit. Bytes are counted once for each stage partition, and kept."""
+    """The strategies of one grid that may fit. Bytes are counted once for each stage partition, and kept."""
 
     def __init__(self, grid: StrategyGrid, model: MemoryModel) -> None:
         self._grid, self._model = grid, model
@@ -80,7 +80,7 @@ class GridMemory:
         working, scores = (tokens * np.asarray(part)[:, None, None] for part in (each.working, each.scores))
         working += np.minimum(scores, SCORE_LIMIT)
         is_head = np.any(logits, axis=(1, 2))
-        # Logits that are computed in the backward alone are held by it, too.
+        # Logits that are computed only in the backward are held by it, too.
         held = np.where(self._of_stages, tokens * logits[is_head][:, None, None], 0.0)
         working[is_head] = np.minimum(working[is_head], self._limits.working) + np.minimum(held, self._limits.kept)
         self._working = working
@@ -97,7 +97,7 @@ class GridMemory:
         return fits, roomy
 
     def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
-        """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid]."""
+        """Return a lower bound of the fullest device of each strategy, as a share of its memory: [grid]."""
         shares = np.full(self._grid.shape, np.inf)
         for place, total, limit in self._totals(groups, counts):
             shares[place] = np.max(total / limit, axis=0)
@@ -109,7 +109,7 @@ class GridMemory:
         """Yield [ranks, B, S, R, Q] bytes, the place in the grid that has them, and bytes of the devices.
 
         Args:
-            only_possible: whether those are left out whose states alone are too large.
+            only_possible: leave out strategies with too large states.
         """
         grid, overheads = self._grid, self._model.overheads
         smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])

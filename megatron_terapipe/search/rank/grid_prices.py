@@ -31,16 +31,16 @@ HEADROOM = "memory kept free (--memory-headroom)"
 """Name of the rejection of strategies that fit the devices, but do not leave the headroom free."""
 
 COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
-"""Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` alone keeps them."""
+"""Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` keeps them."""
 
 NEEDS_NO_HOSTS = "token slices wait on hosts only where devices are short of memory"
-"""Name of the rejection of strategies that copy what the same strategy without copies has room for."""
+"""Name of the rejection of strategies with host copies that the devices have no need of."""
 
 EASILY = 0.9
 """Share of the room for a strategy that its memory, by a bound, may take for copies to be of no use."""
 
 ProgressCallback = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and what is being done."""
+"""Called with steps done, steps in all, and the phase."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def price_space(
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     """Return which ZeRO stages of a grid add gradients up as exactly as any stage of it: [zero].
 
-    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`megatron_terapipe/training/deepspeed_config.py`).
+    DeepSpeed adds up bf16 gradients in fp32 only under ZeRO 1 (`megatron_terapipe/training/deepspeed_config.py`).
     """
     coarse = precision == "bf16" and 1 in grid.zero
     return np.array([not coarse or stage == 1 for stage in grid.zero])
@@ -154,7 +154,7 @@ def _price(
         none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
         return PricedGrid(grid, order, partitions, *none), legal, fits, roomy, fits
     helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
-    estimate, bound = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
+    estimate, bound = grid_times(grid, groups, cost_model, tables, counts, pairs=_pairs(fits))
     places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
     of_places = roomy.ravel()[places], estimate.ravel()[places], bound.ravel()[places]
     priced = PricedGrid(grid, order, partitions, places, *of_places)
@@ -168,9 +168,9 @@ def _helped(
     counts: Mapping[tuple[int, int], LayerCounts],
     headroom: float,
 ) -> Flags:
-    """[grid] which strategies copy nothing to hosts that the same strategy has easily room for on its devices.
+    """[grid] which strategies need their host copies: without them the same strategy has not easily room.
 
-    Copies take no time off any op. A value that a flag asks for alone has no other to be compared with.
+    Copies take no time off any op. Where flags only allow offload, there is no plain strategy to compare with.
     """
     helped = np.ones(grid.shape, dtype=bool)
     without = {mode: place for place, (mode, offload) in enumerate(grid.recompute) if not offload}

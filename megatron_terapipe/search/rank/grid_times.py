@@ -112,7 +112,7 @@ class OpTables:
 
 
 def _relevant(topology: GroupTopology) -> GroupTopology:
-    """Return the links without what nothing crosses, so that topologies that cost as much are equal."""
+    """Return the links without unused ones, so that topologies with the same costs are equal."""
     if topology.size == 1:
         return ALONE
     if topology.num_nodes == 1:
@@ -137,13 +137,13 @@ class RankOps:
     """Ops of one micro-batch of the different rows of ranks.
 
     A bound follows each row's last rank, because the first token slice passes most stages before it; with several model
-    chunks it also follows the last stage alone, which comes after all others. These are the N *followed* ones.
+    chunks it also follows the last stage, which comes after all others. These are the N *followed* ones.
     """
 
     whole: Floats
     """[4, rows, B, S, R, Q] seconds of all token slices."""
     multiplicity: Floats
-    """[rows] ranks that each row stands for."""
+    """[rows] number of ranks with the ops of a row."""
     first: int
     last: int
     completing: Floats
@@ -298,15 +298,15 @@ def grid_times(
     tables: OpTables,
     counts: Mapping[tuple[int, int], LayerCounts],
     *,
-    wanted: NDArray[np.bool_],
+    pairs: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
     """Return two of [grid] seconds of one iteration: in closed form, and those that no schedule of it goes below.
 
     Args:
-        wanted: [O, P] pairs of a schedule and a partition that are priced.
+        pairs: [O, P] the pairs of a schedule and a partition that are priced.
     """
     # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
-    each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, wanted) for alike in groups.by_replica]
+    each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, pairs) for alike in groups.by_replica]
     estimates, bounds = zip(*each, strict=True)
     return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
 
@@ -318,14 +318,14 @@ def _of_replicas(
     cost_model: CostModel,
     tables: OpTables,
     counts: Mapping[tuple[int, int], LayerCounts],
-    wanted: NDArray[np.bool_],
+    pairs: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
     """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
     estimate = np.full(grid.shape, np.inf)
     bound = np.full(grid.shape, np.inf)
     of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
     for (model_chunks, place), found in counts.items():
-        orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and wanted[row, place]]
+        orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]
         if not orders:
             continue
         ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
@@ -410,14 +410,14 @@ def _sizes(grid: StrategyGrid) -> tuple[Floats, Floats]:
 
 
 def _back(schedule: str) -> int:
-    """The part of a backward that the rank before waits for."""
+    """The part of a backward for which the rank before waits."""
     return INPUT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD
 
 
 def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel) -> Floats:
-    """[B, S, R, Q] seconds behind the last op.
+    """[B, S, R, Q] seconds after the last op.
 
-    Of reductions that overlap, those of the first rank are counted: the others have the time until it is done.
+    Of reductions that overlap only those of the first rank count: the others run until it is done.
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
     communication = model.software.communication

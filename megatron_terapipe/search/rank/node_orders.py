@@ -1,9 +1,9 @@
-"""Which node holds which pipeline ranks: the order of the nodes in the hostfile, since ranks fill nodes in that order.
+"""Orders of the nodes in the hostfile, which decide the node of each pipeline rank: ranks fill nodes in that order.
 
 Nodes that are the same but for their names need no order among themselves, so an order is a sequence of node kinds.
 There are few of those on small clusters, and all are tried. On large ones nodes of a kind stay together, in every order
-of the kinds, because a stage that spans two kinds is as slow as the slower one and as small as the smaller one; what
-that leaves out, a bounded local search looks for around the order that came out best.
+of the kinds, because a stage that spans two kinds is as slow as the slower one and as small as the smaller one. A
+bounded local search around the best of these orders covers some of the others.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ MOST_ORDERS = 6
 """Orders that are tried for every layout: all those of two and two nodes, or of three kinds that stay together."""
 
 MOST_KINDS = 3
-"""Kinds that are put in every order on large clusters, those with most devices; others stand beside the most like."""
+"""Kinds that are put in every order on large clusters, those with most devices; others go next to the most similar."""
 
 
 def kind_key(node: Node) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ def _by_kind(cluster: Cluster) -> list[list[Node]]:
 
 
 def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
-    """Kinds, by number, that stay next to each other: one that has many devices, and those that are most like it."""
+    """Kinds, by number, that stay next to each other: one with many devices, and those most similar to it."""
 
     def devices(kind: int) -> int:
         return sum(node.num_devices for node in kinds[kind])
@@ -144,7 +144,7 @@ def _neighbours(cluster: Cluster) -> Iterator[Cluster]:
     for (start, middle), (_, end) in pairwise(runs):
         yield _rebuilt(cluster, (*nodes[:start], *nodes[middle:end], *nodes[start:middle], *nodes[end:]))
     for border in borders[1:-1]:
-        # A node of the run before goes behind the one after, or the other way round.
+        # A node of the run before moves after the next run, or the other way round.
         end = next(each for each in borders if each > border)
         start = max(each for each in borders if each < border)
         yield _rebuilt(cluster, (*nodes[: border - 1], *nodes[border:end], nodes[border - 1], *nodes[end:]))

@@ -23,16 +23,15 @@ class Ranked:
 
     strategy: Strategy
     prediction: Prediction | None
-    """What it would cost; None where it cannot be priced."""
+    """Its cost; None where it cannot be priced."""
     feasible: bool = True
     reason: str | None = None
     rank: int = 0
     """1 for the best; those that would not run come last."""
     cluster_in_order: Cluster | None = None
-    """The nodes in the order that the hostfile must have, so that ranks stand where `placement` puts them; None = as
-    the cluster has them."""
+    """The nodes in the order of the hostfile with which ranks are on their `placement`; None = the cluster's order."""
     index: int = 0
-    """Place in what was asked for, from 0."""
+    """Place in the file of strategies, from 0."""
 
     @property
     def price(self) -> Prediction:
@@ -55,7 +54,7 @@ class Ranked:
 
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:
-    """Return what is smaller for the simpler of two strategies that cost the same; no two strategies share it."""
+    """Return the tie-break key: smaller for the simpler of two strategies, and different for any two."""
     return tuple(each.in_ties(getattr(strategy, each.name)) for each in sorted(DIMENSIONS, key=lambda each: each.tie))
 
 

@@ -1,9 +1,9 @@
-"""ZeRO 3 with Ulysses (DeepSpeed's ALST), priced beside a ranking: so that advice says when not to use this trainer.
+"""Prices of ZeRO 3 with Ulysses (DeepSpeed's ALST), for the advice when not to use this trainer.
 
-    all_settings -> rival_memory, RivalTimes -> best_rival: the fastest that fits, or the one nearest to fitting
+    all_settings -> rival_memory, RivalTimes -> best_rival: the fastest that fits, or the nearest to fitting
 
 Bytes. Each of R ranks keeps an R-th of weights, gradients and optimizer state. A layer is recomputed from its input,
-which is all that stays of it: 2h bytes of each token (arXiv 2506.13996 section 3). A rank needs the most in the
+of 2h bytes for each token (arXiv 2506.13996 section 3). A rank needs the most in the
 backward of one attention, whose heads have all tokens. With n = tokens of a rank, u = 2nh bytes of a hidden state and
 q = 2nd a bytes of its queries (a heads of d numbers) there are
 
@@ -58,7 +58,7 @@ class RivalSettings:
     sequence_parallel_size: int
     """Ranks that share the tokens of a sequence, and the heads of its attention."""
     data_parallel_size: int
-    """Groups of such ranks, each with sequences of its own."""
+    """Groups of such ranks, each with its own sequences."""
     micro_batch_size: int
     num_micro_batches: int
     """Of each group in an iteration."""
@@ -136,8 +136,8 @@ BUCKET_ELEMENTS = 500_000_000
 
 HOST_PARAMETER_BYTES = 26
 """Bytes of the host for each parameter whose optimizer is there. 16 are counted: copy, moments and gradient in fp32.
-The rest is fitted to the longest sequences of Llama-70B on 8 to 64 H100, one of which is said to be at the brink of the
-host's memory; page-locked buffers, for one, are rounded up to powers of two."""
+The rest is fitted to the longest sequences of Llama-70B on 8 to 64 H100, one of which is at the limit of the host's
+memory; page-locked buffers are rounded up to powers of two."""
 
 GATHERED_LAYERS = 2  # layers whose weights are whole at once: one computes, the next is gathered
 
@@ -153,7 +153,7 @@ class RivalMemory:
     checkpoints: float
     """Inputs of all layers, where they stay on the device."""
     working: float
-    """What the backward of one layer holds."""
+    """Bytes of the backward of one layer."""
     framework: float
     """Context of the device and communicators."""
     host: float
@@ -233,7 +233,7 @@ HOST_STEP_PARAMETERS_PER_S = 4e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RivalTime:
-    """Seconds of one iteration by what they are spent on; they add up to it."""
+    """Seconds of one iteration by their cause; they add up to it."""
 
     compute_s: float
     """Ops of all layers, with recomputation."""
@@ -246,7 +246,7 @@ class RivalTime:
     optimizer_s: float
     """The step, with the copies of gradients and weights that it needs on the host."""
     fixed_s: float
-    """What an iteration takes however small it is."""
+    """Fixed cost of an iteration."""
 
     @property
     def total(self) -> float:
@@ -255,8 +255,8 @@ class RivalTime:
 
 
 Ops = NDArray[np.float64]
-"""[3] seconds of layers on one rank: forward; backward of a micro-batch, with what is computed again; and how much of
-both is head exchanges, a third of it in the forward."""
+"""[3] seconds of layers on one rank: forward; backward of a micro-batch, with recomputation; and the head exchanges in
+both, a third of them in the forward."""
 
 
 class RivalTimes:
@@ -362,7 +362,7 @@ class RivalTimes:
 
 
 def parts(layer: Layer) -> tuple[Layer, Layer | None]:
-    """Return a layer without its MLP, and the MLP alone; None if it has none."""
+    """Return a layer without its MLP, and the MLP; None if it has none."""
     if not layer.activation_width:
         return layer, None
     of_attention = 2 if layer.attention is not None else 0
@@ -373,8 +373,9 @@ def parts(layer: Layer) -> tuple[Layer, Layer | None]:
     return rest, mlp
 
 
-LONG_SEQUENCE = 32_768
-"""Tokens from which a sequence is long: below, ZeRO 3 recomputes for nothing, and `--software fsdp` prices it."""
+LEAST_TOKENS = 32_768
+"""Tokens of a sequence from which a rival is priced: in shorter ones recomputation is useless, and `--software fsdp`
+prices ZeRO 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -398,7 +399,7 @@ class Rival:
 def rival_of(problem: SearchProblem, pricing: Pricing) -> Rival | None:
     """Return the best rival; None but for a GPT in bf16 on GPUs with a long sequence."""
     workload = problem.workload
-    if workload.config is None or workload.seq_length < LONG_SEQUENCE or problem.precision != "bf16":
+    if workload.config is None or workload.seq_length < LEAST_TOKENS or problem.precision != "bf16":
         return None
     if not all(node.device.is_gpu for node in problem.cluster.nodes):
         return None

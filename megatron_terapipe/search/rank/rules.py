@@ -1,10 +1,10 @@
 """Named rules over grids of strategies, and the legal strategies of a space, layout by layout.
 
-    TRAINER_RULES     what the trainer cannot run       DUPLICATES        what need not be tried
+    TRAINER_RULES     refusals of the trainer           DUPLICATES        strategies that equal others
     legal_grids       grids with a mask of the strategies that keep all rules; SearchCounts counts each rejection
 
 They mirror the checks of the trainer (`megatron_terapipe/config`), without building its configuration for each of a
-million strategies; tests hold them against each other.
+million strategies; tests compare both.
 """
 
 import itertools
@@ -38,12 +38,12 @@ class Rule:
     holds: Callable[[StrategyGrid, SearchProblem], Holds]
     """Which strategies of a grid keep it, as an array that broadcasts over the grid."""
     error: Callable[..., str | None] | None = None
-    """What is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each of
-    `axes`. None for a rule that leaves out strategies of which another one does the same, or the same better."""
+    """Reason why a strategy breaks it, or None; called with a grid, the problem, and a value of each of `axes`.
+    None for a rule that leaves out strategies that equal another one or are worse."""
     axes: tuple[Axis, ...] = ()
 
     def reason(self, grid: StrategyGrid, problem: SearchProblem) -> str | None:
-        """Return what is wrong with the one strategy of a grid [1, 1, 1, 1, 1, 1, 1]; None if it keeps the rule."""
+        """Return why the one strategy of a grid [1, 1, 1, 1, 1, 1, 1] breaks the rule; None if it keeps it."""
         return self.error and self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
 
 
@@ -67,7 +67,7 @@ def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 
 def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
-    """Return the numbers that tensor-parallel ranks must divide, by what they count."""
+    """Return the numbers that tensor-parallel ranks must divide, by their unit."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
     for layer in {id(each): each for each in problem.workload.layers}.values():
         if layer.attention is not None:
@@ -121,7 +121,7 @@ def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]
         return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
     shape = PipelineShape(grid.layout.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
     try:
-        # A schedule says itself which pipelines it is for.
+        # A schedule raises for pipelines that it has no order for.
         next(SCHEDULES[schedule](shape, 0), None)
     except PlanError as error:
         return str(error)
@@ -140,7 +140,7 @@ def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str 
 def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | None:
     if count == 1 or problem.workload.can_cut_tokens:
         return None
-    return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
+    return "a layer of the model has other tokens than its neighbours, or reads later ones, so sequences cannot be cut"
 
 
 def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
@@ -178,7 +178,8 @@ def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, b
     if not offload or mode == "stage":
         return None
     return (
-        f"offload copies what recompute 'stage' keeps, not what {mode!r} does: set recompute to stage, or offload off"
+        f"offload copies the stage inputs of recompute 'stage', and recompute is {mode!r}: set recompute to stage, or "
+        "offload off"
     )
 
 
@@ -244,15 +245,15 @@ TRAINER_RULES = (
     *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
     _by_values("tokens for each token slice and rank", _token_slices, "token_slices", "sequence_parallel"),
     _by_values("the stage partition fits model and stages", _partition, "order", "partition"),
-    _by_values("offload knows the layers of each stage", _copied_stages, "partition", "recompute"),
+    _by_values("offload goes with a known stage partition", _copied_stages, "partition", "recompute"),
 )
-"""All that the trainer refuses, in the order in which rejections are counted: rules about at most one axis first."""
+"""The refusals of the trainer, in the order in which rejections are counted: rules about at most one axis first."""
 
 
 def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more.
 
-    Breadth-first with one model chunk is gpipe; with several the same holds for it, unless what is idle waits on hosts.
+    Breadth-first with one model chunk is gpipe; with several it also keeps more, unless token slices are offloaded.
     """
     plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
     interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
@@ -274,7 +275,7 @@ def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 
 def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
-    """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
+    """Without a pipeline all schedules equal the first one, or keep more."""
     first = grid.order[0] if grid.order else None
     return grid.along("order", [grid.layout.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
@@ -315,7 +316,7 @@ def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
             elif partition == "parameters" and problem.has_equal_layers and "uniform" in grid.partition:
                 kept[row, column] = False
             else:
-                # Bounds that a flag gives may not fit these stages: the trainer's rules say so, not this one.
+                # Bounds of a flag may not fit these stages: the trainer's rules check that.
                 bounds = partition
                 if isinstance(bounds, str):
                     bounds = problem.partition(bounds, num_stages).bounds
@@ -334,8 +335,8 @@ DUPLICATES = (
     Rule("tensor-parallel ranks to share tokens", _one_tensor_rank),
     Rule(SAME_STAGES, _same_stages),
 )
-"""Strategies of which another one of the grid does the same, or the same better, in the order in which rejections are
-counted. They need the trainer's rules to hold. A value that a flag asks for is never left out for another."""
+"""Strategies that equal another one of the grid, or are worse, in the order in which rejections are counted. They
+follow the trainer's rules. The only value that a flag allows is never left out."""
 
 
 @dataclass
@@ -419,7 +420,7 @@ def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) 
 
 
 def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
-    """Return what the rules leave of a grid; None if nothing."""
+    """Return the legal strategies of a grid; None if there are none."""
     legal: NDArray[np.bool_] | None = None
     left = grid.size
     for rule in RULES:
@@ -452,6 +453,6 @@ def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
         by_name = "interleaved" if strategy.num_model_chunks > 1 else "1f1b"
         strategy = replace(strategy, schedule=by_name, vocabulary_stages=False)
     elif strategy.vocabulary_stages:
-        return f"vocabulary stages are priced with an order that is found for them alone: write schedule {OPTIMISED!r}"
+        return f"vocabulary stages are priced only with an order that is found for them: write schedule {OPTIMISED!r}"
     grid = StrategyGrid.of_strategy(strategy)
     return next((reason for rule in TRAINER_RULES if (reason := rule.reason(grid, problem)) is not None), None)

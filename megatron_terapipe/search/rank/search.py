@@ -2,13 +2,13 @@
 
     all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked --refined
 
-What fits the devices but does not leave the headroom free cannot win. The fastest of those is found, so that its user
-knows what the headroom costs.
+A strategy that fits the devices without the headroom cannot win. The fastest of these is found, to show the cost of the
+headroom.
 
 The strategies with the lowest estimates are simulated first, then those with the lowest bounds. A strategy whose lower
-bound is above the last of the ranking is never simulated. If the effort does not suffice for all others, the ranking
-says by how much the best of those could still win. Lengths of token slices, layers of stages and the order of nodes are
-then solved for the best (`refined`). The same question always has the same answer.
+bound is above the last of the ranking is never simulated. If the effort does not suffice for all others, the
+result has the share of time that the best of those could save. Lengths of token slices, layers of stages and the order
+of nodes are then solved for the best (`refined`). The same question always has the same answer.
 """
 
 from bisect import insort
@@ -51,7 +51,7 @@ def refined(
     effort: float = 1.0,
     progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
-    """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change."""
+    """Return improvements of the best strategies that leave the headroom free. Flags stay fixed."""
     found: list[Ranked] = []
 
     def keep(entry: Ranked | None) -> None:
@@ -210,7 +210,7 @@ def search(
 
 
 class _Contest:
-    """Simulates strategies until none that is left can be among the best."""
+    """Simulates strategies until none of the remaining ones can be among the best."""
 
     def __init__(
         self, problem: SearchProblem, pricings: list[Pricing], grids: list[PricedGrid], counts: SearchCounts, top: int
@@ -234,7 +234,7 @@ class _Contest:
         self.refused: list[Ranked] = []
         self._times_s: list[float] = []
         self._to_beat_s = np.inf
-        """Seconds of the slowest strategy that is among the best so far."""
+        """Seconds of the slowest of the current best strategies."""
         self.lowest_bound_left = np.inf
         """Lower bound in seconds of all strategies that were not simulated."""
 
@@ -242,7 +242,7 @@ class _Contest:
         """Simulate until no strategy left can be among the best, or the effort is spent.
 
         Half of the effort goes to the lowest estimates, which are mostly the best. The other half goes to the lowest
-        bounds: of what is left then, none could save much.
+        bounds: none of the remaining strategies could save much.
         """
         most, ops = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         left = self._by_estimate(np.flatnonzero(self._roomy))
@@ -252,7 +252,7 @@ class _Contest:
         self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
 
     def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback | None) -> list[int]:
-        """Simulate what may be among the best, in this order; return the rest after so many strategies or new ops."""
+        """Simulate candidates in this order; return the rest after so many strategies or new ops."""
         left = []
         for index in places:
             if self._bound[index] >= self._to_beat_s * (1 - ROUNDING):
@@ -309,7 +309,7 @@ class _Contest:
         return list(places[np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")].tolist())
 
     def _at(self, index: int) -> tuple[Strategy, Pricing]:
-        """Return the strategy at a place among all grids, and what prices it on its node order."""
+        """Return the strategy at a place among all grids, and the pricing of its node order."""
         owner = int(np.searchsorted(self._first, index, side="right")) - 1
         grid = self._grids[owner]
         return grid.strategy(int(index - self._first[owner]), self._problem), self._pricings[grid.node_order]

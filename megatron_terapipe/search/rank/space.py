@@ -24,7 +24,7 @@ from megatron_terapipe.strategy import DIMENSIONS
 __all__ = ["Choices", "SearchProblem", "all_choices"]
 
 MEMORY_HEADROOM = 0.05
-"""Share of a device's memory that is kept free where nobody says otherwise: predictions are a few per cent off."""
+"""Default share of a device's memory that is kept free: predictions are a few per cent off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class SearchProblem:
 NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of token slices that are tried
 
 LONG_SEQUENCE = 16_384
-"""Tokens from which on what is for long sequences is tried. In shorter ones other strategies fit the memory, and a part
+"""Tokens from which values for long sequences are tried. In shorter ones other strategies fit the memory, and a part
 of a token slice has too few rows to fill a device."""
 
 
@@ -71,7 +71,7 @@ class Choices:
 
     values: Mapping[str, tuple[Any, ...] | None]
     """By the name of the dimension. None is the size that the others leave over. `token_slices` holds the lengths of
-    the one cut that a flag asks for, and `num_token_slices` then their number alone."""
+    the one cut of a flag, and `num_token_slices` then only their number."""
 
     def __getitem__(self, name: str) -> tuple[Any, ...]:
         """Return the values of a dimension that is searched."""

@@ -4,17 +4,17 @@ A pipeline of S stages that runs M micro-batches takes about
 
     (M - 1) x (period of the slowest stage) + sum of the fills of all stages
 
-where the period of a stage is what it spends on one micro-batch, and its fill what it adds to the time in which the
-first micro-batch goes through all stages (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
-Operators", NeurIPS 2020, use the first term; Li et al., "AMP", NeurIPS 2022, both). Both may depend on which stage
-holds which layers in any way: devices differ, transfers at a cut block both its sides.
+where the period of a stage is its time for one micro-batch, and its fill its part of the time in which the first
+micro-batch goes through all stages (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
+Operators", NeurIPS 2020, use the first term; Li et al., "AMP", NeurIPS 2022, both). Both may depend on the layers of a
+stage in any way: devices differ, transfers at a cut block both its sides.
 
 `solve`: for one threshold on the period, the least sum of fills is a shortest path over cuts. It falls as the
 threshold rises, in steps, so that the best of all thresholds is found by halving the range between two thresholds
-wherever the sum differs at its ends and even the best that could lie inside would win. Nothing is approximated.
+wherever the sum differs at its ends and a threshold inside could win. The result is exact.
 
 `balanced_partition`: layers that are alike are dealt one by one, each to the rank that is then the least loaded, so the
-heaviest rank is as light as it can be, whatever stands at the ends and however fast devices are. Layers that differ
+heaviest rank is as light as it can be, for any layers at the ends and any speeds of devices. Layers that differ
 need `solve`.
 """
 
@@ -39,12 +39,12 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTimes:
-    """Seconds by stage, first layer and the layer behind the last; infinite where that is not possible."""
+    """Seconds by stage, first layer and end (exclusive); infinite where that is not possible."""
 
     period_s: Numbers
-    """[num_stages, L + 1, L + 1] what the stage spends on one micro-batch."""
+    """[num_stages, L + 1, L + 1] time of one micro-batch."""
     fill_s: Numbers
-    """[num_stages, L + 1, L + 1] what it adds to the time in which one micro-batch passes all stages."""
+    """[num_stages, L + 1, L + 1] part of the time in which one micro-batch passes all stages."""
 
     @property
     def num_stages(self) -> int:
@@ -206,7 +206,7 @@ def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -
         rank = loads[0][1]
         layers[rank] += 1
         heapreplace(loads, (float(ends_s[rank] + (layers[rank] + 1) * each_s[rank]), rank))
-    # A rank's stages share its layers; the first ones take what is left over.
+    # A rank's stages share its layers; the first ones take the remainder.
     return [
         layers[rank] // model_chunks + (model_chunk < layers[rank] % model_chunks)
         for model_chunk in range(model_chunks)

@@ -5,7 +5,7 @@
                        V)         are dealt                             offload)
     array of an axis   [O,1,1,..] [1,Q,1,..] [1,1,B,..]   ...
 
-What depends on two dimensions is computed for the pairs alone; numpy's broadcasting makes it a value of every strategy.
+Values that depend on two dimensions are computed once for each pair; numpy broadcasts them over the grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class StrategyGrid:
 
     @classmethod
     def of_strategy(cls, strategy: Strategy) -> "StrategyGrid":
-        """Return a grid of one strategy, [1, 1, 1, 1, 1, 1, 1], so that what is there for grids also serves it."""
+        """Return a grid of one strategy, [1, 1, 1, 1, 1, 1, 1], for the functions of grids."""
         shared = {name: getattr(strategy, name) for name in SHARED}
         shared["global_batch_size"] = (
             strategy.global_batch_size or strategy.micro_batch_size * strategy.data_parallel_size

@@ -5,11 +5,11 @@
 The trainer's `--token-slices auto`, the command `slices` and the finalists of `rank` all call `solve_cut`, which looks
 times of token slices up in tables (`TabulatedCosts`): solvers ask for thousands of cuts.
 
-For each number of token slices balanced cuts and the formula of gpipe say about what it is worth. Of the most promising
+For each number of token slices balanced cuts and the formula of gpipe give an estimate. Of the most promising
 numbers gpipe's exact cut (`plan.solve.terapipe`) is simulated with the schedule that runs, and the best of those are
 searched further: tokens move between token slices as long as the simulated step gets shorter
-(`plan.solve.token_slices`). What is found is priced by the cost model like any other strategy. The answer depends on
-the arguments alone, not on time.
+(`plan.solve.token_slices`). The results are priced by the cost model like any other strategy. The answer depends only
+on the arguments, not on time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class TabulatedCosts:
         return times
 
     def busiest_and_others(self, num_ranks: int) -> "TabulatedCosts":
-        """Two stages that stand for a pipeline: that of its busiest rank, and the mean of all others.
+        """Two stages in place of a pipeline: that of its busiest rank, and the mean of all others.
 
         A rank with several model chunks has the mean of their times.
         """
@@ -129,7 +129,7 @@ def _different_stages(placed: PlacedStrategy) -> tuple[list[int], NDArray[np.int
 
 
 def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:
-    """By how much messages that block make ops longer: a straight line in the tokens, which two lengths tell."""
+    """By how much messages that block make ops longer: a straight line in the tokens, through two lengths."""
     longer = []
     short, whole = int(points[1]), int(points[-1])
     for cut in ((whole,), (short, whole - short)):
@@ -185,7 +185,7 @@ NUM_SEARCHED = 3  # numbers of token slices that are searched further; the other
 EFFORT = 0.04  # effort of each search, in the unit of `plan.solve.token_slices`
 
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
-"""Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
+"""Shares of attention for which cuts are balanced, to estimate a number of token slices."""
 
 OPTIMISED_EFFORT = 0.1  # effort for an `optimised` schedule, each cut of which takes several list schedules
 
@@ -224,11 +224,11 @@ def solve_cut(
 
     Args:
         counts: numbers of token slices to price, every one of them; None = 1, the most promising of `COUNTS`, and
-            those beside the best. Numbers that the sequence or the schedule has no room for are left out.
+            those next to the best. Numbers that the sequence or the schedule has no room for are left out.
         granularity: lengths are multiples of this; None = as the trainer's own cuts: of 16 tokens where token slices
             are long, and of the tensor-parallel size if ranks share tokens.
-        memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = what
-            1f1b keeps.
+        memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = those
+            of 1f1b.
     """
     seq_length = cost_model.workload.seq_length
     if seq_length > MOST_TOKENS or (counts and max(counts) > MOST_COUNT):
@@ -248,7 +248,7 @@ def solve_cut(
         raise ConfigError(
             f"strategy: a sequence of {cost_model.workload.seq_length} tokens cannot be cut into "
             f"{' or '.join(map(str, wanted))} token slices with schedule {strategy.schedule!r}{solver.refusal}: "
-            "ask for another number"
+            "give another number"
         )
     for count in _most_promising(found)[:NUM_SEARCHED]:
         found[count] = solver.searched(count, found[count])
@@ -293,7 +293,7 @@ def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: 
 
 
 def whole_messages(cost_model: CostModel, strategy: Strategy) -> float | TransferCosts:
-    """Return what messages between stages cost where sequences are whole, as `OpCosts.transfer`."""
+    """Return the costs of messages between stages with whole sequences, as `OpCosts.transfer`."""
     return cost_model.pipeline_costs(replace(strategy, num_token_slices=1, token_slices=None)).transfer
 
 
@@ -354,7 +354,7 @@ class _Solver:
         return found
 
     def searched(self, count: int, simulated: Judged) -> Judged:
-        """The best of a search; never worse than what is known."""
+        """The best of a search, or `simulated` if that is better."""
         effort = EFFORT if self._schedule else OPTIMISED_EFFORT
         solved = search_cuts(self._grid(count), count, self._evaluation(count), effort)
         return min(simulated, (solved.makespan, solved.cut), key=itemgetter(0))

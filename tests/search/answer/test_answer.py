@@ -241,7 +241,7 @@ def test_the_page_says_what_there_is_to_say() -> None:
         "Ranking",
         "Where an iteration goes",
         "Memory of each pipeline rank",
-        "What was rejected",
+        "Rejected strategies",
     ]
     # Nothing from elsewhere.
     assert not re.search(r"(src|href)=", page)
@@ -265,7 +265,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
 
 def test_memory_bars_mark_what_the_device_has() -> None:
     page = render_page(answer(), small_problem())
-    memory = page[page.index("Memory of each") : page.index("What was rejected")]
+    memory = page[page.index("Memory of each") : page.index("Rejected strategies")]
     assert memory.count('class="limit" style="left:100.000%"') == 4
     assert "8 GB of 85.2 GB" in memory
 
@@ -273,7 +273,7 @@ def test_memory_bars_mark_what_the_device_has() -> None:
 def test_a_page_without_a_winner() -> None:
     page = render_page(answer(entries=strategies()[2:]), small_problem())
     assert "No strategy can run" in page
-    assert "What was rejected" in page
+    assert "Rejected strategies" in page
 
 
 def test_all_files(tmp_path: Path) -> None:

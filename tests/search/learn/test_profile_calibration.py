@@ -20,7 +20,7 @@ from megatron_terapipe.search.machine.cluster_files import parse_cluster, read_c
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.efficiency import ProfileFactors
-from megatron_terapipe.search.price.profile import Profile, write_profile
+from megatron_terapipe.search.price.profile import Profile, ProfiledLink, write_profile
 from megatron_terapipe.search.price.profile_times import MeasuredProfile, measured_efficiency
 from megatron_terapipe.search.price.workload import gpt_workload
 from megatron_terapipe.search.price.workload_files import read_workload
@@ -158,7 +158,7 @@ def test_trials_are_cross_validated_on_the_profile() -> None:
 def test_validation_prices_messages_on_the_measured_links() -> None:
     nodes = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 1, "count": 2}]}, "test")[0]
     slow = tuple((size, 0.05 + size / 1e9) for size in (2**10, 2**14))
-    network = replace(PROFILE.links[1], where="network", points=slow)
+    network = ProfiledLink(where="network", what="transfer", num_ranks=2, points=slow)
     measured = replace(PROFILE, links=(*PROFILE.links, network))
     (found,) = predict_trials([trial(STRATEGIES[0], 1.0, cluster=nodes)], Calibrations(), profile=measured)
     costs = Costs(

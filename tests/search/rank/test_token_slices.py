@@ -148,7 +148,7 @@ def test_what_cannot_be_cut_is_left_whole():
 
 
 def test_more_token_slices_than_tokens():
-    with pytest.raises(ConfigError, match=r"cannot be cut into 100 token slices .*ask for another number"):
+    with pytest.raises(ConfigError, match=r"cannot be cut into 100 token slices .*give another number"):
         solve_cut(model(seq_length=64), pipeline(), counts=(100,))
 
 
