@@ -159,7 +159,7 @@ def test_validation_prices_messages_on_the_measured_links() -> None:
     nodes = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 1, "count": 2}]}, "test")[0]
     slow = tuple((size, 0.05 + size / 1e9) for size in (2**10, 2**14))
     network = ProfiledLink(where="network", what="transfer", num_ranks=2, points=slow)
-    measured = replace(PROFILE, links=(*PROFILE.links, network))
+    measured = PROFILE.model_copy(update={"links": (*PROFILE.links, network)})
     (found,) = predict_trials([trial(STRATEGIES[0], 1.0, cluster=nodes)], Calibrations(), profile=measured)
     costs = Costs(
         workload=WORKLOAD, precision="fp32", software=TERAPIPE, calibration=no_calibration(), profile=measured, notes=()
