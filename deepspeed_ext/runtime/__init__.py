@@ -1,6 +1,6 @@
 """Runs a plan on DeepSpeed: topology, module, state between token slices, communication, engine.
 
-Knows nothing of any particular model. Start with `initialize`, then `engine`.
+Independent of any particular model. Start with `initialize`, then `engine`.
 """
 
 __all__ = [

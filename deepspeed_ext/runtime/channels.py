@@ -1,13 +1,13 @@
-"""Messages between neighbouring stages: posted in order, never waited for when posted.
+"""Messages between neighbouring stages: posted in order, without a wait.
 
 `Outgoing` and `Incoming` are one direction between two ranks; `RankLinks` are all channels of one pipeline rank, one
 for each neighbour, for activations and for gradients.
 
-A channel leads one way, from one stage to its neighbour, on a communicator of its own: NCCL runs the messages of a
+A channel has one direction, from one stage to its neighbour, and a communicator of its own: NCCL runs the messages of a
 communicator one after the other, so activations and gradients on one communicator would wait for each other.
 
-A message is a tuple of tensors. Their shapes are usually known to both ends beforehand (`ShapeBook`), and then nothing
-but the tensors is sent. Otherwise the first message of each kind is announced by a header of `_HEADER_LENGTH` numbers.
+A message is a tuple of tensors. If both ends know their shapes (`ShapeBook`), only the tensors are sent. Otherwise a
+header of `_HEADER_LENGTH` numbers precedes the first message of each kind.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ _DTYPES = (
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of a tensor, which its receiver must know."""
+    """Shape and type of a tensor in a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,10 +49,10 @@ MessageSpec = tuple[TensorSpec, ...]
 
 
 class ShapeBook:
-    """The shapes of messages by kind, as both ends of a channel know them.
+    """The shapes of messages by kind, the same at both ends of a channel.
 
     Args:
-        rule: computes the shapes of a kind of message, where a model can say; None to learn them from headers.
+        rule: computes the shapes of a kind of message; None to read them from headers.
     """
 
     def __init__(self, rule: Callable[[Hashable], MessageSpec] | None = None) -> None:
@@ -65,8 +65,8 @@ class ShapeBook:
             self._known[kind] = self._rule(kind)
         return self._known.get(kind)
 
-    def learn(self, kind: Hashable, spec: MessageSpec) -> None:
-        """Remember the shapes of a kind of message. With others than are known the receiver would read garbage."""
+    def note(self, kind: Hashable, spec: MessageSpec) -> None:
+        """Note the shapes of a kind of message. If they changed, the receiver would read garbage."""
         known = self.find(kind)
         if known is not None and known != spec:
             raise UserError(
@@ -76,7 +76,7 @@ class ShapeBook:
         self._known[kind] = spec
 
     def clear(self) -> None:
-        """Forget everything learned."""
+        """Forget all shapes."""
         self._known.clear()
 
 
@@ -95,17 +95,17 @@ class Outgoing:
         self._in_flight[name] = []
         if self.shapes.find(kind) is None:
             self._post(name, _header(spec).to(tensors[0].device))
-        self.shapes.learn(kind, spec)
+        self.shapes.note(kind, spec)
         for tensor in tensors:
             self._post(name, tensor.detach().contiguous())
 
     def over(self, name: Hashable) -> Callable[[], bool]:
-        """Return a function that any thread may call at any time: whether a message has left."""
+        """A function that any thread may call at any time: whether a message has been sent."""
         works = [work for work, _ in self._in_flight[name]]
         return lambda: all(work.is_completed() for work in works)
 
     def complete(self, name: Hashable) -> None:
-        """Wait until a message has left, and free its tensors."""
+        """Wait until a message has been sent, and free its tensors."""
         for work, _ in self._in_flight.pop(name):
             work.wait()
 
@@ -117,8 +117,8 @@ class Outgoing:
 class Incoming:
     """The receiving end of a channel.
 
-    A receive whose shapes are not known yet, and all posted after it, wait for `wait`, which reads its header first:
-    messages match by order, so none may be posted before its turn.
+    A receive without known shapes, and all after it, are posted by `wait`, which reads its header first: messages match
+    by order.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, shapes: ShapeBook, device: torch.device) -> None:
@@ -127,13 +127,13 @@ class Incoming:
         self._posted: dict[Hashable, tuple[MessageSpec, list[Tensor], list[dist.Work]]] = {}
 
     def post(self, name: Hashable, kind: Hashable) -> None:
-        """Post the receive of a message, as soon as the shapes of its kind are known."""
+        """Post the receive of a message, or defer it until the shapes of its kind are known."""
         self._unposted.append((name, kind))
         while self._unposted and (spec := self.shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
 
     def over(self, name: Hashable) -> Callable[[], bool] | None:
-        """Return a function that any thread may call: whether a message has come; None if it is not posted yet."""
+        """A function that any thread may call: whether a message has arrived; None if it is not posted yet."""
         if name not in self._posted:
             return None
         works = self._posted[name][2]
@@ -147,7 +147,7 @@ class Incoming:
                 header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
                 dist.recv(header, self.peer, group=self.group)
                 spec = _read_header(header)
-                self.shapes.learn(kind, spec)
+                self.shapes.note(kind, spec)
             self._post(first, spec)
         spec, tensors, works = self._posted.pop(name)
         for work in works:
@@ -197,15 +197,15 @@ class _MessageKind(NamedTuple):
 
 
 class RankLinks:
-    """Channels to the ranks of neighbouring stages, and what is known of the messages on them.
+    """Channels to the ranks of neighbouring stages, and the shapes of their messages.
 
     A message is named by the op that reads it: `1F0.3` waits for the activation of stage 0, `1BI0.3` for a gradient
     of stage 2.
 
     Args:
         topology: coordinates of all ranks. Every rank must make its links at the same time, with its groups.
-        activation_rule: shapes of the activation of some tokens, when the model can say.
-        dynamic_shape: announce the shapes of every message.
+        activation_rule: shapes of the activation of a number of tokens; None if they are read from headers.
+        dynamic_shape: send a header with every message.
     """
 
     def __init__(
@@ -229,15 +229,15 @@ class RankLinks:
         self._incoming: dict[Channel, Incoming] = {}
         self._outgoing: dict[Channel, Outgoing] = {}
         numbers = communicators(shape)
-        # A group spans the pipeline, though a rank uses it with one other: few groups that serve many pairs are made
-        # sooner than one for each pair.
+        # A group spans the pipeline, though a rank uses it with one other: few groups for many pairs are made faster
+        # than one for each pair.
         pipelines = topology.get_axis_comm_lists("pipe")
         groups = self.groups = [own_group(pipelines, timeout) for _ in range(len(set(numbers.values())))]
-        """Communicators of the channels, by the numbers that the plan gives them."""
+        """Communicators of the channels, by their numbers in the plan."""
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue
-            # One book for each end of a channel: both ends learn from the same messages, and from no others.
+            # One book for each end of a channel: both ends read the same messages, and no others.
             book, group = ShapeBook(rule if channel.result is OpKind.FORWARD else None), groups[number]
             other = channel.source + channel.target - own_rank
             peer = topology.get_rank(**coordinate._replace(pipe=other)._asdict())
@@ -248,7 +248,7 @@ class RankLinks:
         self._warm_up(device)
 
     def _warm_up(self, device: torch.device) -> None:
-        """Use every channel once, so that no rank waits for a connection in the middle of a step (ADR 22)."""
+        """Use every channel once, so that no rank waits for a connection within a step (ADR 22)."""
         number = torch.zeros(1, device=device)
         for channel in warm_up_order(self._shape):
             if (incoming := self._incoming.get(channel)) is not None:
@@ -258,7 +258,7 @@ class RankLinks:
 
     @property
     def num_messages(self) -> int:
-        """Tensors sent so far by this rank, headers included."""
+        """Tensors sent by this rank, headers included."""
         return sum(channel.num_messages for channel in self._outgoing.values())
 
     def begin(self, phase: Hashable, shape: PipelineShape, parts: Callable[[int], TokenSlices]) -> None:
@@ -268,12 +268,12 @@ class RankLinks:
             self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        """Let the next batch have other shapes."""
+        """Allow other shapes in the next batch."""
         for end in (*self._incoming.values(), *self._outgoing.values()):
             end.shapes.clear()
 
     def post(self, reader: Op) -> None:
-        """Expect what an op reads of another rank."""
+        """Post the receive of the message that an op reads."""
         self._incoming[self._channel(reader)].post(reader, self._kind(reader))
 
     def wait(self, reader: Op) -> tuple[Tensor, ...]:
@@ -281,22 +281,22 @@ class RankLinks:
         channel = self._channel(reader)
         tensors = self._incoming[channel].wait(reader)
         if channel.result is OpKind.FORWARD:
-            self._learn_gradients(reader, tensors)
+            self._note_gradients(reader, tensors)
         return tensors
 
     def send(self, reader: Op, tensors: tuple[Tensor, ...]) -> None:
         """Post a message of tensors [...] to the rank of an op."""
         channel = self._channel(reader)
         if channel.result is OpKind.FORWARD:
-            self._learn_gradients(reader, tensors)
+            self._note_gradients(reader, tensors)
         self._outgoing[channel].send(reader, self._kind(reader), tensors)
 
     def complete(self, reader: Op) -> None:
-        """Free a sent message once it has left."""
+        """Free a message after it has been sent."""
         self._outgoing[self._channel(reader)].complete(reader)
 
     def over(self, reader: Op) -> Callable[[], bool] | None:
-        """Return a function: whether a transfer is over, on the accelerator too; None if it is not posted yet."""
+        """A function: whether a transfer is over, on the accelerator too; None if it is not posted yet."""
         return self._end(self._channel(reader)).over(reader)
 
     def peer(self, reader: Op) -> int:
@@ -311,14 +311,14 @@ class RankLinks:
         assert channel is not None, "only ops that read of another stage have a message"
         return channel
 
-    def _learn_gradients(self, reader: Op, activation: tuple[Tensor, ...]) -> None:
-        """The gradients of an activation have its shapes: both ends know them before they travel back."""
+    def _note_gradients(self, reader: Op, activation: tuple[Tensor, ...]) -> None:
+        """Note the shapes of the gradients of an activation, which are its own, at both ends."""
         needed = received(reader, self._shape)
         assert needed is not None, "an activation comes from another stage"
         answer = needed._replace(kind=OpKind.INPUT_GRADIENT)
-        wanted = [tensor for tensor in activation if tensor.requires_grad]
-        spec = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in wanted)
-        self._end(self._channel(answer)).shapes.learn(self._kind(answer), spec)
+        trained = [tensor for tensor in activation if tensor.requires_grad]
+        spec = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in trained)
+        self._end(self._channel(answer)).shapes.note(self._kind(answer), spec)
 
     def _kind(self, reader: Op) -> _MessageKind:
         micro_batch = reader.micro_batch if self._dynamic_shape else None

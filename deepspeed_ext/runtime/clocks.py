@@ -20,16 +20,16 @@ __all__ = ["Observer", "ProfilerRanges"]
 
 
 class Stamps:
-    """Takes stamps, and tells the time between two.
+    """Stamps of times, and the seconds between two.
 
-    Accelerators run behind the host, so there stamps are events on their queue, read when the work is over.
+    An accelerator is later than its host, so there stamps are events in its queue, read after the work.
     """
 
     def __init__(self) -> None:
         self._synchronous = get_accelerator().is_synchronized_device()
 
     def now(self) -> Any:
-        """A stamp of this place."""
+        """A stamp of the current time."""
         if self._synchronous:
             return time.perf_counter()
         event = get_accelerator().Event(enable_timing=True)
@@ -37,7 +37,7 @@ class Stamps:
         return event
 
     def wait(self) -> None:
-        """Wait until the device is done with all it was given; stamps can then be read."""
+        """Wait until the device has completed all queued work; stamps can then be read."""
         if not self._synchronous:
             get_accelerator().synchronize()
 
@@ -50,8 +50,8 @@ class Stamps:
 
 OPS, SUMS, REDUCTIONS, UPDATE = "forward-backward", "shared-grads-sync", "all-grads-sync", "optimizer"
 PHASES = (OPS, SUMS, REDUCTIONS, UPDATE)
-"""Phases of a step, one after the other: ops and transfers; sums of gradients over the ranks of one replica; what is
-left of the sums over replicas; norm, clipping and update."""
+"""Phases of a step, one after the other: ops and transfers; sums of gradients over the ranks of one replica; the
+remaining sums over replicas; norm, clipping and update."""
 
 
 class Observer:
@@ -77,7 +77,7 @@ class Observers(Observer):
 
     @contextmanager
     def joined_by(self, observer: Observer) -> Iterator[None]:
-        """Let another one observe the batches that run inside."""
+        """Add another observer for the batches that run inside."""
         self._members.append(observer)
         try:
             yield
@@ -120,7 +120,7 @@ class BackwardTimer(Observer):
 
 
 class ProfilerRanges(Observer):
-    """Gives ops and phases names, in torch's profiler and on an accelerator's timeline (NVTX on CUDA)."""
+    """Named ranges for ops and phases, in torch's profiler and on an accelerator's timeline (NVTX on CUDA)."""
 
     def op(self, op: Op) -> AbstractContextManager[None]:
         """Name an op: `2F0.3`."""
@@ -159,15 +159,15 @@ class OpClock(Observer):
         yield
         self._marks.append((op, start, self.stamps.now()))
 
-    def copied(self, what: tuple[Content, int, int, int], stamps: Sequence[Any]) -> None:
-        """Take the stamps of a copy of some content, stage, micro-batch and token slice that is back.
+    def copied(self, name: tuple[Content, int, int, int], stamps: Sequence[Any]) -> None:
+        """Take the stamps of a completed copy, given its content, stage, micro-batch and token slice.
 
         Args:
-            stamps: begin and end of the copy to the host, the drop, begin and end of the copy back; fewer of a copy
-                that began before the clock.
+            stamps: start and end of the copy to the host, the drop, start and end of the copy back; fewer if the copy
+                began before the clock.
         """
         if len(stamps) == 5:
-            self._copies.append((what, list(stamps)))
+            self._copies.append((name, list(stamps)))
 
     def spans(self) -> list[Span]:
         """The ops measured, in order."""
@@ -180,18 +180,18 @@ class OpClock(Observer):
         self.stamps.wait()
         # Stamps of two streams may differ by their resolution.
         timed = (
-            TimedCopy(*what, *accumulate((self.stamps.seconds(self._origin, each) for each in stamps), max))
-            for what, stamps in self._copies
+            TimedCopy(*name, *accumulate((self.stamps.seconds(self._origin, each) for each in stamps), max))
+            for name, stamps in self._copies
         )
         return sorted(timed, key=lambda copy: copy.offload_start)
 
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
-"""Parts of the ops: those that go forward, and all others, weight gradients included."""
+"""Parts of the ops: forwards, and all others, weight gradients included."""
 
 
 class PhaseClock(Observer):
-    """Adds up the seconds of a step, by phase.
+    """Sums of the seconds of a step, by phase.
 
     Args:
         parts: whether to measure forwards and backwards, too.
@@ -227,7 +227,7 @@ class PhaseClock(Observer):
         self._marks.append((name, start, self._stamps.now()))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, by name, and start anew."""
+        """Return the seconds since the last call, by name, and reset them."""
         self._stamps.wait()
         seconds = dict.fromkeys(self.names, 0.0)
         for name, start, end in self._marks:

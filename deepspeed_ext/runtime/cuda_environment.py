@@ -1,7 +1,7 @@
 """The environment variables that CUDA, torch's allocator and NCCL read when they start.
 
 Each process sets them for itself before it imports torch, so that they are the same on every host: DeepSpeed's launcher
-passes on only a few families of variables. A value that somebody else has set stays. Nothing here imports torch.
+passes on only a few families of variables. A value that is set already stays. Torch is not imported here.
 """
 
 import os
@@ -33,7 +33,7 @@ class Variable(NamedTuple):
 
 
 VARIABLES = (
-    # With fewer queues than streams, a kernel waits behind one of another stream that itself waits for a message.
+    # With fewer queues than streams, a kernel waits for one of another stream that itself waits for a message.
     Variable(HARDWARE_QUEUES, str(_MOST_QUEUES)),
     # A kernel that is loaded when first used may wait until the device is empty, and a receive that is posted ahead
     # keeps it busy (CUDA programming guide, lazy loading, potential hazards).
@@ -52,7 +52,7 @@ REPEATABLE = (
     # NCCL would choose an order of its sums by measurements of the links.
     Variable("NCCL_ALGO", "Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
 )
-"""Variables that a run needs in which every sum has the same order each time."""
+"""Variables for a fixed order of all sums."""
 
 _LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release of memory"}
 """Variables for debugging, and the calls that they make wait."""
@@ -70,13 +70,13 @@ def prepare_cuda_environment(
     """Set variables that are not set yet, and check those that are. Call it before torch is imported.
 
     Args:
-        num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
+        num_pipeline_ranks: ranks on the pipeline axis; a single one exchanges no messages.
         deterministic: whether to set the variables that make a run repeatable to the bit.
         has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
 
     Returns:
-        Lines for the log: which variables were set here, which before, and warnings. Empty where CUDA is not used;
-        nothing is set there.
+        Lines for the log: the variables that were set here, those that were set before, and warnings. Without CUDA
+        there are none, and no variable is set.
     """
     if not will_use_cuda(environment, has_device=has_device):
         return []
@@ -103,7 +103,7 @@ def prepare_cuda_environment(
 
 
 def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = None) -> bool:
-    """Whether DeepSpeed will choose CUDA in a process.
+    """Whether DeepSpeed will use CUDA in a process.
 
     Args:
         environment: variables of the process; `DS_ACCELERATOR` decides if it is set.
@@ -165,7 +165,7 @@ def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
         other = next((rank for rank, values in enumerate(by_rank) if values.get(name) != first), None)
         if other is None:
             continue
-        difference = f"{_said(name, by_rank[other].get(name))} on rank {other} and {_said(name, first)} on rank 0"
+        difference = f"{_text(name, by_rank[other].get(name))} on rank {other} and {_text(name, first)} on rank 0"
         remedy = "set it for all hosts, such as in .deepspeed_env, or for none"
         if name == HARDWARE_QUEUES:
             raise UserError(f"{difference}, but the check for deadlocks takes one number for all: {remedy}")
@@ -179,5 +179,5 @@ def compared_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
     return {name: environment[name] for name in (*names, *_LOCKING, *_BLOCKING_WAIT) if name in environment}
 
 
-def _said(name: str, value: str | None) -> str:
+def _text(name: str, value: str | None) -> str:
     return f"{name} unset" if value is None else f"{name}={value}"

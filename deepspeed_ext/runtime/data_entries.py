@@ -1,4 +1,4 @@
-"""Batches whose data or labels are dicts: which entries go to which layers, and to the loss function.
+"""Batches of dicts: entries of the data for layers, entries of the labels for the loss function.
 
 Layers take entries by the names of their forwards' arguments (`ForwardArguments`).
 """
@@ -14,17 +14,17 @@ from torch import nn
 from deepspeed_ext.plan.errors import UserError
 
 PAST = "past"
-"""The argument by which a layer asks for what came before its token slice; no entry of the data can be called so."""
+"""Argument of layers for the state of earlier token slices; no entry of the data may have this name."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Arguments of a forward other than its first, which is the output of the layer before, and the past."""
+    """Arguments of a forward other than its first, which is the output of the previous layer, and the past."""
 
     owner: str
-    """Owner of the forward, as errors name it."""
+    """Owner of the forward in messages."""
     first: str | None
     """Name of the first argument; None if it has none."""
     required: tuple[str, ...] = ()
@@ -39,11 +39,11 @@ class ForwardArguments:
 
     @classmethod
     def of(cls, owner: str, function: Callable[..., Any], *, bound: int = 0) -> "ForwardArguments":
-        """Read a function's arguments but for the first `bound`, which are given otherwise, such as `self`."""
+        """Read a function's arguments without the first `bound` ones, such as `self`."""
         try:
             parameters = list(inspect.signature(function).parameters.values())[bound:]
         except ValueError:
-            # Functions written in C do not say; those that are used as layers take one tensor.
+            # Functions written in C have no signature; those that are used as layers take one tensor.
             return cls(owner, None)
         first = parameters[0].name if parameters and parameters[0].kind in _BY_NAME[:1] else None
         named = [each for each in parameters if each.kind in _BY_NAME and each.name not in (first, PAST)]
@@ -60,7 +60,7 @@ class ForwardArguments:
 
     @classmethod
     def of_layer(cls, number: int, layer: Any) -> "ForwardArguments":
-        """Read those of a `LayerSpec`, `TiedLayerSpec`, module or function: every rank can read those of all layers."""
+        """Read those of a `LayerSpec`, `TiedLayerSpec`, module or function; possible on every rank for all layers."""
         bound = 0
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
             named, forward, bound = layer.forward_fn, layer.forward_fn, 1
@@ -73,18 +73,18 @@ class ForwardArguments:
         return cls.of(f"layer {number} ({getattr(named, '__name__', type(named).__name__)})", forward, bound=bound)
 
     def taken(self, names: Collection[str]) -> tuple[str, ...]:
-        """Names that can be given by name: not the first argument, and not the past."""
+        """Those of some names that are arguments: not the first argument, and not the past."""
         if self.takes_all:
             return tuple(name for name in names if name not in (self.first, PAST))
         return tuple(name for name in names if name in self.required or name in self.optional)
 
 
 class DataEntries:
-    """Gives entries of the data to the layers whose forwards have arguments of those names.
+    """Entries of the data by the layers with arguments of those names.
 
-    The first layer's first argument is an entry too; other layers' is the output of the layer before. A stage with a
-    layer that requires an entry reads the data. So does one whose layer takes an entry by an argument with a default,
-    but only if it is `declared`: such arguments are often no entries, and their ranks read no data then.
+    The first layer's first argument is an entry too; that of other layers is the output of the previous layer. A stage
+    with a layer that requires an entry reads the data. If a layer takes an entry by an argument with a default, its
+    stage does so only if the entry is `declared`: such arguments are often no entries.
 
     Args:
         stages: numbers of the layers of each stage.
@@ -110,27 +110,27 @@ class DataEntries:
 
     @property
     def first(self) -> str:
-        """Entry that the first layer starts from."""
+        """Entry for the first argument of the first layer."""
         first = self._layers[0].first
         assert first is not None, "checked with the names of the entries"
         return first
 
     def name(self, layer: int) -> str:
-        """A layer in words, by its number."""
+        """Name of a layer in messages, by its number."""
         return self._layers[layer].owner
 
     def reader(self, stage: int) -> str | None:
-        """A layer of a stage, in words, for which the stage must read the data; None if there is none."""
+        """Name of a layer for which a stage must read the data; None if there is none."""
         declared = self._declared or ()
-        asking = (self._layers[number] for number in self._stages[stage])
-        return next((each.owner for each in asking if each.required or each.taken(declared)), None)
+        layers = (self._layers[number] for number in self._stages[stage])
+        return next((each.owner for each in layers if each.required or each.taken(declared)), None)
 
     def given(self, layer: int, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Entries that a layer takes, by the names of its arguments."""
         return {name: entries[name] for name in self._layers[layer].taken(entries)}
 
     def given_to_stage(self, stage: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries that any layer of a stage takes; no other needs to be moved to its device."""
+        """Entries that any layer of a stage takes, which must be on its device."""
         taken = {name for number in self._stages[stage] for name in self._layers[number].taken(entries)}
         if stage == 0:
             taken.add(self.first)
@@ -141,7 +141,7 @@ class DataEntries:
         return {} if self._loss is None else {name: labels[name] for name in self._loss.taken(labels)}
 
     def check(self, inputs: Any, labels: Any, *, cutting_stages: Collection[int]) -> None:
-        """Hold the data and labels of a micro-batch, entries if they are dicts, against layers and loss function."""
+        """Check the data and labels of a micro-batch, if they are dicts, against layers and loss function."""
         names = frozenset(inputs) if isinstance(inputs, Mapping) else None
         label_names = frozenset(labels) if isinstance(labels, Mapping) else None
         if (names, label_names) in self._checked:
@@ -158,7 +158,7 @@ class DataEntries:
     def _check_layers(self, names: Sequence[str]) -> None:
         if PAST in names:
             raise UserError(
-                f"the data has an entry {PAST!r}, by which layers ask for what came before a token slice: rename it"
+                f"the data has an entry {PAST!r}, the name of the argument for earlier token slices: rename it"
             )
         if self._layers[0].first not in names:
             raise UserError(
@@ -198,18 +198,18 @@ class DataEntries:
                 )
 
 
-def _check(arguments: ForwardArguments, names: Sequence[str], what: str) -> None:
+def _check(arguments: ForwardArguments, names: Sequence[str], source: str) -> None:
     if arguments.takes_unnamed:
         raise UserError(
-            f"{arguments.owner} takes arguments without a name, which entries of the {what} cannot reach: name them"
+            f"{arguments.owner} takes arguments without a name, which entries of the {source} cannot reach: name them"
         )
     missing = [name for name in arguments.required if name not in names]
     if missing:
         raise UserError(
-            f"{arguments.owner} requires {missing[0]!r}, which is no entry of the {what} ({_listed(names)}): yield it, "
-            "or give the argument a default"
+            f"{arguments.owner} requires {missing[0]!r}, which is no entry of the {source} ({_listed(names)}): yield "
+            "it, or give the argument a default"
         )
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "which has none"
+    return ", ".join(map(repr, names)) or "it has none"

@@ -4,8 +4,8 @@ The engine is a table from instruction to method: a schedule is lowered to this 
 of the program calls the method of the executor that `METHODS` names. Optimizers, ZeRO, precision, checkpoints and
 reductions over data-parallel ranks are DeepSpeed's own.
 
-DeepSpeed takes all ranks with the same weights for readers of data of their own, so that it counts every sequence once
-on each sequence-parallel rank. A user's configuration, and all sizes that the engine reports, count it once:
+DeepSpeed regards all ranks with the same weights as readers of different data, so it counts every sequence once on
+each sequence-parallel rank. A user's configuration, and all sizes that the engine reports, count it once:
 
     train_batch_size = micro-batch size x micro-batches x data-parallel size
 """
@@ -44,7 +44,7 @@ from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
     count_bad_copies,
     global_grad_norm,
-    hold_back_bad_update,
+    skip_bad_update,
 )
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
 from deepspeed_ext.runtime.gradients.reductions import (
@@ -64,7 +64,7 @@ from deepspeed_ext.runtime.stage_ops import StageOps
 __all__ = ["TokenSlicePipelineEngine"]
 
 SEQUENCES_PER_STEP = 1 << 32
-"""More than any step has, so that every sequence of a run has a number of its own."""
+"""Above the number of any step, so that every sequence of a run has a number of its own."""
 
 _PHASES = {
     SUMS: "sums over the ranks of a replica",
@@ -96,19 +96,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     Args:
         schedule: order of the ops when training.
-        watch: looks after this rank, and has its ledger.
-        overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
-        overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
-        check_token_slices: check in the first batch that each layer computes in token slices what it does whole.
-        key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
-        host_copies: what waits on the host while nothing reads it, and how fast it is copied; None for nothing.
+        watch: watches this rank, and has its ledger.
 
-    Other arguments are those of `PipelineEngine`.
+    Further arguments are those of `initialize` and `PipelineEngine`.
     """
 
     module: TokenSlicePipelineModule
 
-    # Class attributes, since `PipelineEngine` reads them while it is made.
+    # Class attributes, since the constructor of `PipelineEngine` reads them.
     _reductions: GradientReductions | None = None
     """Sums over replicas that start while backwards run."""
     _gathers: ParameterGathers | None = None
@@ -149,9 +144,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
             dynamic_shape=self.dynamic_shape,
         )
         self.observers = Observers([BackwardTimer(self)] if self.wall_clock_breakdown() else [])
-        """Surround ops and phases of the steps, wherever they are called for."""
+        """Surround ops and phases of the steps."""
         self.ledger = watch.ledger
-        """What this rank has done and does."""
+        """Completed instructions and current position of this rank."""
         self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
@@ -180,17 +175,17 @@ class TokenSlicePipelineEngine(PipelineEngine):
             host_copies=host_copies,
         )
         self.batch = self._new_batch(None, training=True)
-        """The last batch that was trained on; after it, only its cuts."""
+        """The last batch of training; after it, only its cuts."""
         self._broken_by = ""
         self._unchecked_data = {True, False} if shares_sequences else set()
-        """Whether data of training, and of evaluation, are still to be compared among ranks that share sequences."""
+        """Whether data of training, and of evaluation, have yet to be compared among ranks that share sequences."""
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self._accumulated = OptimizerGradients(self.optimizer)
             self._executor.attach_weight_gradients()
 
     def _name_groups(self) -> None:
-        """Tell the ledger what the groups of this rank are for, and count their collectives alike on all ranks."""
+        """Name the groups of this rank in the ledger, and reset their counts of collectives on all ranks."""
         collectives = self.ledger.collectives
         collectives.leave_out(self._links.groups)
         collectives.name(self.grid.get_data_parallel_group(), "replicas")
@@ -212,15 +207,15 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Train on one batch.
 
         Args:
-            data_iter: yields micro-batches; read where the first and the last stage are, and where layers take entries
-                of the data by name.
-            return_output_label: also return what the last layer gave, and the labels. Nothing of them is kept if not.
+            data_iter: yields micro-batches; read by the ranks of the first and the last stage, and of layers that take
+                entries of the data by name.
+            return_output_label: also return the output of the last layer, and the labels.
             token_slices: lengths of the token slices, of sequences of any length; None for those of the module, or
-                those that its `cut_by_documents` gives. Every rank must give the same.
+                those of its `cut_by_documents`. The same on every rank.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
-            rows and tokens of this replica, None where the last stage is not.
+            rows and tokens of this replica, None on ranks without the last stage.
         """
         self.batch = self._new_batch(token_slices, training=True, updates=True, keeps_outputs=return_output_label)
         with self._running(self.batch, self._train_schedule()):
@@ -241,13 +236,13 @@ class TokenSlicePipelineEngine(PipelineEngine):
         token_slices: TokenSlices | Sequence[int] | None = None,
         return_output_label: bool = False,
     ) -> Any:
-        """Evaluate one batch, forward only, in token slices. Nothing of it need be as when training.
+        """Evaluate one batch, forward only, in token slices. All sizes may differ from those of training.
 
         Args:
-            data_iter: yields micro-batches; read where `train_batch` reads them.
-            return_logits: also return the last layer's outputs by micro-batch, where the last stage is.
+            data_iter: yields micro-batches; read by the ranks that read those of `train_batch`.
+            return_logits: also return the last layer's outputs by micro-batch, on the last stage.
             reduce_output: `avg` for the mean over micro-batches and replicas, None for a list by micro-batch.
-            bcast_loss: give the mean to every stage; otherwise only the last one has it.
+            bcast_loss: send the mean to every stage; otherwise only the last one has it.
             num_micro_batches: micro-batches to evaluate; those of training if None.
             micro_batch_size: rows of a micro-batch; those of training if None.
             token_slices: lengths of the token slices, of sequences of any length; None for those of training.
@@ -258,7 +253,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             `(loss, outputs, labels)` as `train_batch` returns them.
         """
         if return_logits and return_output_label:
-            raise UserError("return_logits and return_output_label give outputs in two forms: ask for one of them")
+            raise UserError("return_logits and return_output_label give outputs in two forms: set one of them")
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
         batch = self._new_batch(
@@ -289,7 +284,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     @property
     def can_replay(self) -> bool:
-        """Whether backwards leave gradients alone: not where hooks of DeepSpeed's reduce them while they run."""
+        """Whether backwards only compute gradients: not if hooks of DeepSpeed reduce them in the backward."""
         optimizer = self.optimizer
         if not isinstance(optimizer, DeepSpeedZeroOptimizer):
             return True
@@ -299,8 +294,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
         """Compute the ops of the last batch again, given this rank's micro-batches of it. Every rank must call it.
 
-        Weights, states and counters are as before; gradients are none. Dropout draws the same masks, since they depend
-        on the number of the step.
+        Weights, states and counters do not change; gradients are removed. Dropout draws the same masks, since they
+        depend on the number of the step.
         """
         self.complete_weights()
         self.batch = replace(self.batch, updates=False, keeps_outputs=False)
@@ -320,7 +315,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             self.optimizer.zero_grad()
 
     def uncount_step(self) -> None:
-        """Let the last step, which changed no weight, not count: the next one takes its number."""
+        """Undo the count of the last step, which changed no weight: the next one gets its number."""
         self.global_steps -= 1
         self.global_samples -= self.train_batch_size()
         self.skipped_steps -= bool(getattr(self.optimizer, "overflow", False))
@@ -344,24 +339,24 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timelines.append(Timeline(shape, tuple(map(tuple, spans)), "s", host_copies=tuple(chain.from_iterable(copied))))
 
     def check_schedule(self) -> None:
-        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once."""
+        """Lower the schedule of a training step, so that one that does not fit the pipeline is refused at once."""
         self._train_schedule()
 
     def reset_activation_shape(self) -> None:
-        """Let the next batch have other shapes; call it on every rank."""
+        """Allow other shapes in the next batch; call it on every rank."""
         super().reset_activation_shape()
         self._links.forget_shapes()
 
     @property
     def num_messages(self) -> int:
-        """Tensors this rank has sent to its neighbours so far, headers included."""
+        """Tensors that this rank has sent to its neighbours, headers included."""
         return self._links.num_messages
 
     def num_loss_tokens(self) -> float:
-        """Tokens that bore loss in the last batch, where the module counts them; every rank must ask."""
+        """Tokens with loss in the last batch, if the module counts them; every rank must call this."""
         return self._loss.num_tokens()
 
-    # ------------------------------------------------------------------ the walk of a batch
+    # ------------------------------------------------------------------ the run of a batch
 
     def _new_batch(
         self,
@@ -400,10 +395,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     @contextmanager
     def _running(self, batch: Batch, schedule: ProgramSchedule) -> Iterator[None]:
-        """Around a batch. One that is refused before anything of it ran leaves no trace, and another may follow."""
+        """Around a batch. After one that was refused before its first instruction, another may follow."""
         if self._broken_by:
             raise UserError(
-                f"a batch before ended in its middle ({self._broken_by}), and parts of it may still be under way: make "
+                f"an earlier batch ended in its middle ({self._broken_by}), and parts of it may still run: make "
                 "a new engine and load a checkpoint"
             )
         try:
@@ -419,7 +414,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._programs.mark_completed(schedule)
 
     def _begin(self, batch: Batch, schedule: ProgramSchedule) -> None:
-        # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
+        # All that determines the shapes of activations, so that those of one batch are never used for another.
         self._links.begin((batch.training, batch.rows, batch.token_slices), batch.shape, batch.parts_of)
         phase = "train" if batch.training else "eval"
         self.observers.begin()
@@ -438,10 +433,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     @contextmanager
     def _around(self, op: Op) -> Iterator[None]:
-        """Surround the computing of an op: measure it, and add up the gradients it leaves."""
+        """Surround the computation of an op: measure it, and accumulate its gradients."""
         with self.observers.op(op):
             yield
-            # Deferred products add up without it.
+            # Deferred products accumulate by themselves.
             if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
                 self._accumulated.collect()
 
@@ -451,7 +446,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return tuple(entry._replace(requires_grad=entry.requires_grad and batch.training) for entry in spec)
 
     def _loss_scale(self, loss: Tensor) -> Tensor:
-        """Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top."""
+        """Mean over micro-batches of the weighed loss of a token slice; scaled only in fp16."""
         loss = loss / self.micro_batches
         return self.optimizer.scale_if_loss(loss) if self.fp16_enabled() else loss
 
@@ -463,7 +458,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel size: groups of ranks that read data of their own."""
+        """Data-parallel size: groups of ranks that read different data."""
         return self.module.topology().layout.data_parallel_size
 
     @property
@@ -478,7 +473,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank reads what the data iterator yields."""
+        """Whether this rank reads the data iterator."""
         return self.stage_id in self.module.reading_ranks
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -495,7 +490,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._config.train_batch_size //= self.module.sequence_ranks.size
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Read from another iterator, on the ranks that read any."""
+        """Read from another iterator, on ranks that read data."""
         self.data_iterator = iterator if self.reads_data else None
 
     @contextmanager
@@ -527,12 +522,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ the optimizer step
 
     def complete_weights(self) -> None:
-        """Wait for weights that are still gathered; to be called before they are read outside a batch or state dict."""
+        """Wait for pending gathers of weights; call it before weights are read outside a batch or state dict."""
         if self._gathers is not None:
             self._gathers.finish()
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Complete the gradients of which several ranks of one replica hold a part."""
+        """Sum the gradients of which several ranks of one replica have a part."""
         sum_over_tensor_parallel_ranks(self.module, self.grid)
         sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
 
@@ -546,13 +541,13 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         count_bad_copies(self)
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
-            # The other optimizers of DeepSpeed compute the norm themselves.
+            # Other optimizers of DeepSpeed compute the norm themselves.
             self._global_grad_norm = global_grad_norm(
                 self.module.parameters(),
                 self.grid.get_model_parallel_group(),
                 tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
             )
-            hold_back_bad_update(self.optimizer, self._global_grad_norm)
+            skip_bad_update(self.optimizer, self._global_grad_norm)
         with nullcontext() if self._gathers is None else self._gathers.deferred():
             super()._exec_optimizer_step(lr_kwargs)
 
@@ -562,7 +557,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return norm.item() if torch.is_tensor(norm) else norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights: not if its gradient was no number."""
+        """Whether the last step changed the weights: not if its gradient had a NaN or an infinity."""
         norm = self._global_grad_norm
         return super().was_step_applied() and not (torch.is_tensor(norm) and not norm.isfinite().item())
 
@@ -603,12 +598,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
         return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Copy no script beside a checkpoint: DeepSpeed's scripts put no stages of a pipeline together."""
+        """Copy no script: DeepSpeed's scripts cannot join the stages of a pipeline."""
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights of all pipeline ranks in one file, in the type that they have. Every rank must call it."""
+        """Save the weights of all pipeline ranks in one file, in their own types. Every rank must call it."""
         if self.grid.get_slice_parallel_world_size() > 1:
             raise UserError(
                 "save_16bit_model writes whole weights, and tensor-parallel ranks have parts of them: save_checkpoint"
@@ -622,7 +617,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     # ------------------------------------------------------------------ the table
 
-    # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
+    # DeepSpeed calls the functions in this table, not methods by name: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
         **PipelineEngine._INSTRUCTION_MAP,
         ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),

@@ -1,10 +1,9 @@
 """Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
 
-Each method is the meaning of one instruction of `plan.programs`, for a token slice. Optimizers and replicas are the
-engine's.
+Each method runs one instruction of `plan.programs`, for a token slice. Optimizers and replicas belong to the engine.
 
-`RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` hands it to
-DeepSpeed's engine, one class for each kind of instruction; `METHODS` names the method of `Executor` for each.
+`RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` gives it to
+DeepSpeed's engine, with a class for each kind of instruction; `METHODS` names the method of `Executor` for each.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -37,7 +36,7 @@ from deepspeed_ext.runtime.stage_ops import StageOps
 
 
 class TokenSliceInstruction(PipeInstruction):
-    """A step of a program; the instruction is its only keyword."""
+    """A step of a program, with the instruction as its only keyword."""
 
     def __init__(self, *, step: Instruction) -> None:
         super().__init__(step=step)
@@ -81,7 +80,7 @@ class ProgramSchedule(PipeSchedule):
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
     def without_update(self) -> "ProgramSchedule":
-        """Return the same program, with nothing after its last instruction."""
+        """Return the same program without reductions and optimizer step."""
         return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)
 
 
@@ -91,9 +90,9 @@ class RankPrograms:
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         shape: shape of the pipeline, for any number of micro-batches and token slices.
-        settles: the first program of a shape lets no message travel under an op, since on an accelerator every rank
-            then loads kernels, and may have to wait for its device (ADR 22). None: where the accelerator runs behind
-            its host.
+        settles: whether in the first program of a shape no message travels under an op, since on an accelerator every
+            rank then loads kernels, and may have to wait for its device (ADR 22). None: with an asynchronous
+            accelerator.
         host_copies: settings of the copies to the host; None for no copies.
     """
 
@@ -132,7 +131,7 @@ class RankPrograms:
         key = training, shape, under_ops
         if key not in self._lowered:
             if training:
-                # The trainer has done so before the process group was made.
+                # The trainer has done so before it made the process group.
                 check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
             spans = (self._training if training else self._evaluation).spans(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
@@ -184,7 +183,7 @@ class Executor:
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
 
     def begin(self, batch: Batch, *, defers_weight_gradients: bool) -> None:
-        """Forget the previous batch, and expect another."""
+        """Start a batch."""
         self.batch = batch
         self._ops.begin(batch)
         if self._host_copies is not None and self.copies is not None:
@@ -193,13 +192,13 @@ class Executor:
             self.attach_weight_gradients()
 
     def attach_weight_gradients(self) -> None:
-        """Let products ask their weights where gradients add up, and whether to defer them."""
+        """Attach the weight gradients to the module: products may be deferred, and add to sums in place."""
         if not self._attached:
             self._ops.weight_gradients.attach(self._module)
             self._attached = True
 
     def finish(self, batch: Batch) -> None:
-        """Keep nothing of a batch, wherever it ended."""
+        """Free all tensors of a batch, which may have ended early."""
         batch.clear()
         if self.copies is not None:
             self.copies.finish()
@@ -207,7 +206,7 @@ class Executor:
     # ------------------------------------------------------------------ data
 
     def load(self, step: Instruction) -> None:
-        """Take a micro-batch, cut it, and move the stages' inputs to the device, so that no op waits for the host."""
+        """Take a micro-batch, cut it, and copy the stages' inputs to the device, so that no op waits for the host."""
         try:
             batch = self._next_batch()
         except StopIteration:
@@ -238,7 +237,7 @@ class Executor:
     # ------------------------------------------------------------------ ops
 
     def forward(self, step: Instruction) -> None:
-        """Compute a token slice's way through a stage."""
+        """Compute a stage on a token slice."""
         op, held = step.op, self.batch.buffers[step.buffer]
         if op.stage:
             held.inputs = self._read(op)
@@ -250,7 +249,7 @@ class Executor:
             self._forget(op, last_stage=self._stages[-1])
 
     def backward(self, step: Instruction) -> None:
-        """Compute the gradients that a token slice gives a stage's inputs and weights."""
+        """Compute the gradients of a stage's inputs and weights for a token slice."""
         op, held = step.op, self.batch.buffers[step.buffer]
         is_last = op.stage == self.batch.shape.last_stage
         gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
@@ -267,7 +266,7 @@ class Executor:
         self.batch.buffers[step.buffer].deferred_wgrads = deferred
 
     def weight_gradient(self, step: Instruction) -> None:
-        """Compute the products that were deferred."""
+        """Compute the deferred products."""
         held = self.batch.buffers[step.buffer]
         with self._around(step.op):
             compute(held.deferred_wgrads)
@@ -313,32 +312,32 @@ class Executor:
     # ------------------------------------------------------------------ transfers
 
     def post(self, step: Instruction) -> None:
-        """Expect what an op reads of another rank."""
+        """Post the receive of the message that an op reads."""
         self._links.post(step.op)
 
     def send_activation(self, step: Instruction) -> None:
-        """Post an activation to the rank of the stage after."""
+        """Post an activation to the rank of the next stage."""
         held = self.batch.buffers[step.buffer]
         self._links.send(self._reader(step.op), held.outputs)
         held.outputs = ()
 
     def pass_activation(self, step: Instruction) -> None:
-        """Give an activation to the stage after, which is this rank's too."""
+        """Pass an activation to the next stage, which is on this rank too."""
         held = self.batch.buffers[step.buffer]
         passed = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.outputs)
         self.batch.passed[self._reader(step.op)] = passed
         held.outputs = ()
 
     def send_gradient(self, step: Instruction) -> None:
-        """Post the gradients of a stage's inputs to the rank of the stage before."""
+        """Post the gradients of a stage's inputs to the rank of the previous stage."""
         self._links.send(self._reader(step.op), self.batch.buffers[step.buffer].take_gradients())
 
     def pass_gradient(self, step: Instruction) -> None:
-        """Give the gradients of a stage's inputs to the stage before, which is this rank's too."""
+        """Pass the gradients of a stage's inputs to the previous stage, which is on this rank too."""
         self.batch.passed[self._reader(step.op)] = self.batch.buffers[step.buffer].take_gradients()
 
     def complete(self, step: Instruction) -> None:
-        """Free a message once it has left."""
+        """Free a message after it has been sent."""
         reader = self._reader(step.op)
         with self._ledger.waiting_for(self._links.peer(reader), self._links.over(reader)):
             self._links.complete(reader)
@@ -361,22 +360,22 @@ class Executor:
                 self.batch.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
 
     def _reads_data(self) -> str:
-        """Reason for which this rank reads the data, in words."""
+        """Text for messages: this rank reads the data, and the layer for which it does."""
         readers = (self._module.data_entries.reader(stage) for stage in self._stages)
-        for_whom = next((f" for {reader}" for reader in readers if reader), "")
-        return f"pipeline rank {self._module.stage_id} reads the data{for_whom},"
+        layer = next((f" for {reader}" for reader in readers if reader), "")
+        return f"pipeline rank {self._module.stage_id} reads the data{layer},"
 
     def _read(self, op: Op) -> tuple[Tensor, ...]:
-        """Tensors that an op reads of another stage: passed on by this rank, or received from another rank."""
+        """Tensors that an op reads of another stage: passed by this rank, or received from another rank."""
         if op in self.batch.passed:
             return self.batch.passed.pop(op)
         with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
             return self._links.wait(op)
 
     def _reader(self, result: Op) -> Op:
-        """The op that reads a result, by which messages are named."""
+        """The op that reads a result; messages have its name."""
         reader = reader_of(result, self.batch.shape)
-        assert reader is not None, "what leaves a stage is read by another"
+        assert reader is not None, "the output of a stage is read by another one"
         return reader
 
     def _forget(self, op: Op, *, last_stage: int) -> None:

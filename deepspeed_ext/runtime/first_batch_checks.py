@@ -1,7 +1,7 @@
 """Checks in the first batch: ranks that share sequences read the same data; layers compute the same in token slices.
 
-DeepSpeed takes sequence-parallel ranks for replicas. A loader that shards by its data-parallel rank gives each of them
-other sequences, and attention would join their parts to sequences that are in no data.
+DeepSpeed regards sequence-parallel ranks as replicas. A loader that shards by its data-parallel rank gives each of them
+different sequences, and attention would join their parts to sequences that are not in the data.
 """
 
 import logging
@@ -28,13 +28,13 @@ def check_same_data(ranks: SequenceParallelRanks, batch: Any) -> None:
     if len(set(digests)) > 1:
         members = ", ".join(map(str, dist.get_process_group_ranks(ranks.group)))
         raise UserError(
-            f"ranks {members} share every sequence and were given different micro-batches: deal data to replicas, "
-            "by engine.replica of engine.num_replicas, and not by DeepSpeed's data-parallel rank"
+            f"ranks {members} share every sequence and were given different micro-batches: distribute data to "
+            "replicas, by engine.replica of engine.num_replicas, and not by DeepSpeed's data-parallel rank"
         )
 
 
 def _digest(batch: Any) -> int:
-    """Return a number of 63 bits, which differs where tensors of a micro-batch do."""
+    """Number of 63 bits, which differs if tensors of a micro-batch differ."""
     digest = blake2b(digest_size=8)
     for tensor in tensors_in(batch):
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -43,9 +43,9 @@ def _digest(batch: Any) -> int:
 
 
 MOST_TOKENS = 64
-"""Tokens of each row that layers are run on; more would find no more."""
+"""Tokens of each row on which layers are checked; more would not find more."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Norm of the difference to norm of the output that is taken for rounding; that of a layer is 4 times smaller or more.
+"""Largest norm of the difference to norm of the output that may be rounding; that of a layer is 4 times smaller.
 
 Layers of GPT-2 and Llama with random weights that attend within their token slice differ by 0.06 to 0.8."""
 
@@ -63,7 +63,7 @@ class StageLayer(NamedTuple):
 def check_layers(
     layers: Iterable[StageLayer], inputs: Any, entries: Mapping[str, Any], *, modules: nn.Module, seq_length: int
 ) -> bool:
-    """Run layers on some tokens, whole and in two token slices. It leaves no trace in the batches that follow.
+    """Run layers on some tokens, whole and in two token slices, without an effect on later batches.
 
     Args:
         layers: layers of a stage, first to last.
@@ -71,7 +71,7 @@ def check_layers(
         entries: entries of the same token slice, by name.
 
     Returns:
-        Whether there were tokens enough.
+        Whether there were enough tokens.
     """
     num_tokens = min(seq_length, MOST_TOKENS)
     if num_tokens < 2:
@@ -89,7 +89,7 @@ def check_layers(
             except UserError:
                 raise
             except Exception as error:
-                # A layer may need more than some tokens: those of a whole token slice, or its own bookkeeping.
+                # A layer may need all tokens of a token slice, or state of its own.
                 reason = str(error).partition("\n")[0]
                 logger.log(
                     logging.WARNING,
@@ -100,9 +100,9 @@ def check_layers(
             difference = _difference(whole, parts, cuts[1])
             if difference is not None:
                 raise UserError(
-                    f"{layer.name} computes something else in token slices than on the whole sequence (a relative "
-                    f"difference of {difference:.1g}), as layers do that mix or count positions on their own: let it "
-                    "take an argument `past`, and call past.attend(query, key, value) and past.positions(N); or turn "
+                    f"{layer.name} gives other results in token slices than on the whole sequence (a relative "
+                    f"difference of {difference:.1g}), as layers do that mix or count positions by themselves: give it "
+                    "an argument `past`, and call past.attend(query, key, value) and past.positions(N); or turn "
                     "this check off with initialize(..., check_token_slices=False)"
                 )
             hidden = whole[0]
@@ -110,7 +110,7 @@ def check_layers(
 
 
 def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenSlices) -> list[Any]:
-    """Outputs of a layer, of each token slice."""
+    """Outputs of a layer for each token slice."""
     state = SequenceState(cut, sequences=range(len(next(tensors_in(hidden)))))
 
     def part(tensors: Any, bounds: tuple[int, int]) -> Any:
@@ -122,14 +122,14 @@ def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenS
     ]
     if max(state.attended.values(), default=0) > 1:
         raise UserError(
-            f"{layer.name} calls past.attend more than once, and keys of the second call take the place of those of "
+            f"{layer.name} calls past.attend more than once, and keys of the second call replace those of "
             "the first: make it two layers"
         )
     return outputs
 
 
 def _difference(whole: list[Any], parts: list[Any], cut: TokenSlices) -> float | None:
-    """Relative difference of the outputs, of their first tensor that differs; None where it may be rounding."""
+    """Relative difference of the outputs, of their first tensor that differs; None if it may be rounding."""
     for expected, *found in zip(*(list(tensors_in(each)) for each in (whole[0], *parts)), strict=True):
         lengths = [tensor.shape[1] if tensor.dim() >= 2 else 0 for tensor in found]
         if lengths != list(cut.lengths) or not expected.is_floating_point():
@@ -144,7 +144,7 @@ def _difference(whole: list[Any], parts: list[Any], cut: TokenSlices) -> float |
 
 @contextmanager
 def _undisturbed(modules: nn.Module, inputs: Any) -> Iterator[None]:
-    """Let modules evaluate, and leave their modes, their buffers and all random numbers as they were."""
+    """Set modules to evaluation, and restore their modes, their buffers and the random generators."""
     modes = [(module, module.training) for module in modules.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in modules.buffers()]
     device = next(tensors_in(inputs)).device

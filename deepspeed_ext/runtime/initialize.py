@@ -1,6 +1,6 @@
-"""Makes an engine, after reading DeepSpeed's configuration: the one place that names our engine class to DeepSpeed.
+"""Makes an engine from DeepSpeed's configuration; the only place where DeepSpeed gets our engine class.
 
-Start with `initialize`. `read_settings` refuses what pipelines cannot do, and reports what has no effect here.
+Start with `initialize`. `read_settings` refuses settings that pipelines cannot follow; those without effect are logged.
 """
 
 import logging
@@ -47,7 +47,7 @@ REFUSED = {
     "data_efficiency.data_routing.random_ltd": "no layer leaves out tokens here",
     "progressive_layer_drop": "no layer is left out here",
 }
-"""Sections that say how to train and that this engine cannot follow, if they are `enabled`, with a remedy."""
+"""Sections on training that this engine cannot follow, if they are `enabled`, with a remedy."""
 
 WITHOUT_EFFECT = {
     "activation_checkpointing": "recompute with the module's activation_checkpoint_interval",
@@ -59,16 +59,16 @@ WITHOUT_EFFECT = {
     "pipeline.grad_partitioned": "gradients are not partitioned",
     "pipeline.use_reentrant": "recomputation is not reentrant",
 }
-"""Sections and settings that change nothing, with what does."""
+"""Sections and settings without effect, with a remedy."""
 
 _TRAIN, _MICRO, _COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 _FREE = ("pipeline", "autotuning")
-"""Sections in which DeepSpeed itself has values `auto`."""
+"""Sections in which DeepSpeed has values `auto` of its own."""
 
 
 def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, from `config` or others of `deepspeed.initialize`, with a value for every key."""
+    """DeepSpeed's configuration, from `config` or keywords of `deepspeed.initialize`, with a value for every key."""
     if config is None:
         config = keywords.get("config_params") or getattr(keywords.get("args"), "deepspeed_config", None)
     if config is None:
@@ -101,7 +101,7 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
 
 
 def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[str, Any]:
-    """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does."""
+    """Return a DeepSpeed configuration with a global batch size that counts sequences as DeepSpeed does."""
     size, factors = settings.get(_TRAIN), [settings[name] for name in (_MICRO, _COUNT) if name in settings]
     if not isinstance(size, int) or not all(isinstance(each, int) and each > 0 for each in factors):
         return dict(settings)  # DeepSpeed refuses missing and wrong sizes.
@@ -118,16 +118,16 @@ def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[s
 
 
 def without_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `deepspeed.initialize` without those that bring a configuration, to give another in their place."""
-    left = {name: value for name, value in keywords.items() if name != "config_params"}
-    if getattr(left.get("args"), "deepspeed_config", None) is not None:
-        left["args"] = copy(left["args"])
-        left["args"].deepspeed_config = None
-    return left
+    """Keywords of `deepspeed.initialize` without a configuration, to replace it by another."""
+    others = {name: value for name, value in keywords.items() if name != "config_params"}
+    if getattr(others.get("args"), "deepspeed_config", None) is not None:
+        others["args"] = copy(others["args"])
+        others["args"].deepspeed_config = None
+    return others
 
 
 def settings_without_effect(settings: Mapping[str, Any]) -> str | None:
-    """A warning that lists the sections that are on and change nothing here; None if there are none."""
+    """A warning that lists the sections without effect; None if there are none."""
     found = ((name, remedy, _at(settings, name)) for name, remedy in WITHOUT_EFFECT.items())
     idle = [f"{name} ({remedy})" for name, remedy, value in found if value is not None and value is not False]
     return f"without effect in the DeepSpeed configuration: {', '.join(idle)}" if idle else None
@@ -141,7 +141,7 @@ def _at(settings: Mapping[str, Any], path: str) -> Any:
 
 
 def _open_keys(settings: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Keys of which the value is `auto`."""
+    """Keys with the value `auto`."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             if key not in _FREE:
@@ -173,25 +173,25 @@ def initialize(
         config: DeepSpeed configuration, or the file of one; may be in the keywords `args` or `config_params`, too.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, a generator of your own, or `optimised`, which
             is found for the costs of the ops before the first batch.
-        timeout: longest time that a rank may wait for another. If the run stands still for longer, one line says which
-            rank is behind, and all processes end with the code `stall_watch.STALLED`.
-        ledger_directory: directory to which every rank then writes what it has done and what it waits for.
-        watch: looks after this rank already, with a timeout and a directory of its own; None to make one.
+        timeout: longest time that a rank may wait for another. After it, one line names the rank that blocks the run,
+            and all processes end with the code `stall_watch.STALLED`.
+        ledger_directory: directory to which every rank then writes its completed and its current instructions.
+        watch: the watch of this rank, with a timeout and a directory of its own; None to make one.
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step
             has passed a layer; else after the last op. Settings of `config` that only DeepSpeed's own reductions
-            know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
+            support, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
         overlap_param_gather: under ZeRO 1 and in bf16, gather the weights that other ranks stepped while the next
-            forward runs. Code that reads weights itself between two batches must call `engine.complete_weights()`.
+            forward runs. Code that reads weights between two batches must call `engine.complete_weights()`.
         check_token_slices: run each layer in the first batch on a few tokens, whole and in token slices, and refuse it
-            if that is not the same, as with attention of its own.
+            if the results differ, as with attention of its own.
         key_value_gradients: type in which gradients of keys and values are kept between the backwards of two token
             slices, such as `torch.bfloat16`; sums are rounded when they are stored. None for fp32, or the wider type of
             the model.
-        host_copies: bytes of stage inputs, keys and values, and how fast they are copied to the host and back: then
-            those wait there that are not read for long enough. Needs a module with recompute_stages. None for nothing.
+        host_copies: bytes of stage inputs, keys and values, and the rate of their copies: those that are not read for
+            long enough are kept on the host. Needs a module with recompute_stages. None for no copies.
         costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
-            equal work, in which the time of a token slice follows from its tokens.
-        **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
+            equal work, with times of token slices by their tokens.
+        **keywords: keywords of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
@@ -247,13 +247,13 @@ def initialize(
 
 
 def _even_costs(token_slices: TokenSlices, shape: PipelineShape) -> OpCosts:
-    """Return costs of stages with equal work, in which every token costs the same."""
+    """Costs of stages with equal work and equal costs of all tokens."""
     even = len(token_slices) != shape.num_token_slices
     return attention_costs(shape, (1,) * shape.num_token_slices if even else token_slices.lengths, 0.0)
 
 
 def _check_model(model: Any) -> None:
-    """Refuse models of other classes, which know no token slices."""
+    """Refuse models of other classes, which have no token slices."""
     if not isinstance(model, TokenSlicePipelineModule):
         of_deepspeed = "" if not isinstance(model, PipelineModule) else ", or call deepspeed.initialize"
         raise UserError(
@@ -263,7 +263,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_precision(engine: TokenSlicePipelineEngine) -> None:
-    """Refuse what DeepSpeed's settings can ask for and its pipelines would do wrongly."""
+    """Refuse settings with which DeepSpeed's pipelines would give wrong results."""
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise UserError(
             "fp16 with ZeRO stage 0: DeepSpeed divides a pipeline's gradients by a loss scale it never applied; "
@@ -279,8 +279,8 @@ def _check_precision(engine: TokenSlicePipelineEngine) -> None:
 def init_distributed(**keywords: Any) -> None:
     """Join the process group as `deepspeed.init_distributed` does, without compiling an op.
 
-    Rank and meeting place come from the variables of whichever launcher started this process; without one, it is alone.
-    On CPUs DeepSpeed would first build its shared-memory collectives with a C++ compiler; gloo does without.
+    Rank and meeting place are read from the variables of the launcher; without one, this is the only process. On CPUs
+    DeepSpeed would first build its shared-memory collectives with a C++ compiler, which gloo does not need.
     """
     check_versions()
     if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):
@@ -294,7 +294,7 @@ def init_distributed(**keywords: Any) -> None:
 def _join_apart_from_earlier_starts(keywords: Mapping[str, Any]) -> None:
     """Join the process group in a part of torchrun's store that no earlier start of the ranks has used.
 
-    One store outlives all starts. In it torch finds addresses of ranks that have died, and waits for them.
+    The store outlives all starts: otherwise torch finds addresses of ranks that have died, and waits for them.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0":
@@ -316,7 +316,7 @@ def _join_apart_from_earlier_starts(keywords: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _engine_class(engine_class: Any) -> Iterator[None]:
-    """Let `deepspeed.initialize` make an engine of another class: it looks the class up in its own module."""
+    """Replace the class of engines that `deepspeed.initialize` makes: it looks the class up in its own module."""
     original = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = engine_class
     try:

@@ -6,9 +6,9 @@ MVAPICH           mpirun_rsh, and deepspeed --launcher mvapich
 MPICH, Intel MPI  mpiexec, and deepspeed --launcher mpich or impi
 Slurm             srun, and deepspeed --launcher slurm
 
-A process may see the variables of several: mpirun starts ranks through srun, and an allocation of Slurm is where others
-launch. Everything is taken from the launcher nearest to the process, the first of `LAUNCHERS`: of two numbers that
-belong together, one from each would be no rank at all. Only the standard library: it is read before torch loads.
+A process may have the variables of several: mpirun starts ranks through srun, and other launchers run in an allocation
+of Slurm. All numbers are taken from the launcher nearest to the process, the first of `LAUNCHERS`: numbers of two
+launchers would contradict each other. Imports only the standard library, since it runs before torch loads.
 """
 
 import os
@@ -50,19 +50,19 @@ def tasks_of_node(counts: str, node: int) -> int:
         if node < passed:
             return int(same[1])
     raise UserError(
-        f"{counts[:80]!r} does not say how many tasks node {node} has, as 4(x2),1 does: set RANK, WORLD_SIZE, "
+        f"{counts[:80]!r} has no number of tasks for node {node}, as 4(x2),1 has: set RANK, WORLD_SIZE, "
         "LOCAL_RANK and LOCAL_SIZE"
     )
 
 
 PORTS = range(20_000, 32_768)
-"""Ports where ranks can meet: below those that systems give to outgoing connections."""
+"""Ports where ranks can meet: below those of outgoing connections."""
 
 Variables = Mapping[str, str]
 
 
 Meeting = tuple[str | None, int | None]
-"""Host of the first rank, and a port there; None where neither is known."""
+"""Host of the first rank, and a port there; None if unknown."""
 
 
 class Launcher(NamedTuple):
@@ -76,15 +76,15 @@ class Launcher(NamedTuple):
     local_sizes: tuple[str, ...]
     """Number of processes on this host; the first that is set counts."""
     sign: str
-    """A variable that only its processes have."""
+    """A variable that only its own processes have."""
     meeting: Callable[[Variables], Meeting] = lambda variables: (None, None)
 
 
 def launcher_of(variables: Variables) -> Launcher | None:
-    """Return the launcher that gave this process its rank; None if it was not launched as one of several."""
+    """The launcher that set the rank of this process; None if it was not launched as one of several."""
     found = next((each for each in LAUNCHERS if each.rank in variables and each.sign in variables), None)
     if found is None:
-        _refuse_to_stand_for_all_tasks(variables)
+        _refuse_single_process_of_tasks(variables)
     elif found is not TORCH and TORCH.size in variables and number(variables, found.size) is not None:
         stated, launched = number(variables, TORCH.size), number(variables, found.size)
         if stated != launched:
@@ -104,7 +104,7 @@ def number(variables: Variables, name: str) -> int | None:
     return int(variables[name])
 
 
-def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
+def _refuse_single_process_of_tasks(variables: Variables) -> None:
     """Refuse a process of a batch script or of an allocation: it would wait for tasks that were never started."""
     tasks = None if SLURM.sign in variables or TORCH.size in variables else number(variables, "SLURM_NTASKS")
     if tasks is not None and tasks > 1:
@@ -115,7 +115,7 @@ def _refuse_to_stand_for_all_tasks(variables: Variables) -> None:
 
 
 def _at_mpirun(variables: Variables) -> Meeting:
-    """Return the host of mpirun, which every process of Open MPI 4 has, and a port made of the job's number."""
+    """The host of mpirun, which every process of Open MPI 4 has, and a port by the job's number."""
     job = number(variables, "OMPI_MCA_ess_base_jobid")
     port = None if job is None else PORTS[job % len(PORTS)]
     if variables["OMPI_COMM_WORLD_SIZE"] == variables.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
@@ -126,14 +126,14 @@ def _at_mpirun(variables: Variables) -> Meeting:
         return None, port
     if variables["OMPI_COMM_WORLD_RANK"] == "0" and daemon != mpirun:
         raise UserError(
-            "the first rank is on another host than mpirun, and nobody says where: add -x MASTER_ADDR=HOST with the "
+            "the first rank is on another host than mpirun, which is unknown: add -x MASTER_ADDR=HOST with the "
             "host of the first rank, or run mpirun there"
         )
     return address[1], port
 
 
 def _on_the_first_node(variables: Variables) -> Meeting:
-    """Return the first node of the step, and a port made of the numbers of job and step, which all tasks know."""
+    """The first node of the step, and a port by the numbers of job and step, which all tasks have."""
     hosts = variables.get("SLURM_STEP_NODELIST")
     job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
     port = None if job is None or step is None else PORTS[(100 * job + step) % len(PORTS)]
@@ -165,7 +165,7 @@ LAUNCHERS = (TORCH, OPEN_MPI, MVAPICH, MPICH, SLURM)
 
 
 def _local_size(launcher: Launcher, variables: Variables) -> int | None:
-    """Return the number of processes on this host, as the variables give it; None if they do not."""
+    """Number of processes on this host; None if no variable has it."""
     if launcher is SLURM:
         counts, node = variables.get("SLURM_STEP_TASKS_PER_NODE"), number(variables, "SLURM_NODEID")
         return None if counts is None or node is None else tasks_of_node(counts, node)
@@ -183,11 +183,11 @@ class LaunchEnvironment:
     local_size: int
     """Number of processes on this host."""
     meeting: Meeting = (None, None)
-    """Where they meet, as far as the launcher gives it."""
+    """Where they meet, if the launcher sets it."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, *, local_rank: int | None = None) -> "LaunchEnvironment":
-        """Read the variables of whichever launcher set them; without a launcher, this process is alone.
+        """Read the variables of the launcher; without one, this is the only process.
 
         Args:
             local_rank: value of `--local_rank`, for launchers that pass it as a flag.
@@ -207,7 +207,7 @@ class LaunchEnvironment:
             rank=rank,
             world_size=world_size,
             local_rank=(local_rank or 0) if on_this_host is None else on_this_host,
-            # Where the launcher does not give it: the most there can be, so that no two ranks share a core.
+            # If unknown, the largest possible number, so that no two ranks share a core.
             local_size=_local_size(launcher, environment) or world_size,
             meeting=launcher.meeting(environment),
         )
@@ -225,12 +225,12 @@ class LaunchEnvironment:
     def of_dry_run(
         cls, environment: Mapping[str, str] = os.environ, *, stated: int | None, least: int
     ) -> "LaunchEnvironment":
-        """Return the place of a dry run: as its launcher says, or the first of ranks that were not launched.
+        """The place of a dry run: that of its launcher, or the first of ranks that were not launched.
 
         Args:
-            environment: variables. Without a rank, they are not a launcher's, but may say how many ranks there will be.
-            stated: number of ranks that the flags state; None if they do not.
-            least: the least number of ranks that the run needs.
+            environment: variables; without a rank they may still have the number of ranks.
+            stated: number of ranks by the flags; None if they do not state it.
+            least: smallest number of ranks of the run.
         """
         sizes = [number(environment, name) for name in (TORCH.size, "SLURM_NTASKS")]
         unlaunched = {name: value for name, value in environment.items() if name not in (TORCH.size, "SLURM_NTASKS")}
@@ -240,11 +240,11 @@ class LaunchEnvironment:
 
     @classmethod
     def first_of(cls, world_size: int) -> "LaunchEnvironment":
-        """Return the place of the first process, all of them on one host."""
+        """The place of the first of some processes on one host."""
         return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read, the place to meet only where it is not set."""
+        """Set the variables that torch and deepspeed read; the place to meet only if it is not set."""
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
         # The store of a single rank takes any free port; no other needs it.

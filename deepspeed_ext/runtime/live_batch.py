@@ -27,16 +27,16 @@ from deepspeed_ext.runtime.topology import SequenceParallelRanks
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What of a stage is computed again."""
+    """Parts of a stage that are computed again in the backward."""
 
     stages: bool = False
-    """Whole stages. Of a token slice a stage keeps its input, and keys and values for later token slices."""
+    """Whole stages. A stage then keeps the input of a token slice, and keys and values for later ones."""
     interval: int = 0
     """Layers, this many at a time; 0 for none."""
     choose: Callable[[range], Collection[int]] | None = None
     """Chooses, of the numbers of a stage's layers, those that are computed again instead, one by one."""
     keeps_random_state: bool = True
-    """What is computed again draws the same random numbers again, from the generators of torch."""
+    """Whether the second computation draws the same random numbers, from the generators of torch."""
 
     def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
         """Runs of a stage's layers, counted from its first, and whether each is computed again by itself."""
@@ -65,7 +65,7 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw the same numbers again inside; afterwards the generators go on from where they were."""
+        """Draw the same numbers again inside; afterwards the generators continue from their earlier states."""
         on_host = self.of_device is None
         forked = {"devices": []} if on_host else {"devices": [self.device], "device_type": self.device.type}
         with torch.random.fork_rng(**forked):
@@ -78,15 +78,15 @@ class RandomState:
 def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
     """Whether a stage that is computed again needs the gradient of each of its outputs [...].
 
-    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if anything in
-    the stage needs gradients, and the backward leaves out the gradients of those that turn out not to.
+    Without a graph it is unknown which outputs depend on weights. So all floating-point outputs count, if any tensor of
+    the stage needs gradients, and the backward leaves out those of the outputs that do not.
     """
     needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
     return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
 
 
 CutByDocuments = Callable[[Documents], TokenSlices]
-"""Lengths of the token slices of a micro-batch, given its documents: of them alone, so that all ranks cut alike."""
+"""Lengths of the token slices of a micro-batch, given only its documents, so that all ranks cut alike."""
 
 
 @dataclass(slots=True)
@@ -99,16 +99,16 @@ class Buffer:
     """Outputs for the next stage, until they are sent or passed on."""
     roots: tuple[Tensor | GradientEdge, ...] = ()
     """Starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the graph,
-    so that the tensors themselves can go once they are sent."""
+    so that the tensors can be freed once they are sent."""
     random_state: RandomState | None = None
-    """What a stage that is computed again drew its random numbers from, if it keeps that."""
+    """Random state of a stage that is computed again, if it keeps it."""
     bear_gradients: tuple[bool, ...] = ()
-    """Of a stage that is computed again, for each output whether its gradient comes back."""
+    """Of a stage that is computed again, for each output whether its gradient is received."""
     deferred_wgrads: list[Product] = field(default_factory=list)
     """Products of weights that the backward deferred, first to last."""
 
     def take_gradients(self) -> tuple[Tensor, ...]:
-        """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""
+        """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may be computed much later."""
         inputs, self.inputs = self.inputs, ()
         return tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -131,11 +131,11 @@ class Batch:
     rows: int
     """Rows of a micro-batch."""
     sequences: Callable[[int], range]
-    """Numbers of a micro-batch's rows among all sequences of the run, which dropout depends on."""
+    """Numbers of a micro-batch's rows among all sequences of the run, for dropout."""
     training: bool
     """Whether a backward follows."""
     updates: bool = False
-    """Whether gradients are summed over replicas, as they are completed, and the optimizer steps."""
+    """Whether gradients are summed over replicas, and the optimizer steps."""
     computes_loss: bool = True
     """Whether to call the loss function."""
     keeps_outputs: bool = False
@@ -144,26 +144,26 @@ class Batch:
     parts: dict[int, list[TokenSliceBatch]] = field(default_factory=dict, init=False)
     """By micro-batch, the data of its token slices; on the ranks that cut."""
     documents: dict[int, Documents] = field(default_factory=dict, init=False)
-    """By micro-batch, where its documents begin, when the module asks."""
+    """By micro-batch, starts of its documents, if the module reads them."""
     states: dict[tuple[int, int], SequenceState] = field(default_factory=dict, init=False)
-    """By stage and micro-batch, what token slices leave to others."""
+    """By stage and micro-batch, state between token slices."""
     buffers: dict[int, Buffer] = field(default_factory=lambda: defaultdict(Buffer), init=False)
     """By number in the program."""
     passed: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
     """Results that one stage of this rank passed to another, by the op that reads them."""
     losses: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """By micro-batch, the sum [] of the weighted losses of its token slices so far; where the last stage is."""
+    """By micro-batch, the sum [] of the weighted losses of its token slices; on ranks with the last stage."""
     outputs: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
-    """By micro-batch and token slice, the last layer's outputs, where they are kept."""
+    """By micro-batch and token slice, the last layer's outputs, if they are kept."""
     labels: dict[int, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict), init=False)
-    """By micro-batch and token slice, the labels, where they are kept."""
+    """By micro-batch and token slice, the labels, if they are kept."""
 
     def __post_init__(self) -> None:
         self._own_parts = self.ranks.parts(self.token_slices)
         self._cuts: dict[int, tuple[TokenSlices, TokenSlices]] = {}
 
     def cut(self, micro_batch: int, documents: Documents | None) -> None:
-        """Cut a micro-batch by its documents, before anything else is done with it; None if they are not told apart."""
+        """Cut a micro-batch by its documents, before any other use; None if the module does not read them."""
         if documents is None or self.by_documents is None:
             return
         cut, like = self.by_documents(documents), self.token_slices
@@ -179,7 +179,7 @@ class Batch:
         return self._cuts.get(micro_batch, (self.token_slices,))[0]
 
     def parts_of(self, micro_batch: int) -> TokenSlices:
-        """Return the part of each of its token slices that this rank has."""
+        """Return the lengths of this rank's parts of its token slices."""
         return self._cuts[micro_batch][1] if micro_batch in self._cuts else self._own_parts
 
     def add_loss(self, micro_batch: int, loss: Tensor) -> None:
@@ -188,18 +188,18 @@ class Batch:
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 
     def outputs_by_micro_batch(self) -> list[Any]:
-        """The outputs kept of each micro-batch, its token slices put together. Ranks that share these must all ask."""
+        """Outputs of each micro-batch, joined over its token slices. All ranks that share these must call it."""
         return self._joined(self.outputs)
 
     def outputs_and_labels(self) -> tuple[Any, Any]:
-        """Outputs and labels of the whole batch; None where the last stage is not. Ranks as above must all ask."""
+        """Outputs and labels of the whole batch; None without the last stage. All ranks as above must call it."""
         if not self.outputs:
             return None, None
         labels = self._joined(self.labels, read_by_all=True)
         return join_micro_batches(self.outputs_by_micro_batch()), join_micro_batches(labels)
 
     def _joined(self, kept: Mapping[int, Mapping[int, Any]], *, read_by_all: bool = False) -> list[Any]:
-        """By micro-batch, its token slices put together in their order, whatever order they ran in."""
+        """By micro-batch, its token slices joined in their order."""
         return [
             join_token_slices(
                 [of_one[number] for number in sorted(of_one)],
@@ -211,12 +211,12 @@ class Batch:
         ]
 
     def forget_data(self, micro_batch: int) -> None:
-        """Free the data of a micro-batch that no op of this rank needs any more."""
+        """Free the data of a micro-batch after its last op on this rank."""
         self.parts.pop(micro_batch, None)
         self.documents.pop(micro_batch, None)
 
     def clear(self) -> None:
-        """Free all tensors; the cuts stay known."""
+        """Free all tensors, but keep the cuts."""
         state = (
             self.parts,
             self.documents,

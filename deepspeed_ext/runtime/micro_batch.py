@@ -1,14 +1,14 @@
-"""Micro-batches: cut into token slices, put together again, and the loss of a batch of them.
+"""Micro-batches: cut into token slices and joined again, and the loss of a batch of them.
 
 Data, labels and outputs are tensors, or tuples, lists and dicts of such. Anything else is passed on unchanged.
 
 The loss of a batch is the mean over its micro-batches and replicas. Where the module counts tokens (`loss_tokens`), it
-is the mean over all tokens of the batch that bear loss, on all replicas: micro-batch m with n_m of the N tokens has the
-weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N must be known before the first
-loss, because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead.
+is the mean over all tokens of the batch with loss, on all replicas: micro-batch m with n_m of the N tokens has the
+weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N is needed before the first loss,
+because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead.
 
-Losses and gradients are averaged over all ranks with the same weights, R sequence-parallel ranks of each replica among
-them. These compute parts of one loss, so each part counts R times.
+Losses and gradients are averaged over all ranks with the same weights, including the R sequence-parallel ranks of each
+replica. These compute parts of one loss, so each part counts R times.
 """
 
 from collections import deque
@@ -38,14 +38,14 @@ class TokenSliceBatch:
     labels: Any
     """Second argument of the loss function, or a dict of tensors that it takes by name."""
     loss_weight: float | Tensor
-    """This token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a number, which
-    need not be sent to a device."""
+    """This token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a number, which is
+    not copied to a device."""
 
 
 SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
-"""Cuts what the data iterator yields for one micro-batch, by the bounds of token slices or of one rank's parts of them.
+"""Cuts one micro-batch of the data iterator, by the bounds of token slices or of one rank's parts of them.
 
-Weights of the loss are shares of the whole micro-batch, also where other ranks have the rest."""
+Weights of the loss are shares of the whole micro-batch, also if other ranks have the rest."""
 
 
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
@@ -81,9 +81,9 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
 def _check_length(name: str, tensors: Any, token_slices: TokenSlices) -> None:
     found = list(tensors_in(tensors))
     # A dict has no main entry.
-    asked = found if isinstance(tensors, Mapping) else found[:1]
-    if asked and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in asked):
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in asked)
+    found = found if isinstance(tensors, Mapping) else found[:1]
+    if found and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in found):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in found)
         raise UserError(
             f"{name} of shape {shapes} do not have the {token_slices.seq_length} tokens of the token "
             f"slices {token_slices} in dimension 1: feed sequences of that length, or change the token slices"
@@ -125,13 +125,13 @@ def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> A
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
-    """Move a tensor, or a tuple or dict of tensors, to a device. The host does not wait for the copies."""
+    """Copy a tensor, or a tuple or dict of tensors, to a device, without a wait of the host."""
     return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "cpu" and device.type == get_accelerator().device_name() != "cpu":
-        # Copies from any other memory, and of tensors with gaps, make the host wait.
+        # Copies from other memory, and of tensors with gaps, make the host wait.
         tensor = tensor.contiguous()
         if not get_accelerator().is_pinned(tensor):
             tensor = get_accelerator().pin_memory(tensor)
@@ -141,10 +141,9 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def parts_on_device(
     parts: Sequence[TokenSliceBatch], device: torch.device, seq_length: int, *, inputs: bool, labels: bool
 ) -> list[TokenSliceBatch]:
-    """Move the data of the token slices of a micro-batch. The tensor that they were cut from goes in one copy.
+    """Copy the data of the token slices of a micro-batch, by one copy of the tensor from which they were cut.
 
-    Dicts stay where they are: their entries may be as wide as activations, and go to the device for one token slice at
-    a time.
+    Dicts are not copied: their entries may be as wide as activations, and are copied for one token slice at a time.
 
     Args:
         inputs: whether inputs are read here.
@@ -167,8 +166,8 @@ def parts_on_device(
         start = (entry.storage_offset() - whole.storage_offset()) // whole.stride(1)
         return wholes[id(whole)][1][:, start : start + entry.shape[1]]
 
-    def moved(tree: Any, wanted: bool) -> Any:
-        return _map(move, tree) if wanted and not isinstance(tree, Mapping) else tree
+    def moved(tree: Any, is_read: bool) -> Any:
+        return _map(move, tree) if is_read and not isinstance(tree, Mapping) else tree
 
     return [
         TokenSliceBatch(moved(part.inputs, inputs), moved(part.labels, labels), moved(part.loss_weight, labels))
@@ -188,9 +187,9 @@ def join_token_slices(
     *,
     read_by_all: bool = False,
 ) -> Any:
-    """Join the results of the token slices of a micro-batch, in the same form: the opposite of the cut.
+    """Join the results of the token slices of a micro-batch, in the same form: the inverse of the cut.
 
-    Tensors with a sequence dimension are concatenated along it; those that all token slices have in common are given
+    Tensors with a sequence dimension are concatenated along it; those that all token slices have in common are returned
     once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
 
     Args:
@@ -227,11 +226,11 @@ def join_micro_batches(wholes: Sequence[Any]) -> Any:
 
 
 CountLossTokens = Callable[[Any], float]
-"""Number of tokens that bear loss in a micro-batch, as the data iterator yields it."""
+"""Number of tokens with loss in a micro-batch of the data iterator."""
 
 
 class BatchLoss:
-    """The loss of one batch after the other, on the rank of an engine."""
+    """The loss of the batches of an engine, on one rank."""
 
     def __init__(self, engine: Any) -> None:
         pipeline = engine.module.pipeline
@@ -240,7 +239,7 @@ class BatchLoss:
         """Ranks with the same weights: the sequence-parallel ranks of all replicas."""
         self._sequence_ranks: SequenceParallelRanks = engine.module.sequence_ranks
         self._pipeline = engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None
-        """Ranks of the other stages; None if there are none."""
+        """Ranks of the pipeline; None with one stage."""
         self._source = engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage))
         self._weight = next(engine.module.parameters())
         """The loss has its type and device."""
@@ -249,7 +248,7 @@ class BatchLoss:
         self._num_tokens: Tensor | None = None
 
     def read_ahead(self, num_micro_batches: int, count: CountLossTokens | None) -> None:
-        """Read and weigh the micro-batches of a batch, where tokens are counted; with None they weigh the same."""
+        """Read and weigh the micro-batches of a batch by their tokens; with None they weigh the same."""
         self._ahead, self._weights, self._num_tokens = deque(), None, None
         if count is None or not self._computes:
             return
@@ -268,14 +267,14 @@ class BatchLoss:
         self._num_tokens = num_tokens
 
     def first(self) -> Any:
-        """Return the first micro-batch of a batch without taking it; None if there is none."""
+        """The first micro-batch of a batch, which is still to be taken; None if there is none."""
         if not self._ahead and self._weights is None:
             with suppress(StopIteration):  # as above
                 self._ahead.append(self._next_batch())
         return self._ahead[0] if self._ahead else None
 
     def take(self) -> Any:
-        """Return the next micro-batch: the first of those read ahead, if any were."""
+        """The next micro-batch: the first of those that were read ahead, if any."""
         if self._ahead:
             return self._ahead.popleft()
         if self._weights is not None:
@@ -283,13 +282,13 @@ class BatchLoss:
         return self._next_batch()
 
     def weigh(self, loss: Tensor, micro_batch: int) -> Tensor:
-        """Return a token slice's share [] of its micro-batch's loss, times the weight of the micro-batch."""
+        """A token slice's share [] of its micro-batch's loss, times the weight of the micro-batch."""
         if self._weights is not None:
             return loss * self._weights[micro_batch].to(loss.dtype)
         return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
 
     def of_micro_batch(self, loss: Tensor) -> Tensor:
-        """Return the loss [] of a whole micro-batch on this replica, given this rank's share [], weighed.
+        """The loss [] of a whole micro-batch on this replica, given this rank's weighed share [].
 
         All ranks that share the sequences must call it.
         """
@@ -299,15 +298,15 @@ class BatchLoss:
         return loss
 
     def num_tokens(self) -> float:
-        """Number of tokens that bore loss in the last batch, on every rank; every rank must ask."""
+        """Number of tokens with loss in the last batch, on every rank; every rank must call this."""
         counted = torch.zeros((), dtype=torch.float64, device=self._weight.device)
-        return self._told(counted if self._num_tokens is None else self._num_tokens).item()
+        return self._broadcast(counted if self._num_tokens is None else self._num_tokens).item()
 
     def mean(self, loss: Tensor | None, *, broadcast: bool = True) -> Tensor | None:
-        """Return the mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
+        """The mean [] over replicas of the mean over micro-batches; without `broadcast`, on the last stage only.
 
         Args:
-            loss: mean over the micro-batches of this rank: []; None where the last stage is not.
+            loss: mean over the micro-batches of this rank: []; None without the last stage.
         """
         if loss is None:
             loss = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device)
@@ -317,10 +316,10 @@ class BatchLoss:
             loss /= dist.get_world_size(self._copies)
         if not broadcast:
             return loss if self._computes else None
-        return self._told(loss)
+        return self._broadcast(loss)
 
-    def _told(self, value: Tensor) -> Tensor:
-        """Return a scalar of the last stage, on every rank."""
+    def _broadcast(self, value: Tensor) -> Tensor:
+        """Send a scalar of the last stage to every rank."""
         if self._pipeline is not None:
             dist.broadcast(value, src=self._source, group=self._pipeline)
         return value

@@ -1,6 +1,6 @@
-"""A model as a sequence of layers, of which each stage holds some, computed one token slice at a time.
+"""A model as a sequence of layers in stages, computed one token slice at a time.
 
-First the cut of the layers into stages, then `TokenSlicePipelineModule`, which builds and runs this rank's.
+First the partition of the layers into stages, then `TokenSlicePipelineModule`, which builds and runs those of a rank.
 """
 
 from bisect import bisect_right
@@ -33,9 +33,9 @@ __all__ = ["TokenSlicePipelineModule"]
 
 
 def check_world(layout: ParallelLayout) -> None:
-    """Refuse a layout for another number of ranks than run, or before they have met."""
+    """Refuse a layout for another number of ranks, or before the process group exists."""
     if not dist.is_initialized():
-        raise UserError("no process group is there to place stages on: call init_distributed() first")
+        raise UserError("there is no process group for the stages: call init_distributed() first")
     if (world_size := dist.get_world_size()) != layout.world_size:
         sequence = f"sequence {layout.sequence_parallel_size} x " if layout.sequence_parallel_size > 1 else ""
         raise UserError(
@@ -46,21 +46,21 @@ def check_world(layout: ParallelLayout) -> None:
 
 
 def trainable_stages(partition: str | StagePartition, layers: Sequence[Any], pipeline: PipelineShape) -> StagePartition:
-    """The stage partition that a setting asks for, in which every rank has something to train."""
+    """The stage partition of a setting, in which every rank has parameters to train."""
     weights = [_trainable_parameters(layer) for layer in layers]
     bounds = stage_partition(partition, weights, pipeline.num_stages)
     for rank in range(pipeline.num_ranks):
         stages = list(pipeline.stages_of(rank))
         if not sum(weights[layer] for stage in stages for layer in bounds.layers(stage)):
             raise UserError(
-                f"stage {' and '.join(map(str, stages))} of the partition {bounds} has no parameters to train, and "
-                "optimizers cannot do with none: move a layer with parameters to it"
+                f"stage {' and '.join(map(str, stages))} of the partition {bounds} has no parameters to train, which "
+                "optimizers need: move a layer with parameters to it"
             )
     return bounds
 
 
 def stage_partition(partition: str | StagePartition, weights: Sequence[float], num_stages: int) -> StagePartition:
-    """The stage partition that a setting asks for, of layers with these numbers of trainable parameters."""
+    """The stage partition of a setting, for layers with these numbers of trainable parameters."""
     if partition == "uniform":
         return StagePartition.uniform(len(weights), num_stages)
     if partition == "parameters":
@@ -81,21 +81,21 @@ def _trainable_parameters(layer: Any) -> int:
 
 
 def takes_past(function: Callable[..., Any]) -> bool:
-    """Whether a layer reads earlier token slices: it then has an argument named `past`."""
+    """Whether a layer reads earlier token slices, by an argument named `past`."""
     forward = function.forward if isinstance(function, nn.Module) else function
     return ForwardArguments.of("a layer", forward).takes_past
 
 
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]
-"""Called with micro-batch size, tokens of a token slice and the model's dtype: what passes between two stages."""
+"""Shapes and types of the tensors between two stages, by micro-batch size, tokens of a token slice and dtype."""
 
 
 class TokenSlicePipelineModule(PipelineModule):
     """DeepSpeed's `PipelineModule`, computed token slice by token slice.
 
-    A layer takes the output of the layer before it. A layer whose forward (or whose `forward_fn`, for a tied layer)
-    has an argument named `past` also gets the `Past` of its token slice: the way to see earlier tokens. Other arguments
-    get the entries of those names, where the data iterator yields a dict with the labels.
+    A layer takes the output of the previous layer. If its forward (or the `forward_fn` of a tied layer) has an argument
+    named `past`, it also gets the `Past` of its token slice, for attention to earlier tokens. Other arguments get the
+    entries of those names, if the data iterator yields dicts.
 
     Args:
         layers: layers, `LayerSpec`s, `TiedLayerSpec`s or functions, first to last.
@@ -103,32 +103,31 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slices: lengths of the token slices of every sequence; multiples of the sequence-parallel size.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
-        output_fn: converts the last layer's output for callers that ask for outputs, where the loss needs another form;
-            None to give it as it is.
+        output_fn: converts the last layer's output for callers, if the loss needs another form; None for no change.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
         placement: which stages a rank owns.
-        split_batch: cuts what the data iterator yields for one micro-batch. Sequence-parallel ranks read the same
-            micro-batches, and each hands its parts of the token slices over as if they were token slices.
-        loss_tokens: counts the tokens of a micro-batch that bear loss. Given, the loss of a batch is the mean over all
-            of them on all replicas; else that of the micro-batches' losses.
-        data_entries: names of the entries, where the data is a dict. Only needed where a layer takes one by an argument
-            with a default, on a stage that would not read the data otherwise.
-        documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
-            attention and positions; every stage then reads the data. None if every row is one document.
+        split_batch: cuts one micro-batch of the data iterator. Sequence-parallel ranks read the same micro-batches, and
+            call it with the lengths of their own parts of the token slices.
+        loss_tokens: counts the tokens of a micro-batch with loss. The loss of a batch is then the mean over all of
+            them on all replicas; with None, that of the micro-batches' losses.
+        data_entries: names of the entries, if the data is a dict. Only needed if a layer takes one by an argument with
+            a default, on a stage that would not read the data otherwise.
+        documents: returns the starts of the documents of a micro-batch, which separates them in attention and
+            positions; every stage then reads the data. None if every row is one document.
         cut_by_documents: gives each micro-batch lengths of its token slices, as many as `token_slices` has, by its
             documents; such as `DocumentCuts`. None for those of `token_slices`.
-        activation_spec: shapes that pass between stages, so that they need never be sent; None to send them once.
+        activation_spec: shapes and types of tensors between stages, which are then not sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
-        recompute_stages: keep of a token slice on a stage its input, and keys and values, and compute the stage again
+        recompute_stages: keep only the input, keys and values of a token slice on a stage, and compute the stage again
             in the backward; on the last stage, head and loss are computed only in the backward.
-        preserve_rng_state: what is recomputed draws the same random numbers again, as `nn.Dropout` must. Saving and
-            restoring the generators' states costs time at every checkpoint, and the head is computed twice; False where
-            no layer draws from them.
+        preserve_rng_state: recomputed layers draw the same random numbers again, as `nn.Dropout` must. Saving and
+            restoring the generators' states takes time at every checkpoint, and the head is computed twice; False if no
+            layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
-        base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
-        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
+        base_seed: layer i initialises with seed `base_seed + i`, on any stage.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it exists already.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class TokenSlicePipelineModule(PipelineModule):
                 f"{len(token_slices)}: give the layout num_token_slices={len(token_slices)}"
             )
         if cut_by_documents is not None and documents is None:
-            raise UserError("cut_by_documents is called with documents, and none are told apart: give documents, too")
-        # Lengths that ranks cannot share are refused here, before any rank waits for another.
+            raise UserError("cut_by_documents is called with documents, and the module has none: give documents, too")
+        # Refuses lengths that ranks cannot share, before any rank waits for another.
         parts_of_rank(token_slices, 0, layout.sequence_parallel_size)
         layers = list(layers)
         self.pipeline = PipelineShape(
@@ -185,10 +184,10 @@ class TokenSlicePipelineModule(PipelineModule):
         )
         """Pipeline ranks that cut micro-batches: with tokens, labels, or entries that layers take."""
         self.reading_ranks = self.cutting_ranks if documents is None else frozenset(range(self.pipeline.num_ranks))
-        """Pipeline ranks that read what the data iterator yields."""
+        """Pipeline ranks that read the data iterator."""
         self.has_token_slice_engine = False
         """Set by `initialize`: other engines are refused."""
-        # Read by `_partition_layers` and `_build`, which DeepSpeed calls before this class has anything else.
+        # Read by `_partition_layers` and `_build`, which DeepSpeed calls in its constructor.
         self._stage_partition = bounds
         self._layer_numbers: list[int] = []
         check_world(layout)
@@ -212,15 +211,15 @@ class TokenSlicePipelineModule(PipelineModule):
         self.recomputation = Recomputation(
             recompute_stages, activation_checkpoint_interval, recomputed_layers, preserve_rng_state
         )
-        """What is computed again in the backward."""
+        """Parts that are computed again in the backward."""
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = list(self._stage_partition.bounds)
 
     def _build(self) -> None:
-        # DeepSpeed builds one run of layers; a rank has one for each of its stages. Layers keep their numbers, by
-        # which they are seeded, named and saved, whichever rank they are on.
+        # DeepSpeed builds one run of layers; a rank has one for each of its stages. Layers keep their numbers in the
+        # model, by which they are seeded, named and saved.
         self._positions: dict[int, range] = {}
         for stage in self.pipeline.stages_of(self.stage_id):
             layers = self._stage_partition.layers(stage)
@@ -244,7 +243,7 @@ class TokenSlicePipelineModule(PipelineModule):
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        # DeepSpeed's makes a group for each tensor- and data-parallel rank in turn, in a call that takes all ranks.
+        # DeepSpeed makes a group for each tensor- and data-parallel rank in turn, by a call of all ranks.
         tied: dict[str, dict[str, Any]] = {}
         if self.pipeline.num_ranks == 1:
             return tied
@@ -279,7 +278,7 @@ class TokenSlicePipelineModule(PipelineModule):
         return self.forward_funcs[self._layer_numbers.index(number)]
 
     def mpu(self) -> Any:
-        """The process groups of this rank, as DeepSpeed asks for them when it makes an engine."""
+        """The process groups of this rank, for DeepSpeed's engines."""
         if not self.has_token_slice_engine:
             raise UserError(
                 "deepspeed.initialize makes an engine that ignores token slices: call initialize of "
@@ -301,7 +300,7 @@ class TokenSlicePipelineModule(PipelineModule):
         return (parameter for _, parameters in self.layer_parameters(stage) for parameter in parameters)
 
     def stage_layers(self, stage: int) -> list[StageLayer]:
-        """The layers of one of this rank's stages, first to last, each to be run by itself."""
+        """The layers of one of this rank's stages, first to last."""
         return [
             StageLayer(self.data_entries.name(self._layer_numbers[position]), partial(self._run_layer, position))
             for position in self._positions[stage]
@@ -330,13 +329,13 @@ class TokenSlicePipelineModule(PipelineModule):
         """Run the layers of one of this rank's stages on one token slice, and return the output of the last.
 
         Args:
-            inputs: tensor or tuple: the model's inputs on the first stage, else the output of the stage before. Or, on
-                the first stage, a dict of entries, from one of which it starts.
-            state: state left by earlier token slices of the micro-batch on this stage; None for a whole sequence.
+            inputs: tensor or tuple: the model's inputs on the first stage, else the output of the previous stage. On
+                the first stage also a dict of entries.
+            state: state of earlier token slices of the micro-batch on this stage; None for a whole sequence.
             stage: None for the first of this rank.
             entries: tensors that layers take by name.
             entering: called with each layer before it runs: its place among this rank's layers, and its inputs.
-            up_to_past: stop after the last layer that takes a `Past`: later ones leave nothing to later token slices.
+            up_to_past: stop after the last layer that takes a `Past`: later ones have no effect on later token slices.
         """
         if state is None:
             state = SequenceState(TokenSlices((self.token_slices.seq_length,)))
@@ -360,7 +359,7 @@ class TokenSlicePipelineModule(PipelineModule):
         first = self._layer_numbers[positions.start] if positions else 0
         for part, recomputed in again.runs_of_layers(range(first, first + len(positions))):
             if recomputed:
-                # Not reentrant: that would drop the gradient of layers whose input needs none, as embeddings'.
+                # Not reentrant: that would drop the gradient of layers without a gradient of the input, as embeddings.
                 keeps = again.keeps_random_state
                 inputs = checkpoint(run, inputs, positions[part], use_reentrant=False, preserve_rng_state=keeps)
             else:

@@ -1,11 +1,11 @@
 """The op in which NaN or infinity began, found by computing the last batch a second time.
 
-`find_origin` observes the forwards and backwards that the engine replays, looks at all that each op leaves, and names
-the first rank, op and tensor that is not finite.
+`find_origin` observes the forwards and backwards that the engine replays, checks all results of each op, and names the
+first rank, op and tensor that is not finite.
 
-NaN spreads: forwards to all later stages and token slices, backwards to all earlier ones, and over ranks with every
-sum. So each rank notes the first bad number of each of its ops, and of all ranks' notes that one counts which no other
-can have caused: forwards come before backwards, and within them ops come in the order of their dependencies.
+NaN spreads: in forwards to all later stages and token slices, in backwards to all earlier ones, and over ranks with
+every sum. So each rank notes the first bad number of each of its ops. Of all notes the first one counts, which no other
+can have caused: forwards precede backwards, and within them ops follow the order of their dependencies.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,21 +21,21 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.clocks import Observer
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.gradients.reductions import gradient_so_far
+from deepspeed_ext.runtime.gradients.reductions import current_gradient
 from deepspeed_ext.runtime.health.states import are_finite
 
 
 class BadOp(NamedTuple):
-    """An op that left a bad number. They are sorted by who may have caused whom."""
+    """An op with a bad number in its results. They are sorted from cause to effect."""
 
     backward: bool
-    """Whether it is not a forward."""
+    """False for a forward."""
     micro_batch: int
     """Number of the micro-batch among those of its replica."""
     order: tuple[int, int, int]
     """Place of the op and of the event in it, in the order of dependencies."""
-    what: str
-    """Tensor that was bad, in words."""
+    tensor: str
+    """Name of the bad tensor in messages."""
     token_slice: int
     """Number of the token slice."""
     replica: int
@@ -45,12 +45,12 @@ class BadOp(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where bad numbers began."""
+    """Place where bad numbers began."""
 
     op: BadOp
-    """The op that left the first."""
+    """The op with the first."""
     ranks: tuple[int, ...]
-    """Ranks on which it was the first: those that share a layer may all see the same."""
+    """Ranks on which it was the first: those that share a layer may have it in common."""
 
     def __str__(self) -> str:
         """Text for messages."""
@@ -58,11 +58,11 @@ class Origin(NamedTuple):
         at = f"micro-batch {self.op.micro_batch}, token slice {self.op.token_slice}"
         if self.op.tokens is not None:
             at = f"{at}, in its tokens {self.op.tokens[0]} to {self.op.tokens[1]}"
-        return f"{self.op.what} on {ranks}, at {at}"
+        return f"{self.op.tensor} on {ranks}, at {at}"
 
 
 def find_origin(engine: TokenSlicePipelineEngine, micro_batches: Iterable[Any]) -> Origin | None:
-    """Compute the last batch again and return where bad numbers began; None if none came. Every rank must ask."""
+    """Compute the last batch again and return the origin of bad numbers; None without any. Every rank must call it."""
     if not engine.can_replay:
         return None
     watch = _Watch(engine)
@@ -80,7 +80,7 @@ def find_origin(engine: TokenSlicePipelineEngine, micro_batches: Iterable[Any]) 
 
 
 class _Watch(Observer):
-    """Looks at what the ops of a rank leave."""
+    """Checks the results of the ops of a rank."""
 
     def __init__(self, engine: TokenSlicePipelineEngine) -> None:
         self._engine = engine
@@ -93,7 +93,7 @@ class _Watch(Observer):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the outputs of all modules, and at their gradients."""
+        """Check the outputs of all modules, and their gradients."""
         hooks = [
             module.register_forward_hook(partial(self._output, name))
             for name, module in self._engine.module.named_modules()
@@ -107,7 +107,7 @@ class _Watch(Observer):
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
-        """Look at an op, and when it is done at the loss, or at the gradients of weights."""
+        """Check an op, and after it the loss, or the gradients of weights."""
         self._op, self._events, self._looked_at_loss = op, 0, False
         yield
         self._look_at_loss()
@@ -116,7 +116,7 @@ class _Watch(Observer):
         self._op = None
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # Recomputed layers have been looked at in the forward, but not head and loss of a recomputed stage.
+        # Recomputed layers were checked in the forward, but not head and loss of a recomputed stage.
         if self._op is None or not (self._op.kind is OpKind.FORWARD or self._engine.module.recomputation.stages):
             return
         for tensor in tree_leaves(output):
@@ -125,12 +125,12 @@ class _Watch(Observer):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._look_at_gradient, f"the gradient of the output of layer {name}"))
 
-    def _look_at_gradient(self, what: str, gradient: Tensor) -> None:
+    def _look_at_gradient(self, name: str, gradient: Tensor) -> None:
         self._look_at_loss()
-        self._look(what, gradient)
+        self._look(name, gradient)
 
     def _look_at_loss(self) -> None:
-        """Look once at the loss that an op has computed: in the forward, or where it computes its stage again."""
+        """Check once the loss of an op: in the forward, or in the second computation of its stage."""
         op, module = self._op, self._engine.module
         if self._looked_at_loss or op is None or op.stage != module.pipeline.last_stage:
             return
@@ -145,7 +145,7 @@ class _Watch(Observer):
         held = [
             (name, gradient.detach())
             for name, weight in self._weights
-            if name not in self._spoilt and (gradient := gradient_so_far(weight)) is not None
+            if name not in self._spoilt and (gradient := current_gradient(weight)) is not None
         ]
         by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
         for name, gradient in held:
@@ -153,26 +153,26 @@ class _Watch(Observer):
         for of_one_dtype in by_dtype.values():
             finite = are_finite([gradient for _, gradient in of_one_dtype]).tolist()
             spoilt = [name for (name, _), is_finite in zip(of_one_dtype, finite, strict=True) if not is_finite]
-            # Backwards go from the last layer to the first.
+            # Backwards run from the last layer to the first.
             for name in reversed(spoilt):
                 self._note(f"the gradient of weight {name}")
             self._spoilt.update(spoilt)
 
-    def _look(self, what: str, tensor: Tensor) -> None:
+    def _look(self, name: str, tensor: Tensor) -> None:
         self._events += 1
         if tensor.numel() and not torch.isfinite(tensor.detach()).all():
-            self._note(what)
+            self._note(name)
 
-    def _note(self, what: str) -> None:
+    def _note(self, name: str) -> None:
         op = self._op
-        assert op is not None, "looked at within ops"
+        assert op is not None, "only within ops"
         backward = op.kind is not OpKind.FORWARD
         place = (-op.token_slice, -op.stage) if backward else (op.token_slice, op.stage)
         order = (*place, self._events)
         if self.found and self.found[-1][:2] == (backward, op.micro_batch) and self.found[-1].order[:2] == place:
             return  # the first of an op is enough
         replica, rank, tokens = self._replica, self._rank, self._tokens(op)
-        self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, replica, rank, tokens))
+        self.found.append(BadOp(backward, op.micro_batch, order, name, op.token_slice, replica, rank, tokens))
 
     def _tokens(self, op: Op) -> tuple[int, int] | None:
         """First and last token of this rank's part of the token slice of an op; None if it has all of it."""

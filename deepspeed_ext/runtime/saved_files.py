@@ -1,7 +1,7 @@
-"""Files of a checkpoint, read so that nothing in them runs; and the weights of all pipeline ranks for one file.
+"""Safe reading of the files of a checkpoint; and the weights of all pipeline ranks for one file.
 
 `torch.save` writes pickles, and a pickle may name any function of Python, which is called when the file is read. torch
-can refuse all but tensors, plain values and classes that are listed (`weights_only`). DeepSpeed 0.19.8 asks it not to.
+can refuse all but tensors, plain values and listed classes (`weights_only`), which DeepSpeed 0.19.8 turns off.
 """
 
 import os
@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 
 ALLOWED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-"""The classes that DeepSpeed's files name. None does anything when it is made."""
+"""The classes in DeepSpeed's files. Their construction has no side effects."""
 
 
 def _member(kind: object, name: str) -> Enum:
@@ -34,20 +34,20 @@ def _member(kind: object, name: str) -> Enum:
 
 
 _NAMED = (*ALLOWED, (_member, "builtins.getattr"), (_member, "__builtin__.getattr"))
-"""What files may name: classes, or functions in the place of what a file calls by another name."""
+"""Names that files may contain: classes, and functions that replace those of another name."""
 
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""Variables by which torch overrules what its caller says; both at once are an error."""
+"""Variables by which torch overrides the argument of its caller; both at once are an error."""
 
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|callable (\S+) |pickle from module (\S+)")
 
 
 class UnsafeFileError(UserError):
-    """A file that names functions or classes which could run a program as it is read."""
+    """A file with names of functions or classes that could run a program as it is read."""
 
 
 def load_saved(path: Path) -> Any:
-    """Return the objects of a file. Tensors are mapped into memory, and read only where they are used."""
+    """Return the objects of a file. Tensors are mapped into memory, and read when they are used."""
     try:
         with torch.serialization.safe_globals(list(_NAMED)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -57,7 +57,7 @@ def load_saved(path: Path) -> Any:
 
 @contextmanager
 def only_safe_files(directory: Path) -> Iterator[None]:
-    """Let DeepSpeed read the files of a checkpoint in the same way, in spite of what it asks of torch."""
+    """Let DeepSpeed read the files of a checkpoint safely, too, against its arguments of torch."""
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
     os.environ[_FORCED] = "1"
     try:
@@ -74,18 +74,18 @@ def only_safe_files(directory: Path) -> Iterator[None]:
 
 
 def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
-    """Return the error, which names the function or class where torch does."""
+    """The error, with the function or class that torch names."""
     found = _REFUSED.search(str(error))
-    what = next(filter(None, found.groups())) if found else "something that is neither a tensor nor a plain value"
+    name = next(filter(None, found.groups())) if found else "an object that is neither a tensor nor a plain value"
     return UnsafeFileError(
-        f"{file} names {what}, which could run a program, and did not: load a checkpoint of those you trust"
+        f"{file} names {name}, which could run a program, and did not: load a checkpoint of a source that you trust"
     )
 
 
 def gathered_by_first_rank(engine: Any, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Tensors [...] of all pipeline ranks, by name, on the CPU of rank 0; None on other ranks. Every rank must call it.
 
-    Of a name that several ranks have, the tensor is that of the first.
+    If several ranks have a name, the tensor is that of the first.
     """
     if engine.grid.get_data_parallel_rank() > 0:
         return None

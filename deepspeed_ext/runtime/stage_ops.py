@@ -1,8 +1,8 @@
-"""What the ops of a rank compute: the layers of a stage on one token slice, the loss, and their gradients.
+"""The computations of a rank's ops: the layers of a stage on one token slice, the loss, and their gradients.
 
-A stage is computed in its forward, and autograd keeps what its backward reads. Or it is computed twice: in the forward
-without a graph, which leaves keys and values for later token slices and the output for the stage after, and again in
-the backward, from its input.
+A stage is computed in its forward, and autograd keeps the tensors for its backward. Or it is computed twice: in the
+forward without a graph, for its output and the keys and values of later token slices, and again in the backward, from
+its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class StageOps:
         loss_scale: scales the loss of a token slice before backward.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
-        checks: whether to check, at its first token slice, that each stage computes in token slices what it does whole.
+        checks: whether to compare each stage in token slices with the whole, at its first token slice.
         key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
         keys_apart: whether keys and values of token slices are kept apart, as copies to the host need them.
     """
@@ -56,10 +56,10 @@ class StageOps:
         self._unchecked = set(module.pipeline.stages_of(module.stage_id)) if checks else set()
         self._key_value_gradients, self._keys_apart = key_value_gradients, keys_apart
         self.weight_gradients = WeightGradients()
-        """Where backwards leave the products that are deferred."""
+        """The products that backwards defer."""
 
     def begin(self, batch: Batch) -> None:
-        """Expect a batch."""
+        """Start a batch."""
         self._batch = batch
 
     def given(self, op: Op, held: Buffer) -> tuple[Any, Mapping[str, Any]]:
@@ -70,7 +70,7 @@ class StageOps:
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs, self._entries(op)
 
     def check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Compare a stage in token slices with the whole, once, on a token slice that has tokens enough."""
+        """Compare a stage in token slices with the whole, once, on a token slice with enough tokens."""
         if op.stage not in self._unchecked:
             return
         length = self._batch.parts_of(op.micro_batch).lengths[op.token_slice]
@@ -81,7 +81,7 @@ class StageOps:
             self._unchecked.discard(op.stage)
 
     def forward(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Compute a stage, and leave in the buffer the outputs for the stage after and the roots of its backward."""
+        """Compute a stage, and store in the buffer the outputs for the next stage and the roots of its backward."""
         if self._computes_again:
             self._pass_through(op, held, inputs, entries)
         else:
@@ -93,7 +93,7 @@ class StageOps:
             gradients = self._compute_again(op, held, gradients)
         roots, held.roots = held.roots, ()
         if op.stage == self._batch.shape.last_stage:
-            # 1, or NaN where the loss is no number: then no gradient of it may pass for one.
+            # 1, or NaN if the loss is not finite, so that no gradient of it is finite.
             gradients = tuple(root.detach() * 0 + 1 for root in roots)
             roots = tuple(self._loss_scale(root) for root in roots)
         if roots:
@@ -103,11 +103,11 @@ class StageOps:
 
     @property
     def _computes_again(self) -> bool:
-        """Whether backwards compute stages again, of which forwards keep no graph."""
+        """Whether backwards compute stages again, without a graph of the forward."""
         return self._batch.training and self._module.recomputation.stages
 
     def _compute(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Compute a stage, and keep what its backward starts from, and the outputs for the stage after."""
+        """Compute a stage, and keep the roots of its backward, and the outputs for the next stage."""
         outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
         if op.stage == self._batch.shape.last_stage:
             held.roots = self._loss(outputs, op)
@@ -116,14 +116,14 @@ class StageOps:
             held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
 
     def _pass_through(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
-        """Compute a stage without a graph: of it remain keys and values, and the outputs for the stage after."""
+        """Compute a stage without a graph, for keys and values, and the outputs for the next stage."""
         state, keeps = self._state(op), self._module.recomputation.keeps_random_state
         held.random_state = RandomState.now(self._device) if keeps else None
         is_last = op.stage == self._batch.shape.last_stage
         with torch.no_grad():
             outputs = self._module(
                 *(inputs, state, op.token_slice, op.stage, entries, self._entering(op)),
-                # Head and loss are left to the backward, but for numbers that the head might draw.
+                # Head and loss follow in the backward, unless the head might draw random numbers.
                 up_to_past=is_last and not keeps,
             )
         state.forget_shared(op.token_slice)
@@ -136,7 +136,7 @@ class StageOps:
             held.bear_gradients = tuple(bear)
 
     def _compute_again(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute a stage with a graph, and return those of the gradients of its outputs that the graph can use."""
+        """Compute a stage with a graph, and return the gradients of outputs that are part of the graph."""
         random_state, held.random_state = held.random_state, None
         with nullcontext() if random_state is None else random_state.restored():
             self._compute(op, held, *self.given(op, held))
@@ -146,14 +146,14 @@ class StageOps:
         return tuple(gradient for output, gradient in zip(bearing, gradients, strict=True) if output.requires_grad)
 
     def _entries(self, op: Op) -> dict[str, Any]:
-        """Entries that the layers of a stage take by name, moved to the device for one token slice only."""
+        """Entries that the layers of a stage take by name, copied to the device for one token slice."""
         parts = self._batch.parts.get(op.micro_batch)
         if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
             return {}
         return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
 
     def _entering(self, op: Op) -> Entering | None:
-        """Return the function that a forward calls with each layer it enters; None if nothing listens."""
+        """The function that a forward calls with each layer it enters; None if there are no listeners."""
         listeners = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
         if self._reductions is not None and self._batch.updates:
             reduced = self._reductions.entering(op, self._defer)
@@ -166,7 +166,7 @@ class StageOps:
         return entering if listeners else None
 
     def _defer(self, action: Callable[[], None]) -> bool:
-        """Do something after the products that are being deferred; False if none are."""
+        """Add a function to the deferred products; False if products are not deferred."""
         if self.weight_gradients.collecting:
             self.weight_gradients.add(action)
             return True
@@ -189,7 +189,7 @@ class StageOps:
         return self._batch.states[key]
 
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
-        """Add up a token slice's share of the loss, and return the roots of its backward."""
+        """Add a token slice's share to the loss, and return the roots of its backward."""
         if self._batch.keeps_outputs:
             with torch.no_grad():
                 given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
@@ -212,6 +212,6 @@ class StageOps:
         if self._batch.training and not loss.requires_grad:
             raise UserError(
                 f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
-                "gradients back through it: where no token counts, return outputs.sum() * 0"
+                "gradients back through it: if no token counts, return outputs.sum() * 0"
             )
         return (loss,)

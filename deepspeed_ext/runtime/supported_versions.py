@@ -1,4 +1,4 @@
-"""The gate of versions: what of torch and DeepSpeed this engine was written against, and whether it is installed."""
+"""The supported versions of torch and DeepSpeed, and the check of the installed ones."""
 
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +13,7 @@ from deepspeed_ext.plan.errors import UserError
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
 """0.19.8 brought the schedule hooks this engine overrides; before 0.19.3 gradients of pipelines were wrong."""
 SUPPORTED_TORCH = SpecifierSet(">=2.8")
-"""Open above: the names below are looked for instead."""
+"""Without an upper bound: the names below are checked instead."""
 
 PRIVATE_NAMES = (
     "_foreach_add_",
@@ -31,12 +31,12 @@ PRIVATE_NAMES = (
     "ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
 )
-"""Names of torch that no promise of its own covers and that the code uses: a release may lack one. Those that are
-loaded late, for compiled functions, are not among them."""
+"""Private names of torch that the code uses: a release may remove one. Those that are loaded late, for compiled
+functions, are not listed."""
 
 
 def check_versions() -> None:
-    """Refuse versions of DeepSpeed and torch that this engine was not written against."""
+    """Refuse versions of DeepSpeed and torch that are not supported."""
     deepspeed = version("deepspeed")
     if deepspeed not in SUPPORTED_DEEPSPEED:
         raise _refused("deepspeed", deepspeed, SUPPORTED_DEEPSPEED)

@@ -43,7 +43,7 @@ class TokenSliceTopology(ProcessTopology):
     def get_rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe", "token"), **separators: Any) -> str:
         """Name a rank without its token coordinate, which is always 0.
 
-        DeepSpeed finds a checkpoint's layer files by the name `layer_00-model_00-...`; a token part would hide them.
+        DeepSpeed finds a checkpoint's layer files by the name `layer_00-model_00-...`, without a token part.
         """
         return super().get_rank_repr(rank, omit_axes=list(omit_axes), **separators)
 
@@ -54,10 +54,10 @@ def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
 
 
 class TokenSliceGrid(PipelineParallelGrid):
-    """DeepSpeed's grid of ranks, whose groups are made axis by axis and not one by one.
+    """DeepSpeed's grid of ranks, with groups that are made axis by axis.
 
     Args:
-        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it exists already.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class TokenSliceGrid(PipelineParallelGrid):
         *,
         tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # DeepSpeed's own would make each group of each axis in turn, in a call that takes all ranks: 664 calls for
-        # 64 stages x 2 tensor- x 8 data-parallel ranks. The attributes are those that it sets.
+        # DeepSpeed's own makes each group of each axis in turn, by a call of all ranks: 664 calls for 64 stages x 2
+        # tensor- x 8 data-parallel ranks. The attributes are those that it sets.
         rank = self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._topo = topology
@@ -98,7 +98,7 @@ class TokenSliceGrid(PipelineParallelGrid):
 
 @contextmanager
 def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module."""
+    """Replace the grid that DeepSpeed's `PipelineModule` makes: it looks the class up in its own module."""
     original = deepspeed_module.PipelineParallelGrid
     deepspeed_module.PipelineParallelGrid = partial(TokenSliceGrid, tensor_parallel_group=tensor_parallel_group)
     try:
@@ -129,7 +129,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
 
 
 def wait_as_long(timeout: timedelta) -> None:
-    """Let every process group of this rank time out after the same time, also those that DeepSpeed makes."""
+    """Set the timeout of all process groups of this rank, also of those that DeepSpeed makes."""
     # Public since torch 2.15, by another name.
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -149,9 +149,9 @@ def _splits() -> bool:
 def _names_agree() -> bool:
     """Whether all ranks would give a new group the same name.
 
-    Torch names a group that is made without all ranks by its ranks and by how many groups this rank is in. `own_group`
-    adds one on every rank. Groups of some ranks that are made otherwise may leave ranks in different numbers of them,
-    and ranks that look for each other under two names wait for ever.
+    Torch names a group that is made without all ranks by its ranks and by the number of groups of a rank. `own_group`
+    adds one on every rank. Groups of some ranks that are made otherwise may make these numbers differ, and ranks with
+    two names of a group wait for ever.
     """
     number = len(dist.distributed_c10d._world.pg_names)
     on_host = dist.get_backend() in ("gloo", "fake")
@@ -169,10 +169,10 @@ class SequenceParallelRanks:
     """
 
     rank: int = 0
-    """Place of this rank among them; it has the part of that number of each token slice."""
+    """Place of this rank among them, and number of its part of each token slice."""
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """Their process group; None for one alone."""
+    """Their process group; None for a single rank."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "SequenceParallelRanks":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.runtime.gradients.gradient_norm import hold_back_bad_update
+from deepspeed_ext.runtime.gradients.gradient_norm import skip_bad_update
 from deepspeed_ext.runtime.health.states import are_finite, hashes
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_a_fused_step_changes_nothing_if_the_norm_is_no_number_and_nobody_waits(
         weight.grad = torch.full_like(weight, value)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            hold_back_bad_update(optimizer, torch.linalg.vector_norm(weight.grad))
+            skip_bad_update(optimizer, torch.linalg.vector_norm(weight.grad))
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -27,8 +27,8 @@ def test_a_rule_is_asked_once_and_again_after_clearing() -> None:
 def test_without_a_rule_a_book_knows_what_it_learned() -> None:
     book = ShapeBook()
     assert book.find("a") is None
-    book.learn("a", (HIDDEN, MASK))
-    book.learn("a", (HIDDEN, MASK))
+    book.note("a", (HIDDEN, MASK))
+    book.note("a", (HIDDEN, MASK))
     assert book.find("a") == (HIDDEN, MASK)
     assert book.find("b") is None
 
@@ -40,9 +40,9 @@ def test_without_a_rule_a_book_knows_what_it_learned() -> None:
 )
 def test_a_change_is_refused_with_both_shapes_and_the_remedy(changed: tuple[TensorSpec, ...]) -> None:
     book = ShapeBook()
-    book.learn("a", (HIDDEN,))
+    book.note("a", (HIDDEN,))
     with pytest.raises(UserError) as refused:
-        book.learn("a", changed)
+        book.note("a", changed)
     message = str(refused.value)
     assert "from [2, 3] float32 to" in message
     assert "dynamic_shape=True" in message

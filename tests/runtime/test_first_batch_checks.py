@@ -102,7 +102,7 @@ def test_others_are_named_in_one_line(
         torch.manual_seed(seed)
         with pytest.raises(UserError) as refused:
             check(make(), inputs, dtype)
-        assert str(refused.value).startswith(f"layer 0 ({name}) computes something else in token slices")
+        assert str(refused.value).startswith(f"layer 0 ({name}) gives other results in token slices")
         assert "\n" not in str(refused.value)
 
 
@@ -165,12 +165,12 @@ def test_the_stage_that_has_such_a_layer_names_it_in_the_first_batch() -> None:
     layers[4] = LayerSpec(OwnAttention)
     found = run_distributed(_first_batch, 2, Setup(pp=2, cut=CUT, tied=False), layers)
     assert found[0] == "its neighbour is gone"
-    assert found[1].startswith("layer 4 (OwnAttention) computes something else in token slices")
+    assert found[1].startswith("layer 4 (OwnAttention) gives other results in token slices")
     # Without token slices it may attend as it likes, and nobody looks.
     assert run_distributed(_first_batch, 1, Setup(tied=False), layers) == [""]
     # Of one token slice that ranks share, each has a part.
     for line in run_distributed(_first_batch, 2, Setup(sp=2, tied=False), layers):
-        assert line.startswith("layer 4 (OwnAttention) computes something else in token slices")
+        assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")
 
 
 class EntryBlock(models.Block):

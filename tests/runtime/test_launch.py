@@ -104,12 +104,12 @@ def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
         ),
         (
             recorded.SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
-            "'2(x' does not say how many tasks node 1 has, as 4(x2),1 does: set RANK, WORLD_SIZE, LOCAL_RANK and "
+            "'2(x' has no number of tasks for node 1, as 4(x2),1 has: set RANK, WORLD_SIZE, LOCAL_RANK and "
             "LOCAL_SIZE",
         ),
         (
             recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"},
-            "the first rank is on another host than mpirun, and nobody says where: add -x MASTER_ADDR=HOST with the "
+            "the first rank is on another host than mpirun, which is unknown: add -x MASTER_ADDR=HOST with the "
             "host of the first rank, or run mpirun there",
         ),
     ],
@@ -199,7 +199,7 @@ def test_every_node_has_the_tasks_that_the_list_says(runs: list[tuple[int, int]]
     expanded = [tasks for tasks, nodes in runs for _ in range(nodes)]
     node = data.draw(st.integers(0, len(expanded) - 1))
     assert tasks_of_node(text, node) == expanded[node]
-    with pytest.raises(UserError, match="does not say how many tasks node"):
+    with pytest.raises(UserError, match="has no number of tasks for node"):
         tasks_of_node(text, len(expanded))
 
 

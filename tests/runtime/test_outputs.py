@@ -183,7 +183,7 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(on_one) -> None:
     both, empty, other = on_one["refusals"]
-    assert both == "return_logits and return_output_label give outputs in two forms: ask for one of them"
+    assert both == "return_logits and return_output_label give outputs in two forms: set one of them"
     assert "0" in empty
     assert other.startswith("inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8")
 

@@ -70,6 +70,6 @@ def test_a_batch_that_ended_in_its_middle_is_the_last_one() -> None:
     ((said, loss),) = run_distributed(_train, 1, Setup(cut=CUT), [*models.batches(1, 2), SHORT[0]])
     assert "do not have the 24 tokens" in said[0]
     for line in said[1:]:
-        assert line.startswith("a batch before ended in its middle (UserError: inputs of shape (2, 20)")
+        assert line.startswith("an earlier batch ended in its middle (UserError: inputs of shape (2, 20)")
         assert "\n" not in line
     assert loss is None

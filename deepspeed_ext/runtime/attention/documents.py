@@ -1,4 +1,4 @@
-"""Documents that lie one after the other in a sequence, and attention that keeps them apart."""
+"""Documents packed in a sequence, and attention within each of them."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -29,10 +29,10 @@ class Documents:
     whole: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions [B, T] of whole sequences, once they are on the device of the layers."""
     seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
-    """What token slices see, by their first token, where that is on a device already; see `on`."""
+    """Keys of token slices, by their first token, if they are on a device already; see `on`."""
 
     def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
-        """Return these documents with what token slices need of them on a device, by one copy."""
+        """These documents with the tensors of the token slices on a device, by one copy."""
         whole, seen_from = self.whole, self.seen_from
         if self.positions_restart:
             whole = to_device(self.positions(0, token_slices.seq_length), device)
@@ -53,10 +53,10 @@ class Documents:
         return positions
 
     def seen(self, start: int, end: int, device: torch.device, window: int | None = None) -> tuple["SeenKeys", ...]:
-        """Keys that the tokens start .. end of each row attend to: those of their documents so far, in their windows.
+        """Keys that the tokens start .. end of each row attend to: of their documents up to `end`, in their windows.
 
         Args:
-            window: tokens that a token attends to, itself included; None for all of its document so far.
+            window: tokens that a token attends to, itself included; None for all earlier ones of its document.
         """
         seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
         return seen if window is None else tuple(row.within(window, start) for row in seen)
@@ -82,8 +82,8 @@ class Documents:
 def _begun(starts: Sequence[int], start: int, end: int) -> tuple[int, Sequence[int]]:
     """Start of the document that has the token `start`, and the starts after it before `end`.
 
-    A sequence of a million tokens may have 100,000 documents, and every layer asks in every token slice: so they are
-    looked up, and not gone through.
+    A sequence of a million tokens may have 100,000 documents, and every layer calls this for every token slice: so it
+    bisects.
     """
     inner = bisect_right(starts, start)
     return starts[inner - 1], starts[inner : bisect_left(starts, end, inner)]
@@ -98,16 +98,16 @@ class SeenKeys(NamedTuple):
     """
 
     first_key: int
-    """Start of the first document that has tokens in the token slice; keys before it are not seen."""
+    """Start of the first document that has tokens in the token slice; keys before it are not used."""
     runs: Runs
     """Its documents, keys counted from `first_key`."""
 
     def within(self, window: int, start: int) -> "SeenKeys":
-        """Keys that windows reach, of these."""
+        """The keys that are in reach of a window."""
         out_of_reach = start + 1 - window - self.first_key
         if out_of_reach <= 0:
             return self
-        # The first run loses keys, so all ends move; computed on the device, without a wait.
+        # The first run loses keys, so all bounds move; computed on the device, without a wait.
         keys = (self.runs.keys - out_of_reach).clamp_(min=0)
         longest = min(self.runs.longest_keys, window - 1 + self.runs.longest_queries)
         return SeenKeys(self.first_key + out_of_reach, self.runs._replace(keys=keys, longest_keys=longest))
@@ -137,7 +137,7 @@ class DocumentsAtOnce:
     ) -> Gradients:
         """Return the gradients, row by row, as in `AttentionKernel`.
 
-        Keys that no query of a row sees get 0, or none if no row sees them.
+        Keys that no query of a row attends to get 0; if no row does, they have none.
         """
         first_key, given_from = min(seen.first_key for seen in self._seen), self._end - key.shape[1]
         rows = []
@@ -154,7 +154,7 @@ class DocumentsAtOnce:
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Rows as one tensor, without a copy if there is one."""
+    """Rows as one tensor; a single row is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
 
 
@@ -165,8 +165,8 @@ _Places = tuple[slice, slice]
 class DocumentAttention:
     """Attention within each document, by any kernel: one call for each piece of a document.
 
-    A document may have begun in an earlier token slice. Its piece is then attended as a token slice is, to a prefix
-    and to itself, only that the prefix begins at the document:
+    A document may have begun in an earlier token slice. Its piece then attends to a prefix and to itself, as a token
+    slice does; the prefix begins at the document:
 
         keys      [ document 0 | document 1         ]      of a row, up to the end of this token slice
         queries                       [ 1 1 1 1 1 1 ]      this token slice: one piece
@@ -174,7 +174,7 @@ class DocumentAttention:
 
     Args:
         kernel: of a piece, given its row, its first query and its first key, counted in the whole sequence.
-        window: tokens that a token attends to, itself included; None for all of its document so far.
+        window: tokens that a token attends to, itself included; None for all earlier ones of its document.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class DocumentAttention:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Return the gradients, piece by piece, as in `AttentionKernel`; keys that no query sees get 0."""
+        """Return the gradients, piece by piece, as in `AttentionKernel`; keys without a query get 0."""
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for kernel, here, keys in self._pieces(query, key):
             of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())

@@ -5,7 +5,7 @@
 
 Both take sliding windows: flash attention counts the keys before a query, the other kernel counts the query's own too.
 
-What each of them takes is read off torch 2.13: `aten/src/ATen/native/transformers/cuda`, files `sdp_utils.cpp`,
+The conditions of each follow torch 2.13: `aten/src/ATen/native/transformers/cuda`, files `sdp_utils.cpp`,
 `flash_attn/flash_api.cpp`, `attention_backward.cu` and `mem_eff_attention/kernel_forward.h`.
 """
 
@@ -36,13 +36,12 @@ class CpuFlash:
     """Torch's flash attention for CPUs, which aligns its causal mask to the upper left: prefix and diagonal apart.
 
     The two parts merge exactly by their log-sum-exps, and the backward of each part is exact when given the merged
-    output and log-sum-exp, since softmax weights are exp(score - log-sum-exp) whatever part a key is in.
+    output and log-sum-exp, since softmax weights are exp(score - log-sum-exp) in either part.
 
-    A sliding window is a mask that the kernel is given, tile by tile of the queries: keys out of the reach of a whole
-    tile are then not computed.
+    A sliding window is a mask for each tile of the queries: keys out of the reach of a whole tile are not computed.
 
     Args:
-        window: keys that a query sees, itself included; None for all up to its own.
+        window: keys that a query attends to, its own included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -147,7 +146,7 @@ def _backward(
 
 
 def _tile_length(window: int) -> int:
-    """Queries of a tile: as it is longer, more keys out of the windows are computed; as it is shorter, calls cost."""
+    """Queries of a tile: longer ones compute more keys out of the windows; shorter ones take more calls."""
     return max(128, window // 4)
 
 
@@ -172,18 +171,18 @@ CAUSAL_FROM_BOTTOM_RIGHT = 2
 """Number of a mask of the memory-efficient kernel (`CustomMaskType` in its sources)."""
 
 LOG_SUM_EXP_ROW = 32
-"""The memory-efficient kernel pads the queries of its log-sum-exp to a multiple of so many (`kAlignLSE`)."""
+"""The memory-efficient kernel pads the queries of its log-sum-exp to a multiple of this (`kAlignLSE`)."""
 
 
 @cache
 def capability_of(device: torch.device) -> Capability:
-    """Compute capability of a CUDA device; (0, 0) where it is no device of NVIDIA's, whose kernels differ."""
+    """Compute capability of a CUDA device; (0, 0) for devices of other makers, where kernels differ."""
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
     """Whether flash attention computes forward and backward for such heads."""
-    # On these, the backward of these sizes needs more shared memory than there is.
+    # There the backward of these sizes exceeds the shared memory.
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     too_large = 192 < head_size <= 224 if small else False
     fits = head_size % 8 == 0 and head_size <= 256 and not too_large
@@ -193,12 +192,12 @@ def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> b
 def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
     """Whether the memory-efficient kernel computes forward and backward for such heads."""
     oldest = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
-    # Rows of 16 bytes are what tensor cores load at once.
+    # Tensor cores load 16 bytes of a row at once.
     return dtype in oldest and capability >= oldest[dtype] and head_size * dtype.itemsize % 16 == 0
 
 
 class Runs(NamedTuple):
-    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other."""
+    """Bounds of the runs of queries and of keys in one row. Each run attends only to itself."""
 
     queries: Tensor
     """Int32 [runs + 1], the first 0, the last the number of queries."""
@@ -213,11 +212,11 @@ class Runs(NamedTuple):
 class CudaFlash:
     """Flash attention: one call, since its causal mask is aligned to the bottom right.
 
-    Given runs, it attends within each. Shapes then have no dimension of rows: queries are [N, H, D], keys and values
+    With runs, each attends to itself. Shapes then have no dimension of rows: queries are [N, H, D], keys and values
     [E, G, D], the log-sum-exp [H, N].
 
     Args:
-        window: keys that a query sees, itself included; None for all up to its own.
+        window: keys that a query attends to, its own included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -243,7 +242,7 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values, each [B, tokens, heads, D] as given."""
         bounds = runs or (None, None, query.shape[1], key.shape[1])
-        # Without dropout no state of a random generator is read: any tensor stands for it.
+        # Without dropout no state of a random generator is read: any tensor may take its place.
         no_random_state = attended.log_sum_exp
         return _aten._flash_attention_backward(
             output_gradient,
@@ -266,10 +265,10 @@ class MemoryEfficient:
     """The memory-efficient kernel, for fp32 and for heads that flash attention does not take.
 
     It has no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
-    three products of tensor cores (`OpMultiplyAddFastF32`), which loses little.
+    three products of tensor cores (`OpMultiplyAddFastF32`), with little loss.
 
     Args:
-        window: keys that a query sees, itself included; None for all up to its own.
+        window: keys that a query attends to, its own included; None for all up to its own.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -310,7 +309,7 @@ class MemoryEfficient:
 
 
 def _padded(log_sum_exp: Tensor) -> Tensor:
-    """A log-sum-exp whose rows are padded as those of the forward; one put together of pieces is not."""
+    """A log-sum-exp with padded rows, as the forward returns; one that was joined from pieces is not padded."""
     if log_sum_exp.stride(1) % LOG_SUM_EXP_ROW == 0:
         return log_sum_exp
     return F.pad(log_sum_exp, (0, -log_sum_exp.shape[-1] % LOG_SUM_EXP_ROW), value=float("inf"))
@@ -321,7 +320,7 @@ def _repeated(heads: Tensor, repeats: int) -> Tensor:
 
 
 def activate_flash_attention_3(device: torch.device) -> bool:
-    """Make flash attention of this process FlashAttention-3, and return whether device, torch and its package do."""
+    """Use FlashAttention-3 in this process, and return whether device, torch and its package support it."""
     activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
     if device.type != "cuda" or activate is None or importlib.util.find_spec("flash_attn_interface") is None:
         return False
@@ -330,7 +329,7 @@ def activate_flash_attention_3(device: torch.device) -> bool:
     try:
         activate("FA3")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        # An installation that does not fit this torch or this CUDA must not stop a run that can do without it.
+        # An installation that does not fit this torch or this CUDA must not end a run that can do without it.
         warnings.warn(f"FlashAttention-3 is installed, but cannot be used: {error}", stacklevel=2)
         return False
     return True
@@ -342,11 +341,11 @@ def kernel_for(
     softcap: float | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
 ) -> AttentionKernel:
-    """The best kernel for queries [B, N, H, D].
+    """The fastest kernel for queries [B, N, H, D].
 
     Args:
-        window: keys that a query sees, itself included; None for all up to its own.
-        softcap: limit of the scores, which no fused kernel of torch has; None for none.
+        window: keys that a query attends to, its own included; None for all up to its own.
+        softcap: limit of the scores, which no fused kernel of torch supports; None for none.
     """
     if softcap is not None:
         return PlainAttention(window=window, softcap=softcap)
@@ -366,10 +365,10 @@ def kernel_of_runs_for(
     window: int | None = None,
     capability: Callable[[torch.device], Capability] = capability_of,
 ) -> CudaFlash | None:
-    """Return the kernel of queries [T, heads, D] in runs of tokens, in one call; None if there is none, as on CPUs.
+    """The kernel for queries [T, heads, D] in runs of tokens, in one call; None if there is none, as on CPUs.
 
     Args:
-        window: keys that a query sees, itself included; None for all of its run up to its own.
+        window: keys that a query attends to, its own included; None for all of its run up to its own.
     """
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
         return CudaFlash(window)

@@ -2,14 +2,14 @@
 
 Shapes, here and in `attention`: queries [B, N, H, D] of the N tokens of a token slice; keys and values [B, E, G, D] of
 the last E tokens up to its end, H a multiple of G (grouped queries); log-sum-exp [B, H, N], in at least fp32. Query n
-sees the keys 0 .. E - N + n, which is causal attention aligned to the bottom right:
+attends to the keys 0 .. E - N + n, which is causal attention aligned to the bottom right:
 
     prefix    diagonal
-    x x x x | x . .        E - N keys that all queries see, then N keys under the usual causal mask
+    x x x x | x . .        E - N keys for all queries, then N keys under the usual causal mask
     x x x x | x x .
     x x x x | x x x
 
-With a sliding window of W tokens it sees only the last W of these, itself included; so E need be no more than
+With a sliding window of W tokens it attends only to the last W of these, its own included; so E need be no more than
 W - 1 + N. With W = 4:
 
     . x x x | x . .
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     query: Tensor
     """[B, N, H, D]."""
     own: tuple[Tensor, Tensor]
-    """Gradients of the token slice's own keys and values, each [B, N, G, D]; not yet complete."""
+    """Gradients of the token slice's own keys and values, each [B, N, G, D], without those of later token slices."""
     prefix: tuple[Tensor, Tensor]
     """Gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0."""
 
@@ -66,18 +66,18 @@ class AttentionKernel(Protocol):
 
 
 class QueryTile(NamedTuple):
-    """Queries that a kernel computes at once, and the keys that they reach."""
+    """Queries that a kernel computes at once, and the keys in their reach."""
 
     queries: slice
     keys: slice
 
 
 def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: int) -> Iterator[QueryTile]:
-    """Tiles of the queries, first to last, each with no more keys than it reaches.
+    """Tiles of the queries, first to last, each with the keys in its reach.
 
     Args:
-        window: keys that a query sees, itself included; None for all up to its own.
-        at_once: queries of a tile, but for the last.
+        window: keys that a query attends to, its own included; None for all up to its own.
+        at_once: queries of a tile; the last one may have fewer.
     """
     prefix_len = num_keys - num_queries
     for first in range(0, num_queries, at_once):
@@ -109,14 +109,14 @@ _Numbers = tuple[Tensor, Tensor, float] | tuple[()]
 
 
 class PlainAttention:
-    """Attention written out, for all that no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
+    """Attention written out, for cases without a fused kernel: devices, dtypes, soft caps, and dropout by position.
 
     Scores [B, G, H/G, n, E] of a tile of n queries exist while it is computed; the backward computes them again. A tile
     reads only the keys in reach of its queries.
 
     Args:
         dropout: on the probabilities; None for none.
-        window: keys that a query sees, itself included; None for all up to its own.
+        window: keys that a query attends to, its own included; None for all up to its own.
         softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
         scores_at_once: most scores of a tile, if it has more than one query.
     """
@@ -156,7 +156,7 @@ class PlainAttention:
         if len(tiles) == 1 and not tiles[0][1].start:
             return Gradients.cut(*of(*tiles[0], key.dtype))
         of_query = torch.empty_like(query)
-        # What tiles find for the same keys adds up in at least fp32, and is rounded once.
+        # Sums over tiles are in at least fp32, and rounded once.
         at_least_fp32 = torch.promote_types(key.dtype, torch.float32)
         of_key, of_value = (torch.zeros_like(each, dtype=at_least_fp32) for each in (key, value))
         for queries, keys, numbers in tiles:
@@ -301,7 +301,7 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def _masked(scores: Tensor, window: int | None) -> Tensor:
-    """Scores [..., N, E], those of keys that a query does not see infinitely low."""
+    """Scores [..., N, E], with minus infinity for keys to which a query does not attend."""
     length, num_keys = scores.shape[-2:]
     keys = torch.arange(num_keys, device=scores.device)
     last_seen = torch.arange(num_keys - length, num_keys, device=scores.device).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Dropout whose masks depend on where an element is, never on when or on which rank it is computed.
+"""Dropout with masks that depend only on the place of an element, not on the time and rank of the computation.
 
-A random generator hands out numbers in the order of the calls, so its masks would change with the token slices, the
+A random generator returns numbers in the order of the calls, so its masks would change with the token slices, the
 stages and the schedule. Here every element of a mask is a hash of its place,
 
     bits = mix(row(seed, sequence, layer, site, position) ^ column(channel))
@@ -54,11 +54,11 @@ class DropoutPlace:
     stream: int
     """Number of the seed, the layer and the use."""
     sequences: tuple[int, ...]
-    """Number of each row's sequence, unlike that of any other sequence of the run."""
+    """Number of each row's sequence, unique in the run."""
     start: int
     """Position of the first token."""
     drawn: DrawnNumbers | None = field(default=None, compare=False)
-    """Numbers that were drawn for the micro-batch; None to draw everything where it is asked for."""
+    """Numbers that were drawn for the micro-batch; None to draw them at each call."""
 
     @classmethod
     def at(
@@ -92,7 +92,7 @@ def dropout(
 
     Args:
         inputs: [B, N, C].
-        first_channel: channel of the first column, where a rank holds some of the channels.
+        first_channel: channel of the first column, where a rank has some of the channels.
         residual: [B, N, C], to which the result is added; None for nothing.
     """
     if not probability:
@@ -143,7 +143,7 @@ def _numbers(inputs: Tensor, place: DropoutPlace, first_channel: int) -> tuple[T
 
 
 def _drawn_rows(stream: int, sequences: Sequence[int], start: int, length: int, device: torch.device) -> Tensor:
-    # Numbers go to the device as arguments of kernels: a tensor made of a list would be copied there, and waited for.
+    # Numbers go to the device as arguments of kernels: a tensor made of a list would be copied, with a wait.
     keys = [
         torch.full((1,), _signed(_mixed(stream ^ sequence), 64), dtype=torch.int64, device=device)
         for sequence in sequences

@@ -134,7 +134,7 @@ class SequenceState:
 
     Args:
         ranks: ranks that share the tokens of each token slice; None for one.
-        sequences: number of each row, by which its masks differ from those of all other sequences.
+        sequences: number of each row, to give its masks other bits than those of all other sequences.
         documents: starts of the documents; None if every row is one document.
         forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
             be freed.
@@ -173,7 +173,7 @@ class SequenceState:
         """Random numbers of dropout."""
 
     def past(self, layer: int, token_slice: int) -> "Past":
-        """Return the state as one layer sees it while it computes one token slice."""
+        """The state of one layer for one token slice."""
         return Past(self.parts.prefix_len(token_slice), layer, self)
 
     def forget_shared(self, token_slice: int) -> None:
@@ -187,12 +187,12 @@ class SequenceState:
         return [tensor for state in self._kept_apart() for tensor in state.kept[start]]
 
     def drop_keys_of(self, token_slice: int) -> None:
-        """Let go of keys and values of a token slice, until they are put back."""
+        """Free the keys and values of a token slice, until they are put back."""
         for state in self._kept_apart():
             del state.kept[self.token_slices.prefix_len(token_slice)]
 
     def put_back_keys_of(self, token_slice: int, tensors: Sequence[Tensor]) -> None:
-        """Have keys and values again that were dropped.
+        """Put back keys and values that were dropped.
 
         Args:
             tensors: keys and values [B, N, G, D], as `keys_of` gave them.
@@ -207,7 +207,7 @@ class SequenceState:
             yield state
 
     def keys_and_values(self, layer: int, window: int | None) -> KeyValueState | None:
-        """Return the keys and values of a layer; None where no token slice but their own will read them.
+        """The keys and values of a layer; None if only their own token slice reads them.
 
         Args:
             window: tokens that its tokens attend to, themselves included; None for all before them.
@@ -231,7 +231,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The tokens before a token slice, for one layer. A layer gets it by having an argument named `past`.
+    """The tokens before a token slice, for one layer: the argument `past` of its forward.
 
     Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. Only `attend`
     reaches the others.
@@ -244,7 +244,7 @@ class Past:
 
     @property
     def positions_restart(self) -> bool:
-        """Whether positions restart with documents; if not, they count on from `prefix_len`."""
+        """Whether positions restart with documents; if not, they continue from `prefix_len`."""
         documents = self._sequence.documents
         return documents is not None and documents.positions_restart
 
@@ -256,7 +256,7 @@ class Past:
         return positions if device is None else positions.to(device)
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return a value that all layers of this stage share for this token slice; the first layer makes it."""
+        """A value that all layers of this stage share for this token slice; made by the first one."""
         key = self.prefix_len, name
         if key not in self._sequence.shared:
             self._sequence.shared[key] = make()
@@ -283,7 +283,7 @@ class Past:
             key: [B, N, G, D]; H must be a multiple of G.
             value: [B, N, G, D].
             scale: factor of the scores; 1 / sqrt(D) if None.
-            first_head: number of the first query head, where a rank holds some of them.
+            first_head: number of the first query head, where a rank has some of them.
             window: tokens that a token attends to, itself included; None for all before it. A layer has one.
             softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
 

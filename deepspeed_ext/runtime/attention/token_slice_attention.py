@@ -5,17 +5,17 @@ The chain rule across token slices, with one backward per token slice, last to f
     tokens of    0        1        2
     K, V   [ written | written | written ]        once each, at its forward
     dK, dV [  += 2   |  += 2   |         ]  <- backward of 2: adds to those before, returns its own
-           [  += 1   |         |         ]  <- backward of 1: its own = what 2 added + what 1 finds
-           [         |         |         ]  <- backward of 0: now everyone has added to its own
+           [  += 1   |         |         ]  <- backward of 1: its own = those added by 2 + those found by 1
+           [         |         |         ]  <- backward of 0: its own, to which all others have added
 
 When the backward of a token slice runs, all later ones have run, so the gradients of its keys and values are complete
-and flow on into the layer's projections like any other gradient: no surrogate loss, no retained graph.
+and flow into the layer's projections like any other gradient: no surrogate loss, no retained graph.
 
 With a sliding window a token slice reads, and finds gradients for, only the keys in its reach; the table below shows
 which keys and gradients are then kept.
 
-A sequence in one piece has no other token slice to keep anything for. Its keys and values are autograd's, as in any
-other operation: nothing is copied, and a recomputation keeps none of them.
+In a sequence of one piece, autograd keeps keys and values, as in any other operation: they are not copied, and a
+recomputation keeps none of them.
 
     layer                       keys and values                                      gradients
     whole sequence              one buffer; reading gives views                      of all tokens before the last
@@ -26,20 +26,20 @@ other operation: nothing is copied, and a recomputation keeps none of them.
     window, forward only        those in reach of the token slice; the others are    none
                                 freed as the next one writes
 
-A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back. Gradients are
-in `PendingGradients`, those of each token slice apart.
+In a window of W tokens a token attends to itself and W - 1 before it, so a token slice reaches W - 1 tokens back.
+Pending gradients are kept for each token slice:
 
     token slice          0        1        2        3
     backward of 3     [ += 3 | += 3 | += 3 ]              a buffer for each token slice before it
-    backward of 2     [ += 2 | += 2 ]                     its own = what is pending for it + what it finds; freed
+    backward of 2     [ += 2 | += 2 ]                     its own = those pending for it + those it finds; freed
     backward of 1     [ += 1 ]
     backward of 0
 
 Each token slice has buffers of its own, from the first backward that finds gradients for it to its own backward, which
-frees them. Sums are computed in fp32, or in the wider type of the model; `kept_in` may round what is stored between
-two backwards. Each of S - 1 roundings to bf16 adds at most 2^-9, of random signs, so the relative error of dK and dV
-grows as the root of S: 0.1 % at 4 token slices, 0.5 % at 64. In a bf16 model it is below that of the kernels up to some
-32 token slices.
+frees them. Sums are computed in fp32, or in the wider type of the model; `gradients_in` may round them between two
+backwards. Each of S - 1 roundings to bf16 adds at most 2^-9, of random signs, so the relative error of dK and dV grows
+as the root of S: 0.1 % at 4 token slices, 0.5 % at 64. In a bf16 model it is below that of the kernels up to some 32
+token slices.
 """
 
 from abc import ABC, abstractmethod
@@ -50,28 +50,37 @@ from torch import Tensor
 from deepspeed_ext.runtime.attention import Attended, AttentionKernel, Gradients
 
 
-class PendingGradients:
-    """Gradients that token slices which ran backward have for the keys and values of earlier ones.
+class KeyValueState(ABC):
+    """Keys and values of one layer for one micro-batch, and the gradients of later token slices for them.
 
     Args:
-        kept_in: type in which they are kept; None for fp32, or the wider type of the model.
+        gradients_in: type in which gradients are kept; None for fp32, or the wider type of the model.
     """
 
-    def __init__(self, kept_in: torch.dtype | None = None) -> None:
-        self._kept_in = kept_in
+    def __init__(self, gradients_in: torch.dtype | None = None) -> None:
+        self._gradients_in = gradients_in
         self._ends: dict[int, int] = {}  # of token slices that were written and have not run backward, by their starts
         self._began = False
         # By the start of a token slice: the first of its tokens that has gradients, and those [B, E, G, D] of its
         # keys and values from there on; gradients of the tokens before are 0.
         self._pending: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
 
-    def written(self, start: int, end: int) -> None:
-        """Note that keys and values of the tokens start .. end are there."""
+    @abstractmethod
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store the keys and values [B, N, G, D] of the tokens start .. start + N."""
         if not self._began:
-            self._ends[start] = end
+            self._ends[start] = start + key.shape[1]
+
+    @abstractmethod
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, E, G, D] that the tokens start .. end attend to: the last E tokens up to `end`."""
 
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
-        """Add up gradients, as in `KeyValueState`."""
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
         self._began = True
         assert start == max(self._ends), "token slices must run backward last to first"
         del self._ends[start]
@@ -102,35 +111,8 @@ class PendingGradients:
         return first, (key, value)
 
     def _copy(self, gradient: Tensor) -> Tensor:
-        dtype = self._kept_in or torch.promote_types(gradient.dtype, torch.float32)
+        dtype = self._gradients_in or torch.promote_types(gradient.dtype, torch.float32)
         return torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(gradient)
-
-
-class KeyValueState(ABC):
-    """Keys and values of one layer for one micro-batch, and the gradients that token slices have for earlier ones.
-
-    Args:
-        gradients_in: type in which gradients are kept; None for fp32 or wider.
-    """
-
-    def __init__(self, gradients_in: torch.dtype | None = None) -> None:
-        self._pending = PendingGradients(gradients_in)
-
-    @abstractmethod
-    def write(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Store the keys and values [B, N, G, D] of the tokens start .. start + N."""
-
-    @abstractmethod
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, E, G, D] that the tokens start .. end attend to: the last E tokens up to `end`."""
-
-    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
-        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
-
-        Returns:
-            Gradients [B, N, G, D] of the token slice's own keys and values.
-        """
-        return self._pending.accumulate(gradients, start)
 
 
 class KeysOfSequence(KeyValueState):
@@ -147,10 +129,10 @@ class KeysOfSequence(KeyValueState):
         if self._keys is None or self._values is None:
             shape = (key.shape[0], self.seq_length, *key.shape[2:])
             self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+        super().write(key, value, start)
         end = start + key.shape[1]
         self._keys[:, start:end] = key
         self._values[:, start:end] = value
-        self._pending.written(start, end)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, end, heads, D] of the tokens 0 .. end."""
@@ -176,7 +158,7 @@ class KeysOfTokenSlices(KeyValueState):
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store copies of keys and values [B, N, heads, D], in place of earlier ones of the same tokens."""
-        end = start + key.shape[1]
+        super().write(key, value, start)
         if self._forward_only and start:
             first = self._first_in_reach(start)
             keys, values = self._between(first, start)
@@ -185,7 +167,6 @@ class KeysOfTokenSlices(KeyValueState):
             # Copied, since they are parts of a product that would stay with them.
             copies = (each.clone(memory_format=torch.contiguous_format) for each in (key, value))
             self.kept[start] = next(copies), next(copies)
-        self._pending.written(start, end)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, reach, heads, D], put together from the token slices where there are several."""
@@ -194,7 +175,7 @@ class KeysOfTokenSlices(KeyValueState):
 
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
         """Add up gradients, as in `KeyValueState`, and free the keys of the token slice, which no later op reads."""
-        assert not self._forward_only, f"a backward at token {start} of a sequence that was to run forward alone"
+        assert not self._forward_only, f"a backward at token {start} of a sequence that runs forward only"
         complete = super().accumulate(gradients, start)
         del self.kept[start]
         return complete
@@ -233,7 +214,7 @@ class TokenSliceAttention(torch.autograd.Function):
         if state is None:
             query, *keys = kept = _kept(query, key, value)
         else:
-            # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
+            # A query cut from a fused projection would keep its keys and values alive: copy it.
             kept = (query := query.contiguous(),)
             state.write(key, value, start)
             keys = state.read(start, start + query.shape[1])
@@ -256,7 +237,7 @@ class TokenSliceAttention(torch.autograd.Function):
 
 
 def _kept(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values to keep: as they are if they hold nothing else alive, else copies.
+    """Queries, keys and values to keep: as they are if they keep no other tensor alive, else copies.
 
     Cut from one product, all three together are that product. Where a norm has replaced the queries and keys, the
     values would keep the others alive without use.

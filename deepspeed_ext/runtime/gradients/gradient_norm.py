@@ -1,4 +1,4 @@
-"""The gradients that an optimizer steps with: their global norm, clipping, and counts of bad and of zero elements."""
+"""The gradients of an optimizer's step: their global norm, clipping, and counts of bad and of zero elements."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,14 @@ from deepspeed_ext.runtime.clocks import UPDATE, Observer
 
 
 def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients [...] that this rank's optimizer is about to step with: whole, or under ZeRO 1 of its partition."""
+    """The gradients [...] of this rank's next optimizer step: whole, or under ZeRO 1 of its partition."""
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
         for weights, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
             yield from zip(weights, gradients, strict=True)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         for group, weights in enumerate(optimizer.params_in_partition):
-            # Behind the last weight the partition is filled up.
+            # After the last weight the partition is padded.
             parts = (part for part in optimizer.averaged_gradients[group] if not hasattr(part, "_zero_padding"))
             yield from zip(weights, parts, strict=False)
     else:
@@ -32,10 +32,10 @@ def stepped_gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def count_bad_copies(engine: Any) -> None:
-    """Let a NaN or infinite gradient count in the norm on each tensor-parallel rank.
+    """Include NaN and infinite gradients of all copies in the norm, on each tensor-parallel rank.
 
-    The norm leaves out all copies but the first of weights that tensor parallelism does not cut, and each rank steps
-    its own. Here 0 times those that are left out is added to one that counts: nothing, or NaN.
+    The norm includes only the first copy of weights that tensor parallelism does not cut, and each rank steps its own.
+    Here 0 times the other copies is added to a gradient that counts: 0, or NaN.
     """
     if engine.grid.get_slice_parallel_rank() == 0:
         return
@@ -51,7 +51,7 @@ def count_bad_copies(engine: Any) -> None:
 
 
 def _counts_here(parameter: nn.Parameter, tensor_parallel_rank: int) -> bool:
-    """Whether this rank counts a parameter: of copies on pipeline or tensor-parallel ranks only the first counts."""
+    """Whether a parameter counts on this rank: of copies on pipeline or tensor-parallel ranks only the first does."""
     replicated = getattr(parameter, "ds_pipe_replicated", False)
     return not replicated and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
 
@@ -61,7 +61,7 @@ def global_grad_norm(
 ) -> Tensor:
     """2-norm [] of the gradients of a whole model, in fp64, on the device of the parameters.
 
-    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank holds.
+    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage only.
     """
     parameters = list(parameters)
@@ -74,9 +74,9 @@ def global_grad_norm(
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         for gradient in counted
     ]
-    # Every rank takes part in the sum, also one that owns none of the counted gradients; fp64 holds any of them.
-    nothing = torch.zeros((), dtype=torch.double, device=parameters[0].device)
-    squares = torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else nothing
+    # Every rank takes part in the sum, also one without counted gradients; fp64 can represent any of them.
+    none = torch.zeros((), dtype=torch.double, device=parameters[0].device)
+    squares = torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else none
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
@@ -92,11 +92,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
             parameter.grad.mul_(coefficient)
 
 
-def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Let the next step of an optimizer change nothing, if the norm [] of all gradients is NaN or infinite.
+def skip_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Skip the next step of an optimizer, if the norm [] of all gradients is NaN or infinite.
 
-    DeepSpeed's other optimizers do so themselves. Fused steps skip on the device, and the host need not wait for the
-    norm; with others it waits, and removes the gradients, without which no optimizer of torch updates a weight.
+    DeepSpeed's other optimizers do so themselves. Fused steps are skipped on the device, without a wait of the host;
+    with others it waits, and removes the gradients, without which no optimizer of torch updates a weight.
     """
     is_bad = ~torch.isfinite(norm)
     if all(group.get("fused") for group in optimizer.param_groups):
@@ -108,7 +108,7 @@ def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None
 
 
 class ZeroGradients(Observer):
-    """Counts the zeros of each step, before clipping."""
+    """Number of zeros in the gradients of each step, before clipping."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._found = engine, torch.zeros(())
@@ -125,9 +125,9 @@ class ZeroGradients(Observer):
 
 
 def num_zero_gradients(engine: Any) -> Tensor:
-    """Zeros in the gradient of the whole model [], between the reductions and the step; every rank must ask.
+    """Zeros in the gradient of the whole model [], between reductions and step; every rank must call this.
 
-    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank holds.
+    Weights that pipeline ranks share count once, and so do parameters that every tensor-parallel rank has.
     """
     zeros = torch.zeros((), dtype=torch.int64, device=engine.device)
     for parameter, gradient in stepped_gradients(engine):

@@ -1,12 +1,12 @@
 """Gathers stepped weights over the replicas while the next forward runs, instead of at the end of the step.
 
 Under ZeRO 1, and in bf16, each replica steps its partition of a flat group of weights and gathers the others'. A layer
-needs its weights when the next forward enters it, so the gathering goes on under the layers before it:
+needs its weights when the next forward enters it, so they are gathered during the layers before it:
 
     step | [gather piece 0][piece 1][piece 2]
-         |           [F: layer 0 | layer 1   | layer 2]        each layer waits for the pieces that it lies in
+         |           [F: layer 0 | layer 1   | layer 2]        each layer waits for the pieces with its weights
 
-Until then weights are those of the step before, or of this one, or both. Whoever reads them otherwise waits for all.
+Until then weights are those of the step before, or of this one, or both. Any other reader waits for all.
 """
 
 import sys
@@ -21,21 +21,21 @@ PIECE_BYTES = 1 << 23
 """Part of one replica's partition that is gathered at a time."""
 
 _NAME = "all_gather_dp_groups"
-"""Functions that DeepSpeed's optimizers call at the end of their step, each by the name in its own module."""
+"""Function that DeepSpeed's optimizers call at the end of their step, by this name in their own modules."""
 
 
 class _Piece(NamedTuple):
-    """A part of every partition of a flat group, on its way."""
+    """A pending gather of a part of every partition of a flat group."""
 
     work: dist.Work
     flat: Tensor
     partition: int
-    """Numbers of each partition; those from `start` to `stop` (exclusive) are gathered."""
+    """Elements of each partition; those from `start` to `stop` (exclusive) are gathered."""
     start: int
     stop: int
 
     def has_of(self, weight: Tensor) -> bool:
-        """Whether some numbers of a weight are among them."""
+        """Whether it includes elements of a weight."""
         if weight.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
             return False
         first = weight.storage_offset() - self.flat.storage_offset()
@@ -57,7 +57,7 @@ class ParameterGathers:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Around a step: its gathers are started, and not waited for."""
+        """Around a step: its gathers are started without a wait."""
         self.finish()
         gather = getattr(self._home, _NAME)
         setattr(self._home, _NAME, self._start)
@@ -68,11 +68,11 @@ class ParameterGathers:
 
     @property
     def pending(self) -> bool:
-        """Whether weights are on their way."""
+        """Whether gathers are pending."""
         return bool(self._pieces)
 
     def entering(self, layer: int, _: Any) -> None:
-        """Wait for the weights of a layer that is about to run."""
+        """Wait for the weights of the next layer."""
         if self._pieces:
             self._wait([*self._layers[layer], *self._others])
 
@@ -89,7 +89,7 @@ class ParameterGathers:
         dp_process_group: Sequence[dist.ProcessGroup],
         **_: Any,
     ) -> None:
-        # Small groups, such as norms, have something of every layer.
+        # Small groups, such as norms, have weights of every layer.
         for number in sorted(range(len(groups_flat)), key=lambda number: groups_flat[number].numel()):
             flat, partitions, group = (
                 each[number] for each in (groups_flat, partitioned_param_groups, dp_process_group)
@@ -114,7 +114,7 @@ class ParameterGathers:
 
 
 def parameter_gathers(engine: Any) -> ParameterGathers | None:
-    """The gathers of an engine; None where every replica steps all weights."""
+    """The gathers of an engine; None if every replica steps all weights."""
     home = sys.modules[type(engine.optimizer).__module__]
     if engine.dp_world_size == 1 or not hasattr(home, _NAME):
         return None
@@ -124,7 +124,7 @@ def parameter_gathers(engine: Any) -> ParameterGathers | None:
     of_layers = {parameter for held in layers.values() for parameter in held}
     others = [parameter for parameter in module.parameters() if parameter not in of_layers]
     gathers = ParameterGathers(engine.optimizer, layers, others)
-    # Checkpoints are saved and loaded layer by layer, so each layer is asked.
+    # Checkpoints are saved and loaded layer by layer.
     for layer in module.modules():
         layer.register_state_dict_pre_hook(lambda *_: gathers.finish())
         layer.register_load_state_dict_pre_hook(lambda *_: gathers.finish())

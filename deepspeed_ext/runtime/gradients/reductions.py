@@ -1,12 +1,12 @@
 """Sums of gradients: over the ranks of one replica once a step, and over replicas during the last backward.
 
-All sums come before DeepSpeed's own reduction over replicas, and find a gradient wherever DeepSpeed accumulates it.
-Gradients of one dtype that go the same way travel together: a message for each costs more than its bytes.
+All sums come before DeepSpeed's own reduction over replicas, and use the tensors in which DeepSpeed accumulates.
+Gradients of one dtype for the same ranks are sent together: a message for each costs more than its bytes.
 
-- Of torch's own optimizer, which is that of fp32 without ZeRO, every replica needs all of `parameter.grad`.
+- With torch's own optimizer, in fp32 without ZeRO, every replica needs all of `parameter.grad`.
 - `BF16_Optimizer` has a flat buffer of gradients for each group of parameters. Every replica needs all of it, though it
-  steps a part: the norm is taken of whole gradients.
-- Of ZeRO 1 a replica needs those of `parameter.grad` that its partition of the optimizer's state is for.
+  steps a part, for the norm.
+- With ZeRO 1 a replica needs the parts of `parameter.grad` that belong to its partition of the optimizer's state.
 
 The plan names the op that completes the gradients of a stage (`plan.programs.reductions`). Autograd runs that op's
 backward layer by layer, last to first. Once a hook on the input of a layer runs, the gradients of that layer and of
@@ -15,8 +15,8 @@ those after it are complete:
     forward     embedding -x-> layer 0 -x-> layer 1     x: a hook, in the forward of the token slice that comes last
     backward    layer 1   x: sum those of layer 1   layer 0   x: those of layer 0   embedding   end: those left
 
-Messages are posted in one order on all replicas, whatever the hooks do: by stage as they are completed, then by layer,
-last to first. Nothing waits for them but the optimizer step, and on an accelerator not even the host does then.
+Messages are posted in one order on all replicas, for any order of the hooks: by stage as they are completed, then by
+layer, last to first. Only the optimizer step waits for them, on an accelerator without the host.
 """
 
 from collections import defaultdict
@@ -33,11 +33,11 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op
 
 SUM_BUCKET_BYTES = 1 << 26
-"""A message of 64 MiB keeps any network busy, and its copy is small beside the gradients."""
+"""A message of 64 MiB keeps any network busy, and its copy is small compared with the gradients."""
 
 
 def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
-    """Sum the gradients of weights that several ranks of a pipeline hold together: those of tied layers.
+    """Sum the gradients of weights of which several ranks of a pipeline have copies: those of tied layers.
 
     The weights come in one order on all ranks of their group.
     """
@@ -48,16 +48,16 @@ def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist
         if weight.requires_grad and len(ranks) > 1:
             groups.setdefault(ranks, group)
             gradients[ranks].append(accumulated_gradient(weight))
-    # In one order on all ranks: where three pairs of three ranks share, each would otherwise wait for another.
+    # In one order on all ranks: otherwise three pairs of three ranks could wait for each other.
     for ranks in sorted(groups):
         sum_in_buckets(gradients[ranks], groups[ranks])
 
 
 def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
-    """Sum the gradients of weights that every tensor-parallel rank holds whole, but applies to its part of the tokens.
+    """Sum the gradients of weights that tensor-parallel ranks have whole, but apply to their part of the tokens.
 
-    Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and the biases after a reduction. So do
-    norms of queries and keys, which a rank applies to its part of the heads, with sequence parallelism or without.
+    Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and biases after a reduction. So do
+    norms of queries and keys, which a rank applies to its part of the heads, with or without sequence parallelism.
     """
     weights = _applied_to_a_part(module, grid)
     if weights:
@@ -65,7 +65,7 @@ def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
 
 
 def summed_before_replicas(module: Any, grid: Any) -> set[nn.Parameter]:
-    """Weights whose gradients the two functions above complete, before anybody may sum them over replicas."""
+    """Weights with gradients that the two functions above complete, before they are summed over replicas."""
     groups = module.get_tied_weights_and_groups()
     return {weight for weight, group in groups if dist.get_world_size(group) > 1} | {*_applied_to_a_part(module, grid)}
 
@@ -111,15 +111,15 @@ def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tenso
         yield bucket
 
 
-def gradient_so_far(weight: nn.Parameter) -> Tensor | None:
-    """Tensor [...] in which the gradient of a weight is summed, whatever the optimizer; None if there is none yet."""
+def current_gradient(weight: nn.Parameter) -> Tensor | None:
+    """Tensor [...] in which the gradient of a weight is summed, for any optimizer; None if there is none yet."""
     held = (getattr(weight, attribute, None) for attribute in ("_hp_grad", "grad_accum", "grad"))
     return next((gradient for gradient in held if gradient is not None), None)
 
 
 def accumulated_gradient(weight: nn.Parameter) -> Tensor:
     """Tensor [...] in which the gradient of a weight is summed; zeros on a rank without a gradient."""
-    if (gradient := gradient_so_far(weight)) is not None:
+    if (gradient := current_gradient(weight)) is not None:
         return gradient
     weight.grad = torch.zeros_like(weight)
     return weight.grad
@@ -129,17 +129,17 @@ class Part(NamedTuple):
     """A flat part of a gradient."""
 
     values: Tensor
-    """[n], a view of where the gradient adds up."""
+    """[n], a view of the tensor in which the gradient is summed."""
     owner: int | None = None
-    """Rank in the data-parallel group that alone needs the sum; None if every one does."""
+    """The only rank in the data-parallel group that needs the sum; None if every one does."""
 
 
 class ReplicaGradients:
     """Gradients of parameters, needed by every replica."""
 
     in_flat_buffers = False
-    """Whether they lie one after the other in few buffers, in one order on all replicas. Those of a buffer share its
-    version counter."""
+    """Whether they are adjacent in few buffers, in one order on all replicas. Those of a buffer share its version
+    counter."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -147,19 +147,19 @@ class ReplicaGradients:
         """The replicas of this rank."""
         size, self._averages = dist.get_world_size(self.group), engine.gradient_average
         predivided = engine.gradient_predivide_factor() if engine.postscale_gradients() else size
-        # The same factors as DeepSpeed's, computed as it computes them, so that the same bits come out.
+        # The same factors as DeepSpeed's, computed in the same way, so that results are equal to the bit.
         self._before, self._after = 1.0 / predivided, predivided / size
 
     @property
     def communication_type(self) -> torch.dtype:
-        """Type of the messages, by the settings."""
+        """Type of the messages."""
         return self._engine.communication_data_type
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Bring the results of the backward that runs now to where the gradients of some parameters add up."""
+        """Add the results of the current backward to the sums of some parameters."""
 
     def parts(self, parameter: nn.Parameter) -> Iterator[Part]:
-        """The gradient of a parameter; zeros if it has none, so that every replica can join in."""
+        """The gradient of a parameter; zeros if it has none, so that every replica can take part."""
         yield Part(_flat(parameter))
 
     def scale_before(self, values: Tensor) -> None:
@@ -173,11 +173,11 @@ class ReplicaGradients:
             values.mul_(self._after)
 
     def finish(self) -> None:
-        """All sums are there."""
+        """Complete the step after all sums."""
 
 
 class _Bf16(ReplicaGradients):
-    """Gradients in the flat buffers of `BF16_Optimizer`, to which each backward's bf16 gradients are added."""
+    """Gradients in the flat buffers of `BF16_Optimizer`, to which the bf16 gradients of backwards are added."""
 
     in_flat_buffers = True
 
@@ -202,7 +202,7 @@ class _Bf16(ReplicaGradients):
 
 
 class _Partitioned(ReplicaGradients):
-    """Gradients of which each replica needs those that its partition of the optimizer's state is for."""
+    """Gradients of which each replica needs the parts of its partition of the optimizer's state."""
 
     def __init__(self, engine: Any) -> None:
         optimizer = self._optimizer = engine.optimizer
@@ -235,15 +235,15 @@ class _Partitioned(ReplicaGradients):
         """A sum is a mean already."""
 
     def finish(self) -> None:
-        # ZeRO takes its partition of the gradients.
+        # ZeRO copies its partition of the gradients.
         self._optimizer.set_gradient_accumulation_boundary(True)
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
 def replica_gradients(engine: Any) -> ReplicaGradients | None:
-    """The gradients of an engine; None with one replica, or where the settings ask for reductions of DeepSpeed's own.
+    """The gradients of an engine; None with one replica, or if DeepSpeed must reduce them.
 
-    These are of experts, of sparse gradients, and ZeRO's of buckets that its own hooks fill.
+    It must reduce those of experts, sparse gradients, and ZeRO's buckets that its own hooks fill.
     """
     special = engine.has_moe_layers or any(getattr(layer, "sparse", False) for layer in engine.module.modules())
     if engine.dp_world_size == 1 or special or not engine.pipeline_enable_backward_allreduce:
@@ -265,17 +265,17 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 
 
 REDUCTION_BUCKET_BYTES = 1 << 23
-"""Layers are reduced together until they have so many bytes of parameters: below it, latency costs more than bytes."""
+"""Layers are reduced together up to this many bytes of parameters: below it, latency costs more than bytes."""
 
-ALONE_BYTES = 1 << 20
-"""Parts from this size on travel from where they lie; smaller ones are copied together."""
+IN_PLACE_BYTES = 1 << 20
+"""Parts from this size on are sent in place; smaller ones are copied together."""
 
 Entering = Callable[[int, Any], None]
 """Called with each layer that a forward enters: its place among this rank's layers, and its inputs."""
 
 
 def gradient_reductions(engine: Any) -> "GradientReductions | None":
-    """The reductions of an engine; None where there are none, or only DeepSpeed can do them."""
+    """The reductions of an engine; None if there are none, or if DeepSpeed must do them."""
     gradients, module = replica_gradients(engine), engine.module
     if gradients is None:
         return None
@@ -293,12 +293,12 @@ class Bucket(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A sum that is on its way."""
+    """A pending sum."""
 
     work: dist.Work
     buffer: Tensor
     targets: list[Tensor]
-    """Where the sum belongs; empty if the buffer is the place, or the sum is not for this rank."""
+    """Tensors to which the sum is copied; none if it is in place, or not for this rank."""
 
 
 class GradientReductions:
@@ -306,7 +306,7 @@ class GradientReductions:
 
     Args:
         layers: by stage, its layers from first to last: each with its place among this rank's and its parameters.
-        apart: parameters whose gradients are summed over other ranks first: they are reduced last.
+        apart: parameters with gradients that are summed over other ranks first: they are reduced last.
     """
 
     def __init__(
@@ -327,15 +327,15 @@ class GradientReductions:
         self._completing: dict[tuple[int, ...], int] = {}
 
     def begin(self, completing: Mapping[int, Op]) -> None:
-        """Expect an iteration, given the op that completes each stage of this rank, in the order in which they run."""
+        """Start an iteration, given the op that completes each stage of this rank, in their order."""
         self._completing = {op[1:]: stage for stage, op in completing.items()}
         self._waiting = self._buckets(list(completing))
         self._reduced = set()
 
     def entering(self, op: Op, defer: Callable[[Callable[[], None]], bool]) -> Entering | None:
-        """Return the function that the forward of an op calls for each layer; None if its backward completes no stage.
+        """The function that the forward of an op calls for each layer; None if its backward completes no stage.
 
-        `defer` takes a function to call with the weight gradients of this backward; False if they are not deferred.
+        `defer` adds a function to the deferred products of this backward; False if they are not deferred.
         """
         stage = self._completing.get(op[1:])
         if stage is None:
@@ -346,8 +346,8 @@ class GradientReductions:
                 if not defer(lambda: self._reduce(stage, layer, inside=True)):
                     self._reduce(stage, layer, inside=True)
 
-            # Autograd runs what was recorded last first: once it is about to run what gave one of these tensors, all
-            # that came after is done. A leaf has no such order.
+            # Autograd runs the last recorded node first: before it runs the node of one of these tensors, all later
+            # ones are done. A leaf has no such order.
             for tensor in inputs if isinstance(inputs, tuple) else (inputs,):
                 if torch.is_tensor(tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(passed)
@@ -355,11 +355,11 @@ class GradientReductions:
         return entering
 
     def reduce_stage(self, stage: int) -> None:
-        """Start the other sums of a stage, whose last backward is done."""
+        """Start the other sums of a stage after its last backward."""
         self._reduce(stage, 0, inside=False)
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start the sums of all other parameters, wait for all sums, and hand them to the optimizer."""
+        """Start the sums of all other parameters, wait for all sums, and pass them to the optimizer."""
         rest = [weight for weight in parameters if weight.requires_grad and weight.numel()]
         self._start([weight for weight in rest if weight not in self._reduced])
         changed = [gradient for gradient, version in self._versions if gradient._version != version]
@@ -382,7 +382,7 @@ class GradientReductions:
     # ------------------------------------------------------------------ parts of the above
 
     def _reduce(self, stage: int, layer: int, *, inside: bool) -> None:
-        """Start the reductions of a stage's layers from `layer` on, which are complete; perhaps inside an op."""
+        """Start the reductions of a stage's layers from `layer` on, which are complete, inside an op or after it."""
         waiting = self._waiting.get(stage, [])
         while waiting and waiting[0].layer >= layer:
             parameters = waiting.pop(0).parameters
@@ -397,7 +397,7 @@ class GradientReductions:
         small: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
         with torch.no_grad():
             for values, owner in adjacent(parts) if self._gradients.in_flat_buffers else parts:
-                if values.nbytes >= ALONE_BYTES and values.dtype == sent:
+                if values.nbytes >= IN_PLACE_BYTES and values.dtype == sent:
                     self._post(values, owner, [])
                 else:
                     small.setdefault((owner, values.dtype), []).append(values)
@@ -417,9 +417,9 @@ class GradientReductions:
         self._messages.append(_Message(work, buffer, targets))
 
     def _buckets(self, completing: Sequence[int]) -> dict[int, list[Bucket]]:
-        """By stage, its buckets in the order in which they are complete.
+        """By stage, its buckets in the order of their completion.
 
-        A parameter that several layers use belongs to the one whose backward runs last.
+        A parameter that several layers use belongs to the layer with the last backward.
         """
         turns = [
             (stage, layer, parameters)
@@ -447,8 +447,8 @@ def adjacent(parts: Iterable[Part]) -> Iterator[Part]:
     for ordered in _by_storage(parts):
         run, *others = ordered
         for part in others:
-            behind = run.values.storage_offset() + run.values.numel() == part.values.storage_offset()
-            if behind and part.owner == run.owner:
+            follows = run.values.storage_offset() + run.values.numel() == part.values.storage_offset()
+            if follows and part.owner == run.owner:
                 length = run.values.numel() + part.values.numel()
                 run = Part(run.values.as_strided((length,), (1,)), run.owner)
             else:

@@ -1,25 +1,24 @@
 """Weight gradients: deferred products, and bf16 weights whose gradients are accumulated in fp32.
 
-The backward of a matrix product Y = X W^T is two products. The stage before waits for the first, and no op waits for
+The backward of a matrix product Y = X W^T is two products. The previous stage waits for the first, and no op waits for
 the second, so a schedule may run it where the rank would idle (zero bubble, arXiv 2401.10241 section 2):
 
     BI    dX = dY W          at once
-    BW    dW += dY^T X       later: dY and X are kept until then, and nothing else of the graph is
+    BW    dW += dY^T X       later: of the graph only dY and X are kept until then
 
-An operation that can do so looks at the `weight_gradients` of its weight, and hands over its second product if products
-are being deferred. Every `nn.Linear` of an attached module does, and `linear` for weights that layers
-multiply with by themselves. Other operations, such as norms and biases, compute everything in BI, which is as correct
-and only less apart. Deferred products are computed in the order in which they came, so every weight adds its gradients
-up as a whole backward does.
+Operations with support for it read the `weight_gradients` of their weight, and add their second product to it while
+products are deferred: every `nn.Linear` of an attached module, and `linear` for other products. Other operations, such
+as norms and biases, compute all gradients in BI. Deferred products are computed in their order, so every weight sums
+its gradients as a whole backward does.
 
-DeepSpeed's `BF16_Optimizer` keeps an fp32 sum for each bf16 weight. Its own way to fill them takes a pass over all
-weights of the stage after each backward: about 20 bytes a parameter, for every token slice anew.
+DeepSpeed's `BF16_Optimizer` keeps an fp32 sum for each bf16 weight. It fills them by a pass over all weights of the
+stage after each backward: about 20 bytes a parameter, for every token slice.
 
     DeepSpeed    zero all bf16 gradients | backward | cast all to fp32 | add all
-    here         backward: sum += dY^T X, once for each weight        | add what is left: norms, biases
+    here         backward: sum += dY^T X, once for each weight        | add the others: norms, biases
 
-An operation that can do so adds to the attribute `accumulated_gradient` of its weight. All others leave
-a bf16 gradient to autograd, as always, and `collect` moves it to its sum.
+Operations with support for it add to the attribute `accumulated_gradient` of their weight. All others leave a bf16
+gradient to autograd, and `collect` moves it to its sum.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,10 +48,9 @@ class WeightGradients:
         return self._deferred is not None
 
     def attach(self, module: nn.Module) -> None:
-        """Let the weights of a module be asked, and its linear layers ask them.
+        """Set this object as `weight_gradients` of all weights of a module, and let its linear layers use it.
 
-        Each weight gets this object as its `weight_gradients`. A linear layer with another `forward` than that of
-        `nn.Linear` keeps it, and computes its products at once.
+        A linear layer with another `forward` than that of `nn.Linear` keeps it, and computes its products at once.
         """
         for parameter in module.parameters():
             parameter.weight_gradients = self
@@ -77,7 +75,7 @@ class WeightGradients:
 
 
 def compute(deferred: list[Product]) -> None:
-    """Compute deferred products in their order, and free each product's tensors at once: the list is empty then."""
+    """Compute deferred products in their order, and free the tensors of each at once: empties the list."""
     deferred.reverse()
     with torch.no_grad():
         while deferred:
@@ -85,27 +83,27 @@ def compute(deferred: list[Product]) -> None:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, whose product of the weight can be deferred, and adds up in place where the weight has a sum.
+    """`F.linear` with a product of the weight that can be deferred, and that adds to the sum of the weight in place.
 
-    Any model may call it. Weights that no engine has attached, and such as are computed, are left to torch.
+    Any model may call it. Weights that are not attached to an engine, or are computed, are left to torch.
 
     Args:
         inputs: [..., in].
         weight: [out, in].
         bias: [out].
     """
-    if not _asks(inputs, weight):
+    if not _uses_weight_gradients(inputs, weight):
         return F.linear(inputs, weight, bias)
     return _Linear.apply(inputs, weight, bias)
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The `forward` of linear layers that are attached."""
+    """The `forward` of attached linear layers."""
     return linear(input, layer.weight, layer.bias)
 
 
-def _asks(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether the backward of a product may ask its weight what to do with its gradient."""
+def _uses_weight_gradients(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether the backward of a product may use the `weight_gradients` of its weight."""
     if getattr(weight, "weight_gradients", None) is None or not torch.is_grad_enabled():
         return False
     # Autocast computes the product from copies of another type, whose gradients torch converts.
@@ -114,12 +112,12 @@ def _asks(inputs: Tensor, weight: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear`, whose backward is the same two products as torch's own."""
+    """`F.linear` with a backward of the same two products as torch's own."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        # Where a forward is repeated, autograd gives back a copy of the weight, which gets no gradient.
+        # If a forward is repeated, autograd returns a copy of the weight, which gets no gradient.
         ctx.parameter = weight
         return F.linear(inputs, weight, bias)
 
@@ -130,7 +128,7 @@ class _Linear(torch.autograd.Function):
         of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         inputs = inputs.flatten(0, -2)
-        # Only autograd calls the hooks of a weight for each gradient.
+        # Hooks of a weight are called only by autograd.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return of_inputs, rows.t() @ inputs, of_bias
         store = parameter.weight_gradients
@@ -141,7 +139,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-    """The product, or None once it is added to where the gradient of the weight adds up."""
+    """The product, or None if it was added to the sum of the weight."""
     accumulated = getattr(parameter, "accumulated_gradient", None)
     if accumulated is None:
         return rows.t() @ inputs
@@ -150,14 +148,14 @@ def _weight_gradient(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor 
 
 
 def _add(parameter: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Add the product as autograd does: the first is kept as it is."""
+    """Add the product as autograd does: the first one is kept."""
     gradient = _weight_gradient(parameter, rows, inputs)
     if gradient is not None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 _SMALL = 1 << 16
-"""Numbers of a gradient whose time is that of starting an operation; more, and it is that of its bytes."""
+"""Elements of a gradient below which the start of an operation takes more time than its bytes."""
 
 
 class AccumulatedGradient:
@@ -177,8 +175,8 @@ class AccumulatedGradient:
         elif self._adds_products:
             torch.addmm(total, left, inputs, total.dtype, out=total)
         else:
-            # A product in fp32 would be more exact, and take several times as long where bf16 is multiplied natively.
-            # A part at a time, so that it is still in the cache when it is added.
+            # A product in fp32 would be more exact, but several times as slow on devices with native bf16.
+            # In parts, so that each is in the cache when it is added.
             rows = max(_SMALL * 4 // inputs.shape[1], 1)
             for sums, part in zip(total.split(rows), left.split(rows), strict=True):
                 sums.add_((part @ inputs).to(sums.dtype))
@@ -204,9 +202,9 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move the gradients that autograd has left to their sums; no weight has a `grad` then.
+        """Move the gradients of autograd to their sums, and remove them from the weights.
 
-        To be called after each backward. Weights without a gradient cost nothing.
+        Call it after each backward. Weights without a gradient cost nothing.
         """
         for weight, total in self._large:
             if weight.grad is not None:
@@ -232,11 +230,11 @@ class OptimizerGradients(AccumulatedGradients):
         pairs = [pair for weights, totals in groups for pair in zip(weights, totals, strict=True)]
         super().__init__(pairs)
         for weight, total in pairs:
-            # DeepSpeed sets it with the first gradient; sums over ranks look for it, on ranks that found none too.
+            # DeepSpeed sets it with the first gradient; sums over ranks read it on ranks without a gradient, too.
             weight._hp_grad = total
 
     def collect(self) -> None:
-        """Move what autograd has left, and tell the optimizer that its sums are filled."""
+        """Move the gradients of autograd, and mark the sums of the optimizer as filled."""
         super().collect()
         # The sum of a weight that got no gradient is zero, which changes neither norm nor clipping.
         self._optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in self._optimizer.bf16_groups]

@@ -265,7 +265,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     class Watched(token_slice_attention.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
-            past_gradients.append([each for _, pair in self._pending._pending.values() for each in pair])
+            past_gradients.append([each for _, pair in self._pending.values() for each in pair])
             return accumulated
 
     state = Watched(24)

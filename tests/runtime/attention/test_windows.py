@@ -227,7 +227,7 @@ def test_forward_alone_gives_the_outputs_of_training() -> None:
 
 def test_a_backward_of_a_sequence_that_runs_forward_alone_is_refused() -> None:
     state = SequenceState(TokenSlices(LENGTHS), forward_only=True)
-    with pytest.raises(AssertionError, match="forward alone"):
+    with pytest.raises(AssertionError, match="forward only"):
         next(attended(state, 24 - 1)).sum().backward()
 
 

@@ -58,7 +58,7 @@ def _both(setup: Setup, alone_bytes: int) -> tuple[Step, Step, int]:
 
     with (
         patch.object(reductions, "REDUCTION_BUCKET_BYTES", 1),
-        patch.object(reductions, "ALONE_BYTES", alone_bytes),
+        patch.object(reductions, "IN_PLACE_BYTES", alone_bytes),
         patch.object(GradientReductions, "_reduce", counting),
     ):
         with_overlap = gradients(setup)
