@@ -6,7 +6,7 @@ for each neighbour, for activations and for gradients.
 A channel has one direction, from one stage to its neighbour, and a communicator of its own: NCCL runs the messages of a
 communicator one after the other, so activations and gradients on one communicator would wait for each other.
 
-A message is a tuple of tensors. If both ends know their shapes (`ShapeBook`), only the tensors are sent. Otherwise a
+A message is a tuple of tensors. If both ends have their shapes (`ShapeBook`), only the tensors are sent. Otherwise a
 header of `_HEADER_LENGTH` numbers precedes the first message of each kind.
 """
 

@@ -1,4 +1,4 @@
-"""Layers that compute something else in token slices are found, others are not, and nothing of the check remains."""
+"""Layers with other results in token slices are refused, others are not, and the check has no effects."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ CUT = (9, 1, 14)
 
 
 class OwnAttention(models.Block):
-    """Attends, and knows nothing of token slices."""
+    """Attends to its own tokens only."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS)).transpose(1, 2)
@@ -31,7 +31,7 @@ class OwnAttention(models.Block):
 
 
 class Twice(models.Block):
-    """Attends twice, so that the keys of the second time take the place of those of the first."""
+    """Attends twice, so that the keys of the second call replace those of the first."""
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         return super().forward(super().forward(hidden, past), past)
@@ -45,7 +45,7 @@ class PositionsFromZero(models.Embedding):
 
 
 class Dropping(nn.Module):
-    """Mixes nothing, draws random numbers, and counts what it sees in a buffer."""
+    """Mixes no tokens, draws random numbers, and counts its tokens in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_that_see_earlier_token_slices_or_mix_nothing_pass(dtype: torch.dtype) -> None:
+def test_layers_with_past_or_without_mixing_pass(dtype: torch.dtype) -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         assert check(models.Block(), torch.randn(2, 64, models.HIDDEN), dtype)
@@ -106,7 +106,7 @@ def test_others_are_named_in_one_line(
         assert "\n" not in str(refused.value)
 
 
-def test_nothing_of_it_remains() -> None:
+def test_the_check_has_no_effects() -> None:
     layer = Dropping()
     layer.linear.eval()
     torch.manual_seed(5)
@@ -118,59 +118,34 @@ def test_nothing_of_it_remains() -> None:
     assert layer.seen == 0
 
 
-def test_one_token_is_too_few() -> None:
-    assert not check(OwnAttention(), HIDDEN[:, :1])
-
-
-def test_a_layer_that_needs_a_whole_token_slice_is_not_checked() -> None:
+def test_too_few_tokens_and_layers_of_fixed_length_are_not_checked() -> None:
     class Fixed(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden.view(2, 200, models.HIDDEN)
 
+    assert not check(OwnAttention(), HIDDEN[:, :1])
     assert check(Fixed(), torch.randn(2, 200, models.HIDDEN))
 
 
-def test_a_layer_with_two_attentions_is_found() -> None:
-    with pytest.raises(UserError, match=r"layer 0 \(Twice\) calls past.attend more than once"):
-        check(Twice(), HIDDEN)
+class HeadsFirst(models.Block):
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        heads = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+        return past.attend(heads, heads, heads).transpose(1, 2).flatten(2)
 
 
-def test_heads_before_tokens_are_found() -> None:
-    class HeadsFirst(models.Block):
-        def forward(self, hidden: Tensor, past: Past) -> Tensor:
-            heads = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
-            return past.attend(heads, heads, heads).transpose(1, 2).flatten(2)
-
-    with pytest.raises(UserError, match="layer 0 attends with 4 tokens, and its token slice has 24: "):
-        check(HeadsFirst(), HIDDEN)
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        (Twice, r"^layer 0 \(Twice\) calls past.attend more than once"),
+        (HeadsFirst, "^layer 0 attends with 4 tokens, and its token slice has 24: "),
+    ],
+)
+def test_wrong_calls_of_attend_are_refused(layer: type[nn.Module], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        check(layer(), HIDDEN)
 
 
 # ---------------------------------------------------------------------- in the engine
-
-
-def _first_batch(setup: Setup, layers: list[Any]) -> str:
-    """What this rank's user reads; empty if it saw no more than its neighbour go."""
-    engine = build(setup, layers=layers)
-    try:
-        losses(engine, setup, 1)
-    except UserError as error:
-        return str(error)
-    except RuntimeError:
-        return "its neighbour is gone"
-    return ""
-
-
-def test_the_stage_that_has_such_a_layer_names_it_in_the_first_batch() -> None:
-    layers = models.layers(tied=False)
-    layers[4] = LayerSpec(OwnAttention)
-    found = run_distributed(_first_batch, 2, Setup(pp=2, cut=CUT, tied=False), layers)
-    assert found[0] == "its neighbour is gone"
-    assert found[1].startswith("layer 4 (OwnAttention) gives other results in token slices")
-    # Without token slices it may attend as it likes, and nobody looks.
-    assert run_distributed(_first_batch, 1, Setup(tied=False), layers) == [""]
-    # Of one token slice that ranks share, each has a part.
-    for line in run_distributed(_first_batch, 2, Setup(sp=2, tied=False), layers):
-        assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")
 
 
 class EntryBlock(models.Block):
@@ -180,7 +155,8 @@ class EntryBlock(models.Block):
         return super().forward(hidden * scale.unsqueeze(-1), past)
 
 
-def _losses(setup: Setup, checks: bool) -> list[float]:
+def _losses(checks: bool) -> list[float]:
+    setup = Setup(pp=2, cut=CUT, recompute=1)
     layers = models.layers(2)
     layers.insert(1, LayerSpec(Dropping))
     layers[2] = LayerSpec(EntryBlock)
@@ -195,6 +171,30 @@ def _losses(setup: Setup, checks: bool) -> list[float]:
     return found
 
 
-def test_it_does_not_change_a_run_by_a_bit() -> None:
-    setup = Setup(pp=2, cut=CUT, recompute=1)
-    assert run_distributed(_losses, 2, setup, True) == run_distributed(_losses, 2, setup, False)
+def _first_batch(setup: Setup) -> str:
+    """The error of this rank; a fixed text if only its neighbour has ended."""
+    layers = models.layers(tied=False)
+    layers[4] = LayerSpec(OwnAttention)
+    engine = build(setup, layers=layers)
+    try:
+        losses(engine, setup, 1)
+    except UserError as error:
+        return str(error)
+    except RuntimeError:
+        return "its neighbour has ended"
+    return ""
+
+
+def _on_two() -> tuple[Any, ...]:
+    setups = Setup(dp=2, tied=False), Setup(sp=2, tied=False), Setup(pp=2, cut=CUT, tied=False)
+    return _losses(True) == _losses(False), [_first_batch(setup) for setup in setups]
+
+
+def test_the_stage_with_such_a_layer_names_it_in_the_first_batch_and_other_runs_do_not_change() -> None:
+    (same, first), (same_too, last) = run_distributed(_on_two, 2)
+    assert same and same_too
+    # Without token slices a layer may attend by itself. Ranks that share a token slice have parts of it.
+    assert (first[0], last[0]) == ("", "")
+    assert first[2] == "its neighbour has ended"
+    for line in (first[1], last[1], last[2]):
+        assert line.startswith("layer 4 (OwnAttention) gives other results in token slices")

@@ -104,8 +104,7 @@ def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
         ),
         (
             recorded.SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
-            "'2(x' has no number of tasks for node 1, as 4(x2),1 has: set RANK, WORLD_SIZE, LOCAL_RANK and "
-            "LOCAL_SIZE",
+            "'2(x' has no number of tasks for node 1, as 4(x2),1 has: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE",
         ),
         (
             recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"},

@@ -1,5 +1,6 @@
-"""Shapes between stages: never sent when known, sent once when not, and never guessed when they change."""
+"""Shapes between stages: not sent if known, else sent once; changes are refused, unless shapes are dynamic."""
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -37,9 +38,23 @@ KNOWN, ONCE, DYNAMIC = {}, {"activation_spec": None}, {"activation_spec": None, 
 """Shapes known to both ends, sent once, and sent with each activation."""
 
 
-def _messages(setups: list[Setup]) -> list[list[list[int]]]:
+def _launch(world_size: int) -> dict[str, Any]:
     """By setup and way to know shapes, the tensors this rank sent in each of three steps, and then in an evaluation."""
-    return [[_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in setups]
+    messages = [
+        [_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in SETUPS.get(world_size, ())
+    ]
+    found: dict[str, Any] = {"messages": messages}
+    if world_size == 1:
+        found["errors"] = _short_of_data_and_constant_loss()
+    if world_size == 2:
+        # Last the error that ends a neighbour.
+        found |= {"losses": _changing_rows(), "errors": _longer_sequence_and_more_rows()}
+    return found
+
+
+@cache
+def launched(world_size: int) -> list[dict[str, Any]]:
+    return run_distributed(_launch, world_size, world_size)
 
 
 def _messages_of(setup: Setup, keywords: dict[str, Any]) -> list[int]:
@@ -72,7 +87,7 @@ def _transfers(setup: Setup, *, training: bool) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_messages_are_the_transfers_of_the_program_and_headers(world_size: int) -> None:
-    by_rank = run_distributed(_messages, world_size, SETUPS[world_size])
+    by_rank = [found["messages"] for found in launched(world_size)]
     for index, setup in enumerate(SETUPS[world_size]):
         training, evaluation = _transfers(setup, training=True), _transfers(setup, training=False)
         for rank, found in enumerate(of_rank[index] for of_rank in by_rank):
@@ -95,7 +110,7 @@ def test_messages_are_the_transfers_of_the_program_and_headers(world_size: int) 
 
 
 def _error_of(engine: Any, batch: list[Any]) -> str:
-    """What this rank's user reads; empty if it saw no more than its neighbour go."""
+    """The error of this rank; empty if only its neighbour has ended."""
     try:
         engine.train_batch(iter(batch))
     except UserError as error:
@@ -111,17 +126,16 @@ CHANGED = (
 )
 
 
-def _longer_sequence_and_more_rows(keywords: dict[str, Any]) -> list[str]:
+def _longer_sequence_and_more_rows() -> list[str]:
     setup = Setup(pp=2, cut=CUT)
-    engine = build(setup, **keywords)
+    engine = build(setup, **ONCE)
     engine.train_batch(feed(engine, setup))
     batches = models.batches(2, ROWS, seq=models.SEQ - 2), models.batches(2, ROWS + 1)
     return [_error_of(engine, batch) for batch in batches]
 
 
-@pytest.mark.parametrize("keywords", [KNOWN, ONCE], ids=["shapes known", "shapes sent once"])
-def test_another_shape_is_refused_by_the_stage_that_sends(keywords: dict[str, Any]) -> None:
-    (truncated, sender), (also_truncated, receiver) = run_distributed(_longer_sequence_and_more_rows, 2, keywords)
+def test_another_shape_is_refused_by_the_stage_that_sends() -> None:
+    (truncated, sender), (also_truncated, receiver) = (found["errors"] for found in launched(2))
     assert truncated == also_truncated
     assert "inputs of shape (2, 22)" in truncated and "24 tokens of the token slices 9,1,8,6" in truncated
     assert (sender, receiver) == (CHANGED, "")
@@ -159,8 +173,8 @@ def _whole(batches: list[Any]) -> float:
 def test_dynamic_shapes_change_within_a_step_and_others_after_a_reset() -> None:
     dynamic = [_whole(_rows(2, 4)), _whole(_rows(1, 3))]
     expected = [*dynamic, *dynamic, *(_whole(models.batches(2, rows, seed=rows)) for rows in (2, 1))]
-    for found in run_distributed(_changing_rows, 2):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for found in launched(2):
+        assert found["losses"] == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------------- data that ends, losses that depend on nothing
@@ -181,6 +195,6 @@ def _short_of_data_and_constant_loss() -> list[str]:
 
 def test_an_iterator_that_ends_and_a_loss_without_a_graph_are_named() -> None:
     # Without backward of the first token slice, its keys and values would lose what later ones found for them.
-    ((ended, constant),) = run_distributed(_short_of_data_and_constant_loss, 1)
+    ((ended, constant),) = (found["errors"] for found in launched(1))
     assert ended.startswith("the data iterator ended at micro-batch 1 of a batch of 2")
     assert constant.startswith("the loss of token slice 0 depends on no weight") and "\n" not in constant
