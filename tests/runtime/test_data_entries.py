@@ -1,4 +1,4 @@
-"""Which entries of the data layers and the loss function take, and what does not fit."""
+"""Entries that layers and the loss function take, and refusals of others."""
 
 from functools import partial
 

@@ -87,7 +87,7 @@ def dict_batches(setup: Setup, data_rank: int, dtype: torch.dtype) -> list[Any]:
             "mask": torch.rand(tokens.shape, generator=generator, dtype=dtype),
             "row_scale": torch.rand(ROWS, generator=generator, dtype=dtype),
             "positions": torch.arange(tokens.shape[1]).expand(ROWS, -1),
-            "nobody_takes_this": object(),
+            "not_taken": object(),
         }
         labels = {"targets": targets, "weight": torch.rand(targets.shape, generator=generator, dtype=dtype), "other": 3}
         found.append((data, labels))
@@ -127,23 +127,35 @@ SETUPS = {
 PARTITION = {1: "0,6", 2: "0,2,6", 4: "0,1,2,4,6"}
 
 
-def _train(setups: list[Setup]) -> list[tuple[float, dict[str, np.ndarray], float]]:
-    found = []
-    for setup in setups:
-        stages = setup.pp * setup.model_chunks
-        engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=PARTITION[stages])
-        batches = dict_batches(setup, engine.grid.get_data_parallel_rank(), torch.double)
-        evaluated = engine.eval_batch(iter(batches)).item()
-        loss = engine.train_batch(iter(batches)).item()
-        seen = engine.optimizer.seen
-        gradients = {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}
-        found.append((loss, gradients, evaluated))
+def _train(setup: Setup) -> tuple[float, dict[str, np.ndarray], float]:
+    stages = setup.pp * setup.model_chunks
+    engine = build(setup, layers=layers(), loss_fn=weighted_loss, partition=PARTITION[stages])
+    batches = dict_batches(setup, engine.grid.get_data_parallel_rank(), torch.double)
+    evaluated = engine.eval_batch(iter(batches)).item()
+    loss = engine.train_batch(iter(batches)).item()
+    seen = engine.optimizer.seen
+    return loss, {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}, evaluated
+
+
+def _launch(world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"trained": [_train(setup) for setup in SETUPS[world_size]]}
+    if world_size == 1:
+        found["called"] = _plain_call()
+    if world_size == 4:
+        # Last the error that ends a neighbour.
+        read = [_num_read(partition) for partition in READING]
+        found |= {"moves": _moves(), "read": read, "error": _without_an_iterator()}
     return found
+
+
+@cache
+def launched(world_size: int) -> list[dict[str, Any]]:
+    return run_distributed(_launch, world_size, world_size)
 
 
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_entries_reach_the_layers_that_name_them(world_size: int) -> None:
-    by_rank = run_distributed(_train, world_size, SETUPS[world_size])
+    by_rank = [found["trained"] for found in launched(world_size)]
     for index, setup in enumerate(SETUPS[world_size]):
         loss, gradients = expected(setup)
         seen: set[str] = set()
@@ -157,7 +169,7 @@ def test_entries_reach_the_layers_that_name_them(world_size: int) -> None:
         assert seen == gradients.keys()
 
 
-# ---------------------------------------------------------------------- what moves, and when
+# ---------------------------------------------------------------------- copies to devices
 
 
 def _moves() -> list[tuple[int, list[str]]]:
@@ -193,7 +205,7 @@ def _without_an_iterator() -> str:
     except UserError as error:
         return str(error)
     except RuntimeError:
-        return "its neighbour went"
+        return "its neighbour has ended"
     return ""
 
 
@@ -201,32 +213,17 @@ READING = {"0,2,3,4,6": [3, 0, 3, 3], "0,1,3,4,6": [3, 3, 3, 3]}
 """Micro-batches that each rank reads, by partition."""
 
 
-def _on_four() -> tuple[Any, ...]:
-    # Last what ends a neighbour.
-    return _moves(), [_num_read(partition) for partition in READING], _without_an_iterator()
-
-
-@pytest.fixture(scope="module")
-def on_four() -> list[tuple[Any, ...]]:
-    return run_distributed(_on_four, 4)
-
-
-def test_entries_move_a_token_slice_at_a_time_and_only_where_they_are_taken(on_four) -> None:
-    first, second, third, last = (moves for moves, _, _ in on_four)
+def test_entries_move_a_token_slice_at_a_time_to_the_stages_that_read_them() -> None:
+    by_rank = launched(4)
+    first, second, third, last = (found["moves"] for found in by_rank)
     assert first == [(length, ["positions", "tokens"]) for length in CUT]
     assert second == third == [(length, ["mask", "row_scale"]) for length in CUT]
     # The last stage has the function, which takes the mask, and the loss.
     assert sorted(last) == sorted(
         [(length, ["mask"]) for length in CUT] + [(length, ["targets", "weight"]) for length in CUT]
     )
-
-
-def test_only_stages_whose_layers_take_entries_read_the_data(on_four) -> None:
-    assert [list(by_rank) for by_rank in zip(*(read for _, read, _ in on_four), strict=True)] == [*READING.values()]
-
-
-def test_a_stage_without_the_data_it_needs_says_so(on_four) -> None:
-    assert on_four[1][2] == (
+    assert [list(each) for each in zip(*(found["read"] for found in by_rank), strict=True)] == [*READING.values()]
+    assert by_rank[1]["error"] == (
         "pipeline rank 1 reads the data for layer 1 (Gate), and was given no data iterator: pass one on this rank too"
     )
 
@@ -242,7 +239,7 @@ def _plain_call() -> bool:
 
 
 def test_the_module_can_be_called_with_a_dict() -> None:
-    assert run_distributed(_plain_call, 1) == [True]
+    assert launched(1)[0]["called"]
 
 
 # ---------------------------------------------------------------------- arguments with a default
@@ -267,7 +264,7 @@ def _optional(declared: tuple[str, ...] | None, with_shift: bool, tuple_of: bool
     except UserError as error:
         return str(error)
     except RuntimeError:
-        return "its neighbour went"
+        return "its neighbour has ended"
 
 
 def _on_three() -> dict[str, str | float]:
@@ -298,4 +295,4 @@ def test_arguments_with_a_default_get_entries_that_are_declared() -> None:
         "layer 1 (Optional) takes 'shift', an entry of the data, by an argument with a default, and stage 1 "
         "reads no data: build the module with data_entries=('tokens', 'shift'), and give its rank the data iterator"
     )
-    assert middle["not declared"] == "its neighbour went"
+    assert middle["not declared"] == "its neighbour has ended"

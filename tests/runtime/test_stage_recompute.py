@@ -1,7 +1,8 @@
-"""Stages that are computed again in the backward: what they keep, and that they give the numbers of one computing."""
+"""Stages that are computed again in the backward: the memory that they keep, and equal results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ CALLS: list[tuple[str, int, bool]] = []
 """Calls of layers: name, first token, whether with a graph."""
 
 
-class Told(models.Block):
+class Noted(models.Block):
     """Notes when it runs."""
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
@@ -40,7 +41,7 @@ class Head(nn.Linear):
 
 
 def _calls(keeps: bool) -> dict[str, Any]:
-    layers = [LayerSpec(models.Embedding), LayerSpec(Told), LayerSpec(Head, models.HIDDEN, models.VOCAB)]
+    layers = [LayerSpec(models.Embedding), LayerSpec(Noted), LayerSpec(Head, models.HIDDEN, models.VOCAB)]
     setup = Setup(cut=CUT, micro_batches=1)
     engine = build(
         setup,
@@ -63,17 +64,17 @@ def _calls(keeps: bool) -> dict[str, Any]:
     }
 
 
-def test_heads_and_losses_are_computed_in_the_backward_alone() -> None:
-    ((alone, whole),) = run_distributed(_calls_of_both, 1)
+def test_heads_and_losses_are_computed_only_in_the_backward() -> None:
+    ((once, whole),) = run_distributed(_calls_of_both, 1)
     starts = [0, 9, 10, 18]
     passing = [("block", start, False) for start in starts]
     again = [each for start in reversed(starts) for each in (("block", start, True), ("head", -1, True))]
-    assert alone["trained"] == [*passing, *again]
+    assert once["trained"] == [*passing, *again]
     # Numbers that a head may draw are drawn in the forward, as without recomputation.
     assert whole["trained"] == [*(each for call in passing for each in (call, ("head", -1, False))), *again]
-    assert alone["evaluated"] == [each for call in passing for each in (call, ("head", -1, False))]
-    # Outputs stand in the order of the tokens, though the last token slice computes its own first.
-    assert alone["outputs"] == (ROWS, models.SEQ, models.VOCAB) and alone["labels"]
+    assert once["evaluated"] == [each for call in passing for each in (call, ("head", -1, False))]
+    # Outputs are in the order of the tokens, though the last token slice computes its own first.
+    assert once["outputs"] == (ROWS, models.SEQ, models.VOCAB) and once["labels"]
 
 
 def _calls_of_both() -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def _calls_of_both() -> list[dict[str, Any]]:
 
 
 class AtFirstBackward(Observer):
-    """Notes how many bytes are alive when the first backward of a batch begins."""
+    """Notes the living bytes at the first backward of a batch."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.live, self.bytes = live, None
@@ -105,12 +106,8 @@ def _kept_bytes(recompute_stages: bool) -> int:
     return watch.bytes
 
 
-def _kept_by_both() -> list[int]:
-    return [_kept_bytes(recompute_stages) for recompute_stages in (True, False)]
-
-
-def test_a_stage_keeps_its_input_and_keys_and_values_and_nothing_else() -> None:
-    _, (kept, kept_with_graph) = run_distributed(_kept_by_both, 2)
+def test_a_stage_keeps_only_its_input_keys_and_values() -> None:
+    _, (kept, kept_with_graph) = (found["kept"] for found in on_two())
     tokens, layers = ROWS * models.SEQ, 2
     key_values = 2 * models.GROUPS * (models.HIDDEN // models.HEADS)
     assert kept == tokens * (models.HIDDEN + layers * key_values) * 4
@@ -124,8 +121,8 @@ class Dropping(models.Block):
         return nn.functional.dropout(super().forward(hidden, past), 0.2, self.training)
 
 
-class Beside(nn.Module):
-    """Adds to the second of two tensors alone, and passes a third, whole numbers, on."""
+class Second(nn.Module):
+    """Changes only the second of three tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +148,7 @@ class Ending(nn.Linear):
 
 
 def _drawn(recompute: bool, schedule: str) -> tuple[float, dict[str, np.ndarray]]:
-    layers = [LayerSpec(Beginning), *[LayerSpec(Beside)] * 3, LayerSpec(Ending, models.HIDDEN, models.VOCAB)]
+    layers = [LayerSpec(Beginning), *[LayerSpec(Second)] * 3, LayerSpec(Ending, models.HIDDEN, models.VOCAB)]
     setup = Setup(pp=2, cut=CUT, dtype="fp64", recompute_stages=recompute, schedule=schedule)
     keywords = {"engine_keywords": {"check_token_slices": False}, "partition": "uniform"}
     engine = build(setup, layers=layers, activation_spec=None, **keywords)
@@ -161,13 +158,19 @@ def _drawn(recompute: bool, schedule: str) -> tuple[float, dict[str, np.ndarray]
     return loss, {name: as_numpy(seen[each]) for name, each in engine.module.named_parameters() if each in seen}
 
 
-def _drawn_both() -> list[tuple[float, dict[str, np.ndarray]]]:
-    return [_drawn(recompute, schedule) for recompute in (False, True) for schedule in ("1f1b", "zero-bubble")]
+def _on_two() -> dict[str, Any]:
+    drawn = [_drawn(recompute, schedule) for recompute in (False, True) for schedule in ("1f1b", "zero-bubble")]
+    return {"kept": [_kept_bytes(recompute_stages) for recompute_stages in (True, False)], "drawn": drawn}
+
+
+@cache
+def on_two() -> list[dict[str, Any]]:
+    return run_distributed(_on_two, 2)
 
 
 def test_random_numbers_are_drawn_again_and_outputs_without_gradients_pass() -> None:
     """Generators of torch, tuples between stages of which some need no gradient, shapes that are sent."""
-    for (loss, gradients), (_, parted), (loss_again, again), (_, parted_again) in run_distributed(_drawn_both, 2):
+    for (loss, gradients), (_, parted), (loss_again, again), (_, parted_again) in (each["drawn"] for each in on_two()):
         assert loss_again == pytest.approx(loss, rel=1e-14)
         for one, other in ((gradients, again), (parted, parted_again)):
             assert one.keys() == other.keys() and one
