@@ -220,7 +220,8 @@ def initialize(
         )
     for line in filter(None, warnings):
         log_dist(line, ranks=[0], level=logging.WARNING)
-    model.has_token_slice_engine = True
+    # Before optimizers copy weights and choose those that count.
+    model.connect_shared_modules()
     ends = watch is None
     if watch is None:
         watch = watch_this_rank(timeout, Path(ledger_directory), name=model.world_group.group_name)

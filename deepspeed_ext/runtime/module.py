@@ -27,6 +27,7 @@ from deepspeed_ext.runtime.data_entries import DataEntries, ForwardArguments
 from deepspeed_ext.runtime.first_batch_checks import StageLayer
 from deepspeed_ext.runtime.live_batch import CutByDocuments, Recomputation
 from deepspeed_ext.runtime.micro_batch import CountLossTokens, SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.topology import SequenceParallelRanks, TokenSliceTopology, own_group, token_slice_grid
 
 __all__ = ["TokenSlicePipelineModule"]
@@ -185,8 +186,9 @@ class TokenSlicePipelineModule(PipelineModule):
         """Pipeline ranks that cut micro-batches: with tokens, labels, or entries that layers take."""
         self.reading_ranks = self.cutting_ranks if documents is None else frozenset(range(self.pipeline.num_ranks))
         """Pipeline ranks that read the data iterator."""
-        self.has_token_slice_engine = False
-        """Set by `initialize`: other engines are refused."""
+        self._shares: list[SharedModules] = []
+        self._connected: list[ConnectedWeights] = []
+        self._has_token_slice_engine = False
         # Read by `_partition_layers` and `_build`, which DeepSpeed calls in its constructor.
         self._stage_partition = bounds
         self._layer_numbers: list[int] = []
@@ -267,6 +269,8 @@ class TokenSlicePipelineModule(PipelineModule):
         # Without no_grad, autograd would record the broadcast of a weight as part of every later backward.
         with torch.no_grad():
             super()._synchronize_tied_weights()
+        for connected in self._connected:
+            connected.synchronize()
 
     def layer(self, number: int) -> Any:
         """A layer by its place in the model; None if another rank has it."""
@@ -277,9 +281,47 @@ class TokenSlicePipelineModule(PipelineModule):
             return self.tied_modules[spec.key]
         return self.forward_funcs[self._layer_numbers.index(number)]
 
+    def share(self, pipeline_ranks: Iterable[int]) -> SharedModules:
+        """Share weights of modules that each of some pipeline ranks registers; see `shared_modules`.
+
+        Call it on each of them, before the optimizer is made. `initialize` connects the copies, which start equal to
+        those of the first rank.
+        """
+        members = tuple(dict.fromkeys(pipeline_ranks))
+        for rank in members:
+            if rank not in range(self.pipeline.num_ranks):
+                raise UserError(
+                    f"share({members}) names pipeline rank {rank} of {self.pipeline.num_ranks}: "
+                    f"name some of 0 to {self.pipeline.num_ranks - 1}"
+                )
+        self._shares.append(SharedModules(members, self))
+        return self._shares[-1]
+
+    def share_layers(self, weights: Mapping[int, str | Sequence[str]]) -> SharedModules:
+        """Share weights of layers, by number: `share_layers({0: "words.weight", 25: "projection.weight"})`.
+
+        Copies start equal to those of the first named layer.
+        """
+        shared = self.share(self.stage_owner(number) for number in weights)
+        for number, names in weights.items():
+            if (layer := self.layer(number)) is not None:
+                shared.register_module(layer, *([names] if isinstance(names, str) else names))
+        return shared
+
+    def connect_shared_modules(self) -> None:
+        """Make the copies of shared weights equal. `initialize` does so on all ranks together."""
+        self._has_token_slice_engine = True
+        tied = {weight for weight, group in super().get_tied_weights_and_groups() if dist.get_world_size(group) > 1}
+        self._connected = connect(self._shares, self.topology(), self.global_rank, tied=tied)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Weights of which other pipeline ranks have copies, of tied layers and of shared modules, with the ranks."""
+        shared = [(weight, connected.group) for connected in self._connected for weight in connected.weights]
+        return super().get_tied_weights_and_groups() + shared
+
     def mpu(self) -> Any:
         """The process groups of this rank, for DeepSpeed's engines."""
-        if not self.has_token_slice_engine:
+        if not self._has_token_slice_engine:
             raise UserError(
                 "deepspeed.initialize makes an engine that ignores token slices: call initialize of "
                 "deepspeed_ext.runtime.initialize, with the same arguments"

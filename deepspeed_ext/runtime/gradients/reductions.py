@@ -37,7 +37,7 @@ SUM_BUCKET_BYTES = 1 << 26
 
 
 def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
-    """Sum the gradients of weights of which several ranks of a pipeline have copies: those of tied layers.
+    """Sum the gradients of weights of which several ranks of a pipeline have copies: tied layers and shared modules.
 
     The weights come in one order on all ranks of their group.
     """
