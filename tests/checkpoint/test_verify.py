@@ -203,6 +203,7 @@ def test_a_broken_run_json_is_named(directory: Path, content: bytes | str | None
     path = directory / "run.json"
     facts = json.dumps({name: value for name, value in asdict(checkpoint_info()).items() if name != content})
     path.unlink()
+    (directory / "manifest.json").write_text("{}")  # without both it may be a checkpoint of DeepSpeed's
     if content is not None:
         path.write_bytes(facts.encode() if isinstance(content, str) else content)
     line = refusal(directory.parent)
