@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.config.options import check_bounds, flag, option
+from megatron_terapipe.config.options import check, flag, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class Spellings:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_bounds(self)
+        check(self)
 
     @property
     def ends(self) -> dict[str, int]:

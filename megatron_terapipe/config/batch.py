@@ -1,9 +1,11 @@
 """The section of the batch, and the global batch size over a run: constant, or rising on Megatron's ramp."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_terapipe.config.options import check_bounds, option
+from megatron_terapipe.config.options import check, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -87,15 +89,15 @@ class BatchSizes:
         while not self._is_final(consumed_samples):
             size = self.at(consumed_samples)
             # At most as many as the ramp has room for, and fewer where a larger size begins before.
-            number, enough = 0, (self.ramp_samples - consumed_samples) // size + 1
-            while enough - number > 1:
-                middle = (number + enough) // 2
-                if self.at(consumed_samples + middle * size) == size:
-                    number = middle
-                else:
-                    enough = middle
-            yield size, enough
-            consumed_samples += enough * size
+            most = (self.ramp_samples - consumed_samples) // size + 1
+            grows = partial(self._is_above, size, consumed_samples)
+            number = 1 + bisect_left(range(1, most), True, key=grows)
+            yield size, number
+            consumed_samples += number * size
+
+    def _is_above(self, size: int, consumed_samples: int, iterations: int) -> bool:
+        """Whether the size is above `size` after so many more iterations of it."""
+        return self.at(consumed_samples + iterations * size) > size
 
     def _is_final(self, consumed_samples: int) -> bool:
         """Whether the ramp is over; Megatron counts its very last sample to it."""
@@ -119,21 +121,16 @@ class BatchConfig:
     global_batch_size: int | None = option(None, least=1, most=MOST_SEQUENCES)
     """Sequences of one optimizer step, over all data-parallel ranks. Default: one micro-batch on each."""
 
-    gradient_accumulation_steps: int | None = option(None, least=1, most=10**9)
+    gradient_accumulation_steps: int | None = option(None, excludes=("global_batch_size",), least=1, most=10**9)
     """Micro-batches of each data-parallel rank in one optimizer step, instead of `--global-batch-size`."""
 
-    rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N", most=10**13)
+    rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N", needs=("global_batch_size",), most=10**13)
     """Three numbers: the first global batch size, the increment, and the samples until it reaches
     `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
 
     def __post_init__(self) -> None:
         """Check the sizes and the ramp between them."""
-        check_bounds(self)
-        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise ConfigError(
-                f"--global-batch-size {self.global_batch_size} and --gradient-accumulation-steps "
-                f"{self.gradient_accumulation_steps} both set the size of a step: drop one of them"
-            )
+        check(self)
         self._check_ramp()
         self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
 
@@ -162,8 +159,7 @@ class BatchConfig:
             raise ConfigError(
                 f"{words} is not three numbers above 0: give START INCREMENT SAMPLES, such as 16 8 300000"
             )
-        if self.global_batch_size is None:
-            raise ConfigError(f"{words} needs the size at the end of the ramp: add --global-batch-size")
+        assert self.global_batch_size is not None
         start, increment, _ = self.rampup_batch_size
         rise = self.global_batch_size - start
         if rise <= 0 or rise % increment:

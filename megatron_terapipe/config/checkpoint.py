@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_bounds, flag, option
+from megatron_terapipe.config.options import check, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -22,42 +22,42 @@ class CheckpointConfig:
     save_interval: int | None = option(None, least=1, most=10**9)
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""
 
-    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N", least=0, most=10**9)
+    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N", needs=("save",), least=0, most=10**9)
     """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
 
-    keep_last_n_checkpoints: int | None = option(None, least=1, most=10**9)
+    keep_last_n_checkpoints: int | None = option(None, needs=("save",), least=1, most=10**9)
     """Number of newest whole checkpoints to keep. Default: all."""
 
-    async_save: bool = False
+    async_save: bool = option(False, needs=("save",))
     """Continue training as soon as a checkpoint is copied to the host's memory. It is written, synced and named in
     the background, one at a time; the end of the run waits for the last."""
 
-    train_on_if_save_fails: bool = False
+    train_on_if_save_fails: bool = option(False, needs=("save",))
     """Continue training when a checkpoint cannot be saved, with a warning. Default: the run ends. A failure to save the
     last checkpoint always ends it with an error."""
 
-    no_verify_checkpoint: bool = False
+    no_verify_checkpoint: bool = option(False, needs=("load",))
     """Do not read a checkpoint once more to compare each file with its checksum. Names and sizes are checked in any
     case."""
 
-    load_previous_if_damaged: bool = False
+    load_previous_if_damaged: bool = option(False, needs=("load",))
     """If the checkpoint to load is damaged, continue from the newest before it that is whole. The damaged one is kept
     aside."""
 
-    load_tag: str | None = option(None, metavar="TAG")
+    load_tag: str | None = option(None, metavar="TAG", needs=("load",))
     """Checkpoint to load from `--load`, such as `global_step100`. Default: the newest."""
 
-    ckpt_step: int | None = option(None, least=1, most=10**9)
+    ckpt_step: int | None = option(None, needs=("load",), excludes=("load_tag",), least=1, most=10**9)
     """Iteration whose checkpoint to load, instead of `--load-tag`."""
 
-    use_checkpoint_args: bool = option(False, aliases=("--use-checkpoint-shape",))
+    use_checkpoint_args: bool = option(False, needs=("load",), aliases=("--use-checkpoint-shape",))
     """Take the model from the checkpoint instead of from flags. Flags may still change settings that no weight shape
     depends on."""
 
-    finetune: bool = False
+    finetune: bool = option(False, needs=("load",))
     """Load only the weights, and start at iteration 0."""
 
-    extend_positions: bool = False
+    extend_positions: bool = option(False, needs=("load",))
     """Let the flags of rotations (`--rotary-base`, `--rotary-scaling` and those with it) differ from the model of
     `--load`, to train on with longer sequences. Only weights can be loaded so: with `--finetune`, or from a folder of
     Hugging Face."""
@@ -68,39 +68,14 @@ class CheckpointConfig:
     no_save_optim: bool = False
     """Do not save the optimizer state. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
 
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = option(False, needs=("load",))
     """Fail if `--load` holds no checkpoint."""
 
     def __post_init__(self) -> None:
         """Check the flags that need another."""
-        check_bounds(self)
-        if self.keep_last_n_checkpoints is not None and self.save is None:
-            raise ConfigError(
-                f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} needs a directory to save in: add --save"
-            )
-        if self.save is None:
-            for name in ("async_save", "train_on_if_save_fails"):
-                if getattr(self, name):
-                    raise ConfigError(f"{flag(name)} needs a directory to save in: add --save, or drop it")
-        self._check_extra_saves()
-        if self.load_tag is not None and self.ckpt_step is not None:
-            raise ConfigError(
-                f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} both name a checkpoint: drop one of them"
-            )
-        if self.load is None:
-            needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step")
-            for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged", "extend_positions"):
-                if getattr(self, name):
-                    raise ConfigError(f"{flag(name)} needs a checkpoint: add --load, or drop it")
-
-    def _check_extra_saves(self) -> None:
-        extra = self.extra_save_iterations
-        if extra is None:
-            return
-        if not extra:
+        check(self)
+        if self.extra_save_iterations == ():
             raise ConfigError("--extra-save-iterations (empty) is not a list of iterations: give numbers from 0 on")
-        if self.save is None:
-            raise ConfigError(f"--extra-save-iterations {extra[0]} needs a directory to save in: add --save")
 
     def saves_after(self, iteration: int) -> bool:
         """Whether a checkpoint is due when so many iterations are done; the last one of a run always is."""

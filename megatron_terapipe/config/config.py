@@ -250,7 +250,7 @@ class Config:
                 f"--profile-step-end {self.logging.profile_step_end} is after the last of --train-iters {end}: give "
                 f"{end} or less"
             )
-        if measured is not None and end and self.logging.measured_iterations(0, end).last > end:
+        if measured is not None and end and self.logging.measured_iterations(0, end)[-1].stop > end + 1:
             raise ConfigError(
                 f"--timeline-iterations {measured} is beyond the last of --train-iters {end}: give {end} or less"
             )

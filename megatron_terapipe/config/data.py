@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.options import check_bounds, check_choices, flag, option, resolve
+from megatron_terapipe.config.options import check, flag, option, resolve
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import ConfigError
 
@@ -218,8 +218,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Choose the tokenizer by its files, then check the lists, the files, and flags that exclude each other."""
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "byte")
-        check_choices(self)
-        check_bounds(self)
+        check(self)
         self._read_files_of_paths()
         self._check_paths()
         self._check_tokenizer()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_terapipe.config.options import check_bounds, flag, option
+from megatron_terapipe.config.options import check, flag, option
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import ConfigError
 
@@ -42,7 +42,7 @@ class DeepSpeedConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_bounds(self)
+        check(self)
 
 
 FLAG = "--deepspeed-config"

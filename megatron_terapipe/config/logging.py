@@ -1,52 +1,28 @@
 """The section of reports and evaluations."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_terapipe.config.options import check_bounds, check_choices, flag, option
+from megatron_terapipe.config.options import check, option
 from megatron_terapipe.errors import ConfigError
 
 TimingOption = Literal["max", "minmax", "all"]
 """Ranks whose timers are reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class IterationNumbers:
-    """Some iterations of a run."""
-
-    runs: tuple[tuple[int, int], ...]
-    """First and last of each run of consecutive numbers, in rising order."""
-
-    def __contains__(self, iteration: int) -> bool:
-        """Whether an iteration is one of them."""
-        return any(first <= iteration <= last for first, last in self.runs)
-
-    @property
-    def last(self) -> int:
-        """The last of them."""
-        return self.runs[-1][1]
-
-    @classmethod
-    def parse(cls, text: str, flag: str) -> "IterationNumbers":
-        """Read numbers and runs of numbers, with commas between them."""
-        try:
-            runs = tuple(sorted(_runs(text)))
-        except ValueError:
-            raise ConfigError(f"{flag} {text} is no list of iterations: write it as 10 or 10,20 or 30-34") from None
-        if runs[0][0] < 1:
-            raise ConfigError(f"{flag} {text} names an iteration that is never done: count from 1")
-        return cls(runs)
-
-
-def _runs(text: str) -> Iterator[tuple[int, int]]:
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        run = int(first), int(last) if dash else int(first)
-        if run[1] < run[0]:
-            raise ValueError(part)
-        yield run
+def read_iterations(text: str, flag: str) -> tuple[range, ...]:
+    """Return runs of iterations, in rising order, from numbers and runs of numbers with commas between them."""
+    parts = [part.strip().partition("-") for part in text.split(",")]
+    try:
+        runs = sorted((int(first), int(last if dash else first) + 1) for first, dash, last in parts)
+    except ValueError:
+        runs = []
+    if not runs or any(last <= first for first, last in runs):
+        raise ConfigError(f"{flag} {text} is not a list of iterations: write it as 10 or 10,20 or 30-34")
+    if runs[0][0] < 1:
+        raise ConfigError(f"{flag} {text} has an iteration below 1: count from 1")
+    return tuple(range(*run) for run in runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +41,7 @@ class LoggingConfig:
     metrics_file: str | None = option(None, metavar="FILE")
     """File to append one JSON object per iteration and evaluation to, and one for each event of the run."""
 
-    report: str | None = option(None, metavar="FILE")
+    report: str | None = option(None, metavar="FILE", needs=("metrics_file",))
     """Write the report of the run to this file, as `terapipe report` does: now and then while it trains, and when it
     ends, however it does. Needs `--metrics-file`."""
 
@@ -102,10 +78,10 @@ class LoggingConfig:
     wandb_project: str | None = None
     """Project of Weights & Biases to report to, with the same curves as TensorBoard. Needs the package `wandb`."""
 
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = option(None, needs=("wandb_project",))
     """Name of the run in Weights & Biases."""
 
-    wandb_save_dir: str | None = option(None, metavar="DIR")
+    wandb_save_dir: str | None = option(None, metavar="DIR", needs=("wandb_project",))
     """Directory in which Weights & Biases keeps its files. Default: the current directory."""
 
     log_params_norm: bool = False
@@ -135,7 +111,7 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = option((0,), least=0, most=10**9)
     """Ranks that are profiled."""
 
-    use_pytorch_profiler: bool = False
+    use_pytorch_profiler: bool = option(False, needs=("profile", "tensorboard_dir"))
     """Profile with torch's profiler, also on CPUs. Each rank writes its trace to `--tensorboard-dir`."""
 
     peak_tflops_per_device: float | None = option(None, above=0, most=1e9)
@@ -146,7 +122,9 @@ class LoggingConfig:
     """Directory for the executed timelines of a few iterations, with drawings. `terapipe plan --timeline
     DIR` compares them with a simulation. Default: none is written."""
 
-    timeline_iterations: str | None = option(None, metavar="N,N-N,...", aliases=("--timeline-iteration",))
+    timeline_iterations: str | None = option(
+        None, metavar="N,N-N,...", aliases=("--timeline-iteration",), needs=("timeline",)
+    )
     """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Default: the third to the fifth of
     this run, because the first ones are slower than the rest."""
 
@@ -156,23 +134,8 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_bounds(self)
-        if self.timeline_iterations is not None and self.timeline is None:
-            raise ConfigError(f"--timeline-iterations {self.timeline_iterations} needs a directory: add --timeline")
-        if self.report is not None and self.metrics_file is None:
-            raise ConfigError(f"--report {self.report} has no metrics to read: add --metrics-file")
+        check(self)
         self.measured_iterations(0, 1)
-        check_choices(self)
-        self._check_profile()
-        for name in ("wandb_exp_name", "wandb_save_dir"):
-            if getattr(self, name) is not None and self.wandb_project is None:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} has no effect without --wandb-project: add it")
-
-    def _check_profile(self) -> None:
-        if self.use_pytorch_profiler and not self.profile:
-            raise ConfigError("--use-pytorch-profiler has no effect without --profile: add it")
-        if self.use_pytorch_profiler and self.tensorboard_dir is None:
-            raise ConfigError("--use-pytorch-profiler needs a directory for its traces: add --tensorboard-dir")
         if self.profile and not self.profiled_iterations:
             raise ConfigError(
                 f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
@@ -188,9 +151,9 @@ class LoggingConfig:
         """Return the directory of ledgers."""
         return Path(self.ledger_directory or Path(save or ".") / "stalled_pipeline")
 
-    def measured_iterations(self, start: int, last: int) -> IterationNumbers:
+    def measured_iterations(self, start: int, last: int) -> tuple[range, ...]:
         """Return the iterations whose timelines are written, if there is a directory for them."""
         if self.timeline_iterations is not None:
-            return IterationNumbers.parse(self.timeline_iterations, "--timeline-iterations")
+            return read_iterations(self.timeline_iterations, "--timeline-iterations")
         # A run of one or two iterations has only slow ones.
-        return IterationNumbers(((min(start + 3, last), min(start + 5, last)),))
+        return (range(min(start + 3, last), min(start + 5, last) + 1),)

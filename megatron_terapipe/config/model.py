@@ -13,7 +13,7 @@ from megatron_terapipe.config.layers import (
     layers_of_pattern,
     window_of_megatron,
 )
-from megatron_terapipe.config.options import Otherwise, check_bounds, check_choices, option, resolve
+from megatron_terapipe.config.options import Otherwise, check, check_bounds, option, resolve
 from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
@@ -133,11 +133,11 @@ class ModelConfig:
     sliding_window: int | None = option(None, also={"--window-size": window_of_megatron}, least=1, most=10**12)
     """Tokens that a token attends to, itself included. Default: all before it."""
 
-    window_attn_skip_freq: str | None = option(None, metavar="PATTERN")
+    window_attn_skip_freq: str | None = option(None, metavar="PATTERN", needs=("sliding_window",))
     """Layers that attend to the whole sequence in spite of --sliding-window: a number N for every Nth layer, or a list
     with a 1 for each layer with a window and a 0 for each without, `([1]*5+[0])*4`."""
 
-    rotary_base_local: float | None = option(None, above=0, most=1e15)
+    rotary_base_local: float | None = option(None, needs=("sliding_window",), above=0, most=1e15)
     """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
     layers."""
 
@@ -166,7 +166,7 @@ class ModelConfig:
     parallel_residual: bool = False
     """Add attention and MLP, of the same input, to the residual together."""
 
-    shared_block_norm: bool = False
+    shared_block_norm: bool = option(False, needs=("parallel_residual",))
     """Give attention and MLP one norm. Needs --parallel-residual."""
 
     residual_multiplier: float = option(1.0, above=0, most=1e6)
@@ -264,7 +264,7 @@ class ModelConfig:
         resolve(self, "output_layer_init_std", self.init_method_std / sqrt(2 * self.num_layers))
         resolve(self, "embedding_init_method_std", self.init_method_std)
         resolve_rotation(self)
-        check_choices(self)
+        check(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"--num-key-value-heads {self.num_key_value_heads} does not divide "
@@ -289,19 +289,9 @@ class ModelConfig:
             raise ConfigError(
                 f"--qk-norm all-heads is for rmsnorm, not for --normalization {self.normalization}: change one of them"
             )
-        if self.shared_block_norm and not self.parallel_residual:
-            raise ConfigError("--shared-block-norm needs attention and MLP of one input: add --parallel-residual")
         if self.parallel_residual and self.norm_placement != "pre":
             raise ConfigError(
                 f"--norm-placement {self.norm_placement} does not go with --parallel-residual: use --norm-placement pre"
-            )
-        if self.sliding_window is None and self.window_attn_skip_freq is not None:
-            raise ConfigError(
-                f"--window-attn-skip-freq {self.window_attn_skip_freq} needs a window: add --sliding-window"
-            )
-        if self.sliding_window is None and self.rotary_base_local is not None:
-            raise ConfigError(
-                f"--rotary-base-local {self.rotary_base_local} is for layers with a window: add --sliding-window"
             )
         if self.no_rope_freq is not None and self.position_embedding_type != "rope":
             raise ConfigError(f"--no-rope-freq {self.no_rope_freq} needs rotations: add --position-embedding-type rope")

@@ -61,6 +61,12 @@ class Option:
     below: float | None = None
     """Number that values are below."""
 
+    needs: tuple[str, ...] = ()
+    """Fields of the section without which this one has no effect."""
+
+    excludes: tuple[str, ...] = ()
+    """Fields of the section, declared before, that set the same in another way."""
+
     @property
     def bounds(self) -> str:
         """The bounds in words, such as `1 to 10,000`; empty if there are none."""
@@ -112,6 +118,32 @@ def resolve(section: Any, name: str, value: object) -> None:
     """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section."""
     if getattr(section, name) is None:
         object.__setattr__(section, name, value)
+
+
+def check(section: Any) -> None:
+    """Check the fields of a section against their declarations: choices, bounds, and the fields that go with each."""
+    check_choices(section)
+    check_bounds(section)
+    given = {
+        each.name: (value, option_of(each))
+        for each in fields(section)
+        if (value := getattr(section, each.name)) is not None and value is not False and value != each.default
+    }
+    for name, (value, facts) in given.items():
+        missing = [flag(other) for other in facts.needs if other not in given]
+        if missing:
+            words = f"{_with_value(name, value)} has no effect without {missing[0]}"
+            raise ConfigError(f"{words}: add it, or drop {flag(name)}")
+        for other in facts.excludes:
+            if other in given:
+                both = f"{_with_value(other, given[other][0])} and {_with_value(name, value)}"
+                raise ConfigError(f"{both} exclude each other: drop one of them")
+
+
+def _with_value(name: str, value: object) -> str:
+    """Return a flag with its value."""
+    words = () if value is True else map(str, value) if isinstance(value, tuple) else (str(value),)
+    return " ".join((flag(name), *words))
 
 
 def check_choices(section: Any) -> None:

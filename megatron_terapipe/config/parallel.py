@@ -8,7 +8,7 @@ from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.options import check_bounds, check_choices, one_of, option, resolve
+from megatron_terapipe.config.options import check, one_of, option, resolve
 from megatron_terapipe.config.pipeline import check_schedule, listed_stages
 from megatron_terapipe.errors import ConfigError
 
@@ -144,8 +144,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Fill in the number of token slices, then check."""
-        check_choices(self)
-        check_bounds(self)
+        check(self)
         if self.vocabulary_stages and self.pipeline_model_parallel_size == 1:
             # One rank has no other to share with.
             object.__setattr__(self, "vocabulary_stages", False)

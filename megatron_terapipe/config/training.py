@@ -1,10 +1,10 @@
 """The sections of the training recipe: length, recomputation, optimizer, learning rate, number types, NaN checks."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Literal
 
-from megatron_terapipe.config.options import check_bounds, check_choices, flag, option
+from megatron_terapipe.config.options import check, flag, option
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
 
 SEEDS = 2**32
@@ -18,7 +18,7 @@ class TrainingConfig:
     train_iters: int | None = option(None, least=1, most=10**9)
     """Optimizer steps of the whole run."""
 
-    train_samples: int | None = option(None, least=1, most=10**13)
+    train_samples: int | None = option(None, excludes=("train_iters",), least=1, most=10**13)
     """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then also counted in samples."""
 
     train_tokens: int | None = option(None, least=1, most=10**18)
@@ -99,8 +99,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_choices(self)
-        check_bounds(self)
+        check(self)
         if self.dry_run_without_files:
             object.__setattr__(self, "dry_run", True)
         if self.offload_token_slices and self.recompute_granularity != "stage":
@@ -115,11 +114,6 @@ class TrainingConfig:
             )
         if self.train_iters is None and self.train_samples is None and self.train_tokens is None:
             raise ConfigError("neither --train-iters nor --train-samples is given: add one")
-        if self.train_iters is not None and self.train_samples is not None:
-            raise ConfigError(
-                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} both set the length of "
-                "the training: drop one of them"
-            )
 
     def for_sequences(self, seq_length: int) -> "TrainingConfig":
         """Return the section with `--train-tokens` turned into samples, if it is the only length given."""
@@ -164,7 +158,7 @@ class OptimizerConfig:
     decoupled_lr: float | None = option(None, least=0, most=100)
     """Highest learning rate of the word embedding and of the output layer, tied or not. Default: `--lr`."""
 
-    decoupled_min_lr: float | None = option(None, least=0, most=100)
+    decoupled_min_lr: float | None = option(None, needs=("decoupled_lr",), least=0, most=100)
     """Learning rate of these two at the end of the decay, and after it. Default: `--min-lr`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
@@ -173,10 +167,10 @@ class OptimizerConfig:
     lr_decay_iters: int | None = option(None, least=1, most=10**9)
     """Iteration at which the decay ends. Default: the last."""
 
-    lr_decay_samples: int | None = option(None, least=1, most=10**13)
+    lr_decay_samples: int | None = option(None, excludes=("lr_decay_iters",), least=1, most=10**13)
     """Samples after which the decay ends, with `--train-samples`. Default: all."""
 
-    lr_decay_tokens: int | None = option(None, least=1, most=10**18)
+    lr_decay_tokens: int | None = option(None, excludes=("lr_decay_iters", "lr_decay_samples"), least=1, most=10**18)
     """Tokens after which the decay ends, instead of `--lr-decay-iters` or `--lr-decay-samples`: tokens / `--seq-length`
     samples, which need not be a whole number. Megatron-DeepSpeed counts them one iteration late."""
 
@@ -192,13 +186,15 @@ class OptimizerConfig:
     lr_warmup_iters: int = option(0, least=0, most=10**9)
     """Iterations in which the learning rate rises linearly."""
 
-    lr_warmup_samples: int = option(0, least=0, most=10**13)
+    lr_warmup_samples: int = option(0, excludes=("lr_warmup_iters",), least=0, most=10**13)
     """Samples in which the learning rate rises linearly, with `--train-samples`."""
 
-    lr_warmup_tokens: int | None = option(None, least=0, most=10**18)
+    lr_warmup_tokens: int | None = option(None, excludes=("lr_warmup_iters", "lr_warmup_samples"), least=0, most=10**18)
     """Tokens in which the learning rate rises linearly, instead of `--lr-warmup-iters` or `--lr-warmup-samples`."""
 
-    lr_warmup_fraction: float | None = option(None, least=0, below=1)
+    lr_warmup_fraction: float | None = option(
+        None, excludes=("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"), least=0, below=1
+    )
     """Length of the warmup as a fraction of the time until the decay ends, instead of `--lr-warmup-iters`."""
 
     lr_warmup_init: float = option(0.0, least=0, most=100)
@@ -242,41 +238,20 @@ class OptimizerConfig:
                 f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines, not even of "
                 "one stage: use 0 or 1"
             )
-        check_choices(self)
-        check_bounds(self)
+        check(self)
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: give {self.lr} or less")
-        self._check_given_once(
-            "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"
-        )
-        self._check_decoupled()
-        self._check_given_once("decay", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+        for name, value in (("--decoupled-min-lr", self.ends[1]), ("--lr-warmup-init", self.lr_warmup_init)):
+            if value > self.ends[0]:
+                raise ConfigError(f"{name} {value} is above --decoupled-lr {self.ends[0]}: give no more than that")
         self._check_rising_weight_decay()
-
-    def _check_given_once(self, name: str, *names: str) -> None:
-        defaults = {each.name: each.default for each in fields(self)}
-        given = [each for each in names if getattr(self, each) != defaults[each]]
-        if len(given) > 1:
-            first, second = (f"{flag(each)} {getattr(self, each)}" for each in given[:2])
-            raise ConfigError(f"{first} and {second} both set the length of the {name}: drop one of them")
 
     @property
     def ends(self) -> tuple[float, float]:
         """Highest and last learning rate of the word embedding and of the output layer."""
         highest = self.lr if self.decoupled_lr is None else self.decoupled_lr
         return highest, self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-
-    def _check_decoupled(self) -> None:
-        if self.decoupled_lr is None:
-            if self.decoupled_min_lr is not None:
-                raise ConfigError(
-                    f"--decoupled-min-lr {self.decoupled_min_lr} has no effect without --decoupled-lr: add it"
-                )
-            return
-        for name, value in (("--decoupled-min-lr", self.ends[1]), ("--lr-warmup-init", self.lr_warmup_init)):
-            if value > self.decoupled_lr:
-                raise ConfigError(f"{name} {value} is above --decoupled-lr {self.decoupled_lr}: give no more than that")
 
     def _check_rising_weight_decay(self) -> None:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
@@ -329,7 +304,7 @@ class PrecisionConfig:
     fp16: bool = False
     """Train in fp16, with a scaled loss. Needs ZeRO stage 1."""
 
-    bf16: bool = False
+    bf16: bool = option(False, excludes=("fp16",))
     """Train in bf16."""
 
     loss_scale: float | None = option(None, above=0, most=1e36)
@@ -353,9 +328,7 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         """Check the pair and the ranges."""
-        if self.fp16 and self.bf16:
-            raise ConfigError("--fp16 and --bf16 exclude each other: drop one of them")
-        check_bounds(self)
+        check(self)
         if not log2(self.initial_loss_scale).is_integer():
             raise ConfigError(
                 f"--initial-loss-scale {self.initial_loss_scale} is not a power of 2: give one, such as 65536"
@@ -414,5 +387,4 @@ class NumbersConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_choices(self)
-        check_bounds(self)
+        check(self)

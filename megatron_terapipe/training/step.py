@@ -116,7 +116,7 @@ class TrainingStep:
     def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
         """Return the loss, and the time it took in seconds."""
         start = time.perf_counter()
-        if self._logging.timeline is None or iteration not in self._measured:
+        if self._logging.timeline is None or not any(iteration in run for run in self._measured):
             loss = self._engine.train_batch(batches).item()
             return loss, time.perf_counter() - start
         with self._engine.timeline() as timelines:
@@ -134,7 +134,7 @@ class TrainingStep:
         step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json())
-        if iteration == self._measured.last:
+        if iteration == self._measured[-1][-1]:
             self._reporter.note(write_drawings(step, directory))
 
     def _peak_memory(self, iteration: int) -> tuple[int, ...] | None:

@@ -63,12 +63,12 @@ def test_a_null_tokenizer_is_told_the_ids_that_it_was_told_before(checkpoints: P
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--use-checkpoint-args"], "--use-checkpoint-args needs a checkpoint: add --load, or drop it"),
+        (["--use-checkpoint-args"], "--use-checkpoint-args has no effect without --load"),
         (["--load", "nowhere", "--use-checkpoint-args"], "--load nowhere holds no checkpoint"),
-        (["--load-tag", "a"], "--load-tag needs a checkpoint: add --load, or drop it"),
-        (["--ckpt-step", "3"], "--ckpt-step needs a checkpoint: add --load, or drop it"),
-        (["--load", "a", "--ckpt-step", "3", "--load-tag", "b"], "both name a checkpoint: drop one of them"),
-        (["--keep-last-n-checkpoints", "2"], "--keep-last-n-checkpoints 2 needs a directory to save in: add --save"),
+        (["--load-tag", "a"], "--load-tag a has no effect without --load"),
+        (["--ckpt-step", "3"], "--ckpt-step 3 has no effect without --load"),
+        (["--load", "a", "--ckpt-step", "3", "--load-tag", "b"], "--load-tag b and --ckpt-step 3 exclude each other"),
+        (["--keep-last-n-checkpoints", "2"], "--keep-last-n-checkpoints 2 has no effect without --save"),
         (["--save", "a", "--keep-last-n-checkpoints", "0"], "--keep-last-n-checkpoints 0"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import CheckpointConfig, DataConfig, TrainingConfig
-from megatron_terapipe.config.logging import IterationNumbers, LoggingConfig
+from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.parsing import check_host_name, is_host_name
 from megatron_terapipe.errors import ConfigError
 
@@ -137,27 +137,19 @@ def test_a_hostfile_is_for_dry_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
-    [("10", {10}), ("4,2", {2, 4}), ("3-5", {3, 4, 5}), ("9, 2-3", {2, 3, 9}), ("1-3,2-4", {1, 2, 3, 4})],
+    ("start", "last", "text", "measured"),
+    [
+        # By default a few after the first of this run; numbers that are given count from the start of training.
+        *((0, 10, None, {3, 4, 5}), (100, 200, None, {103, 104, 105}), (0, 4, None, {3, 4})),
+        *((0, 2, None, {2}), (7, 8, None, {8}), (100, 200, "150", {150})),
+        *((0, 20, "10", {10}), (0, 20, "4,2", {2, 4}), (0, 20, "3-5", {3, 4, 5}), (0, 20, "9, 2-3", {2, 3, 9})),
+        (0, 20, "1-3,2-4", {1, 2, 3, 4}),
+    ],
 )
-def test_numbers_and_runs_of_numbers(text: str, named: set[int]) -> None:
-    numbers = IterationNumbers.parse(text, "--flag")
-    assert {iteration for iteration in range(20) if iteration in numbers} == named
-    assert numbers.last == max(named)
-
-
-@pytest.mark.parametrize(
-    ("start", "last", "measured"),
-    [(0, 10, {3, 4, 5}), (100, 200, {103, 104, 105}), (0, 4, {3, 4}), (0, 2, {2}), (7, 8, {8})],
-)
-def test_by_default_a_few_after_the_first_of_this_run(start: int, last: int, measured: set[int]) -> None:
-    numbers = LoggingConfig(timeline="out").measured_iterations(start, last)
-    assert {iteration for iteration in range(1, 300) if iteration in numbers} == measured
-
-
-def test_what_is_given_counts_from_the_start_of_training() -> None:
-    numbers = LoggingConfig(timeline="out", timeline_iterations="150").measured_iterations(100, 200)
-    assert 150 in numbers and 103 not in numbers
+def test_measured_iterations(start: int, last: int, text: str | None, measured: set[int]) -> None:
+    runs = LoggingConfig(timeline="out", timeline_iterations=text).measured_iterations(start, last)
+    assert {iteration for run in runs for iteration in run} == measured
+    assert runs[-1][-1] == max(measured)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_the_section_gives_its_ramp() -> None:
     [
         ((4, 4), 16, 1, "--rampup-batch-size 4 4 is not three numbers above 0: give START INCREMENT SAMPLES"),
         ((4, 0, 9), 16, 1, "--rampup-batch-size 4 0 9 is not three numbers above 0: give START INCREMENT SAMPLES"),
-        ((4, 4, 9), None, 1, "--rampup-batch-size 4 4 9 needs the size at the end of the ramp: add"),
+        ((4, 4, 9), None, 1, "--rampup-batch-size 4 4 9 has no effect without --global-batch-size: add"),
         ((4, 8, 9), 16, 1, "does not rise to --global-batch-size 16 in steps of 8: give 20, or another start"),
         ((16, 4, 9), 16, 1, "does not rise to --global-batch-size 16 in steps of 4: give 20, or another start"),
         ((3, 1, 9), 16, 1, "--rampup-batch-size START 3 is not a multiple of --micro-batch-size 2: give a multiple"),

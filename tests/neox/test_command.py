@@ -102,7 +102,7 @@ def test_comments_on_flags_that_are_missing(
     assert "leave open train_iters, train_micro_batch_size_per_gpu, data_path, vocab_file: " in line
     (tmp_path / "more.yml").write_text("finetune: true\n")
     assert main([*files, str(tmp_path / "more.yml")]) == 0
-    assert "the trainer does not take this as it is: --finetune needs" in capsys.readouterr().err
+    assert "the trainer does not take this as it is: --finetune has no effect without --load" in capsys.readouterr().err
 
 
 def test_a_refusal_ends_the_command(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def nsight() -> list[str]:
     ("words", "line"),
     [
         ("--use-pytorch-profiler", "--profile: add it"),
-        ("--profile --use-pytorch-profiler", "add --tensorboard-dir"),
+        ("--profile --use-pytorch-profiler", "without --tensorboard-dir"),
         ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12: give 13"),
         ("--profile --profile-step-start 8", "--profile-step-end 12 is after the last of --train-iters 10"),
         ("--timing-log-level 3", "--timing-log-level 3 is not known: choose 0, 1 or 2"),
