@@ -80,16 +80,13 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
     # Ops and shapes
     (
         "write it as 2F0.3",
-        [
-            partial(Op.parse, text)
-            for text in ("", "F0.0", "2F", "2X0.0", "2f0.0", "2F0.0.0", "-1F0.0", "2F0.0 2F0.1", "2BB0.0")
-        ],
+        [partial(Op.parse, text) for text in ("", "F0.0", "2F", "2X0.0", "-1F0.0", "2F0.0 2F0.1")],
     ),
     (
         "is not a positive whole number",
         [
-            *(partial(PipelineShape, *extents) for extents in ((0, 1), (1, -1), (1, 1, 0), (1.0, 1), ("1", 1))),
-            *(partial(ParallelLayout, tensor_parallel_size=size) for size in (0, -1, 1.5, "2")),
+            *(partial(PipelineShape, *extents) for extents in ((0, 1), (1, 1, 0), (1.0, 1))),
+            *(partial(ParallelLayout, tensor_parallel_size=size) for size in (0, 1.5)),
             partial(CutGrid, 100, 0),
         ],
     ),
@@ -109,27 +106,14 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         )
     ),
     # Layouts and partitions
-    *(
-        (
-            f"world size {world} is not a multiple",
-            [
-                lambda world=world, t=t, p=p: ParallelLayout.for_world_size(
-                    world, tensor_parallel_size=t, pipeline_parallel_size=p
-                )
-            ],
-        )
-        for world, t, p in ((6, 2, 2), (0, 1, 1), (4, 0, 1), (4, 8, 1), (-4, 2, 2))
-    ),
     (
         "12 is not a multiple of sequence x tensor x pipeline parallel size 4 x 2 x 1 = 8",
         [lambda: ParallelLayout.for_world_size(12, sequence_parallel_size=4, tensor_parallel_size=2)],
     ),
-    ("rank -1 is outside 0..3", [lambda: ParallelLayout(data_parallel_size=4).coordinate(-1)]),
     ("rank 4 is outside 0..3", [lambda: ParallelLayout(data_parallel_size=4).coordinate(4)]),
     ("does not rise from 0", [partial(StagePartition, bounds) for bounds in ((), (0,), (1, 5), (0, 5, 5), (0, 5, 3))]),
     ("is neither uniform", [partial(StagePartition.parse, text) for text in ("balance", "0,five", "missing.json")]),
     ("give 4 bounds, the last one 12", [lambda: PARTITION.covering(12, 3)]),
-    ("give 3 bounds, the last one 11", [lambda: PARTITION.covering(11, 2)]),
     (
         "give between 1 and 3 stages",
         [
@@ -143,16 +127,13 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         "sum to 2048, but the sequence has 2000 tokens: change one of them by -48",
         [lambda: TokenSlices((1024, 1024)).covering(2000)],
     ),
-    (
-        "are not whole numbers with commas",
-        [partial(TokenSlices.parse, text) for text in ("", "1,,2", "a", "1.5", "7;6")],
-    ),
+    ("are not whole numbers with commas", [partial(TokenSlices.parse, text) for text in ("", "1,,2", "1.5")]),
     ("each of at least one token", [partial(TokenSlices, lengths) for lengths in ((), (0,), (4, -1))]),
     (
         "give between 1 and 4 token slices",
         [
-            *(partial(TokenSlices.uniform, 4, count) for count in (0, -1, 5)),
-            *(partial(TokenSlices.balanced, 4, count, linear_cost=1, attention_cost=1) for count in (0, -1, 5)),
+            *(partial(TokenSlices.uniform, 4, count) for count in (0, 5)),
+            lambda: TokenSlices.balanced(4, 5, linear_cost=1, attention_cost=1),
         ],
     ),
     (
@@ -170,54 +151,37 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         [lambda: parts_of_rank(TokenSlices((8, 6, 5)), 0, 4)],
     ),
     # Costs
-    ("costs file is not JSON", [partial(OpCosts.from_json, text, SHAPE) for text in ("", "{", "nothing")]),
+    ("costs file is not JSON", [lambda: OpCosts.from_json("{", SHAPE)]),
     ("costs are not a JSON object", [lambda: OpCosts.from_json("[]", SHAPE)]),
     ("unknown field 'forwards'", [costs(forwards=1)]),
     ("costs['forward'] is not a list of lists", [costs(forward=None), costs(forward=[1, 2])]),
-    ("costs['backward'] is not a list of lists", [lambda: OpCosts.from_json('{"forward": [[1, 2], [3, 4]]}', SHAPE)]),
     ("costs['backward'] has rows of [2] times for 2 stages of 2 token slices", [costs(backward=[[1, 2]])]),
-    ("rows of [2, 1] times", [costs(backward=[[1, 2], [3]])]),
-    ("costs['weight_gradient'] has rows", [costs(weight_gradient=[[1, 2]])]),
-    ("entry -2, which is not a time", [costs(forward=[[1, -2], [3, 4]])]),
-    ("entry True, which is not a time", [costs(forward=[[1, True], [3, 4]])]),
-    ("entry '2', which is not a time", [costs(forward=[[1, "2"], [3, 4]])]),
-    (
-        "contains the number nan",
-        [costs(forward=[[1, float("nan")], [3, 4]]), costs(transfer={**LINK, "latency": float("nan")})],
-    ),
-    ("contains the number inf", [costs(transfer=float("inf"))]),
+    ("which is not a time", [costs(forward=[[1, wrong], [3, 4]]) for wrong in (-2, True, "2")]),
+    ("contains the number nan", [costs(transfer={**LINK, "latency": float("nan")})]),
     ("costs['transfer'] has the entry None", [costs(transfer=None)]),
     ("costs['transfer'] has no 'bandwidth'", [costs(transfer={"latency": 1})]),
     ("unknown field 'size'", [costs(transfer={**LINK, "size": 1})]),
-    (
-        "['bytes'] has 3 entries for 2: give one, or one for each token slice",
-        [costs(transfer={**LINK, "bytes": [1, 2, 3]})],
-    ),
-    (
-        "['latency'] has 1 entries for 2: give one, or one for each stage",
-        [costs(THREE, transfer={**LINK, "latency": [1]})],
-    ),
+    ("['bytes'] has 3 entries for 2", [costs(transfer={**LINK, "bytes": [1, 2, 3]})]),
+    ("['latency'] has 1 entries for 2", [costs(THREE, transfer={**LINK, "latency": [1]})]),
     ("['bandwidth'] is 0", [costs(transfer={**LINK, "bandwidth": 0})]),
-    ("entry -1, which cannot be", [costs(transfer={**LINK, "bandwidth": -1})]),
-    ("entry '2', which cannot be", [costs(transfer={**LINK, "bytes": [1, "2"]})]),
-    ("entry True, which cannot be", [costs(transfer={**LINK, "bytes": True})]),
+    ("which cannot be", [costs(transfer={**LINK, "bytes": wrong}) for wrong in (-1, [1, "2"], True)]),
     ("reductions", [costs(reductions=rows) for rows in ([[1.0]], [[], [1.0]], [[1.0], [-1.0]], 3)]),
-    ("op 1BW0.0 computes weight gradients apart", [lambda: UNIFORM.duration(Op.parse("1BW0.0"))]),
     (
         "computes weight gradients apart, and the costs have no weight_gradient",
         [
+            lambda: UNIFORM.duration(Op.parse("1BW0.0")),
             lambda: simulate(rank_orders(zero_bubble, SHAPE), SHAPE, UNIFORM),
             lambda: CompiledOrders.of_schedule(zero_bubble, SHAPE).simulate(UNIFORM),
         ],
     ),
-    ("window of", [partial(attention_costs, SHAPE, (1, 1), 0.6, window=window) for window in (0, -1, float("inf"))]),
+    ("window of", [partial(attention_costs, SHAPE, (1, 1), 0.6, window=window) for window in (0, float("inf"))]),
     ("attention share 1.5 is not a share", [lambda: attention_costs(SHAPE, [1, 1], 1.5)]),
     ("head share -1 is not a share", [lambda: attention_costs(SHAPE, [1, 1], 0.5, head_share=-1)]),
     (
         "for 2 token slices: give one above 0 for each of them",
         [
             each
-            for lengths in ([1], [1, 2, 3], [1, 0], [1, -2])
+            for lengths in ([1], [1, 0])
             for each in (
                 partial(attention_costs, SHAPE, lengths, 0.5),
                 partial(optimise, SHAPE, UNIFORM, lengths=lengths),
@@ -234,11 +198,11 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
     ),
     # Orders
     ("1 op orders for 2 pipeline ranks", checks("0F0.0")),
-    *((f"op {op} does not belong to rank 0", checks(op, "")) for op in ("1F0.0", "0F1.0", "0F0.2", "9F0.0")),
-    ("op 0F0.0 appears twice in the order of rank 0", checks("0F0.0 0F0.0", "")),
-    ("op 0BI0.0 appears twice in the order of rank 0, whole or in part", checks("0B0.0 0BI0.0", "")),
-    ("op 0BW0.0 appears twice in the order of rank 0, whole or in part", checks("0B0.0 0BW0.0", "")),
-    ("op 0B0.0 appears twice in the order of rank 0, whole or in part", checks("0BW0.0 0B0.0", "")),
+    *((f"op {op} does not belong to rank 0", checks(op, "")) for op in ("1F0.0", "0F1.0", "0F0.2")),
+    *(
+        (f"op {op} appears twice in the order of rank 0", checks(order, ""))
+        for op, order in (("0F0.0", "0F0.0 0F0.0"), ("0BI0.0", "0B0.0 0BI0.0"), ("0B0.0", "0BW0.0 0B0.0"))
+    ),
     ("'0F0.0' in the order of rank 0 is not an op: yield Op(...)", [lambda: simulate([["0F0.0"]], ALONE, UNIFORM)]),
     *(
         (
@@ -258,17 +222,12 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         for text, message in (
             ("0F0 0B0\n0X0", "line 2: op '0X0' is not written as stage"),
             ("\n\n0F0.0 0F0,0 0B0", "line 3: op '0' is not written as stage"),
-            ("0F0 0F0 0B0", "line 1: op 0F0.0 appears twice"),
-            ("0F0 0BI0 0B0", "line 1: op 0B0.0 appears twice"),
             ("0F0 0B0\n# rank 1\n1F0 1B0 1F0", "line 3: op 1F0.0 appears twice"),
             ("1F0 1B0\n0F0 0B0", "line 1: op 1F0.0 is on rank 0, and stage 1 of 2 on 2 ranks is rank 1's"),
-            ("0F0 0B0 1F0 1B0\n1F1 1B1 0F1 0B1", "line 1: op 1F0.0 is on rank 0"),
             ("0F0 2F0 2B0 0B0\n1F0 1B0", "3 stages are on 2 lines"),
             ("0F0 0B0\n2F0 2B0", "stage 1 has no ops, and there are 3 stages"),
             ("0F0 1F0 1B0 0B0\n2F0 3F0 3B0 2B0", "rank 1's if stages go round and round (looped), rank 1's if they"),
             ("0F0 0F1 0B0", "op 0B1.0 is missing in the order of rank 0"),
-            ("0F0 0B0 0F1.1 0B1.1", "op 0F0.1 is missing in the order of rank 0"),
-            ("0F0 0BI0", "op 0BW0.0 is missing in the order of rank 0"),
             ("0F0 0BW0 0BI0", "rank 0 at 0BW0.0 waits for 0BI0.0"),
         )
     ),
@@ -282,9 +241,8 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
             *(
                 timeline(written(spans=rows))
                 for rows in (
-                    *([], [[]], [[["F0.0", 0, 1]]], [[["0F0.0", 0]]], [[["0F0.0", 0, "later"]]], [[["0F0.0", 1, 0]]]),
+                    *([[]], [[["F0.0", 0, 1]]], [[["0F0.0", 0]]], [[["0F0.0", 0, "later"]]], [[["0F0.0", 1, 0]]]),
                     *([[["0F0.0", 0, float("nan")]]], [[["1F0.0", 0, 1]]], [[["0F0.2", 0, 1]]], [[[5, 0, 1]]]),
-                    *([[["0F0.0", 0, 10**400]]], [[["0F1.0", 0, 1]]]),
                 )
             ),
             *(timeline(written(num_stages=count)) for count in (0, 2)),
@@ -381,17 +339,13 @@ REFUSED: list[tuple[str, list[Callable[[], object]]]] = [
         (message, [partial(parse_json, text, "f")])
         for text, message in (
             ("", "f is not JSON"),
-            ("[NaN]", "contains the number nan"),
-            ("[-Infinity]", "contains the number -inf"),
             ("[1e999]", "contains the number inf"),
             ("9" * 5000, "f is not JSON"),
             (f"[{2**63}]", "whole number of 19 digits"),
             ('["\\ud800"]', "half a character"),
-            ('{"\\ud800": 1}', "half a character"),
             ("[" * 100_000, "f is not JSON"),
             ("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1), "levels deep: make it flatter"),
             ('{"a": 1, "a": 2}', "key 'a' appears twice"),
-            ('{"a\\nb": 1, "a\\nb": 2}', "appears twice"),
         )
     ),
     ("refers to its own parts", [lambda: check_values(nested(40), "f", 200)]),

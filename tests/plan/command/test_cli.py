@@ -1,4 +1,4 @@
-"""The plan command, as people and programs call it."""
+"""The plan command, called by users and by programs."""
 
 import json
 import shlex
@@ -50,7 +50,7 @@ def durations(figures: dict) -> dict[str, float]:
 # Programs
 
 
-def test_the_command_needs_only_the_standard_library_and_prints_the_timeline_and_its_figures():
+def test_the_command_imports_only_the_standard_library_and_prints_the_timeline_and_its_figures():
     program = (
         "import sys; from deepspeed_ext.plan.command import main; code = main(sys.argv[1:]);"
         "sys.exit(code or bool({'numpy', 'numba', 'torch', 'deepspeed'} & sys.modules.keys()))"
@@ -70,20 +70,10 @@ def test_the_command_needs_only_the_standard_library_and_prints_the_timeline_and
     ]
 
 
-def test_bad_input_ends_the_program_with_2():
-    words = "--schedule 2f2b --stages 2 --micro-batches 2".split()
-    done = subprocess.run([sys.executable, "-m", "deepspeed_ext.plan", *words], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: schedule '2f2b' is not known: choose one of gpipe, 1f1b, interleaved, zero-bubble, breadth-first, "
-        "optimised, or the path of a schedule file\n"
-    )
-
-
 # Figures
 
 
-def test_json_goes_to_standard_output_or_into_a_file_beside_what_is_printed(printed, figures_of, folder):
+def test_json_goes_to_standard_output_or_into_a_file(printed, figures_of, folder):
     figures = figures_of(PIPELINE)
     assert figures["schedule"] == "1f1b"
     assert (figures["num_stages"], figures["num_micro_batches"], figures["num_token_slices"]) == (4, 4, 2)
@@ -102,8 +92,7 @@ def test_json_goes_to_standard_output_or_into_a_file_beside_what_is_printed(prin
     assert "eta" in json.loads((folder / "again.json").read_text())
 
 
-def test_token_slices_may_be_lengths_or_left_out(figures_of):
-    assert figures_of("--schedule gpipe --stages 2 --micro-batches 3")["num_token_slices"] == 1
+def test_token_slices_may_be_lengths(figures_of):
     figures = figures_of(PIPELINE[:-1] + "704,688,656")
     assert figures["num_token_slices"] == 3 and figures["token_slices"] == [704, 688, 656]
     # Two micro-batches are in flight, then the first token slice of a third where the last one of the first was.
@@ -112,26 +101,16 @@ def test_token_slices_may_be_lengths_or_left_out(figures_of):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(
-    "num_ranks, micro_batches, token_slices, model_chunks", [(4, 8, 2, 1), (4, 2, 8, 2), (8, 8, 1, 3)]
-)
-def test_the_closed_form_is_what_is_simulated(printed, name, num_ranks, micro_batches, token_slices, model_chunks):
-    more = f"--model-chunks {model_chunks}" if name == "interleaved" else ""
-    shown = printed(
-        f"--schedule {name} --stages {num_ranks} --micro-batches {micro_batches} --token-slices {token_slices} {more}"
-    )
+def test_the_closed_form_is_the_simulated_bubble(printed, name):
+    chunks = 2 if name == "interleaved" else 1
+    shown = printed(f"--schedule {name} --stages 4 --micro-batches 2 --token-slices 8 --model-chunks {chunks}")
     (line,) = (line for line in shown.splitlines() if line.startswith("bubble"))
     simulated, closed = line.removeprefix("bubble ratio").rstrip(")").split(" (closed form ")
     assert closed.split(": ")[1] == simulated.strip()
-    assert "deadlock free            yes" in shown
 
 
-def test_model_chunks_are_stages_of_ranks(printed, figures_of):
-    words = "--schedule interleaved --stages 2 --micro-batches 4 --token-slices 2"
-    shown = printed(f"{words} --num-model-chunks 2")
-    assert shown.splitlines()[1].startswith("rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1 ")
-    assert "peak live token slices   6 4  (by rank)" in shown
-    figures = figures_of(f"{words} --model-chunks 2")
+def test_model_chunks_are_stages_of_ranks(figures_of):
+    figures = figures_of("--schedule interleaved --stages 2 --micro-batches 4 --token-slices 2 --model-chunks 2")
     assert (figures["num_stages"], figures["num_model_chunks"], figures["placement"]) == (4, 2, "looped")
     assert len(figures["orders"]) == len(figures["peak_activation"]) == 2
 
@@ -145,15 +124,6 @@ def test_a_makespan_is_never_below_its_bound():
 
 
 # Costs
-
-
-def test_costs_are_read_and_leave_no_closed_form_when_uneven(printed, folder):
-    # With the byte order mark that editors write.
-    fields = {"forward": [[1, 2], [3, 1]], "backward": [[2, 1], [4, 2]], "transfer": 0.5}
-    (folder / "costs.json").write_text(json.dumps(fields), encoding="utf-8-sig")
-    assert "makespan                 14\nbubble ratio             42.86%\n" in printed(
-        f"{GPIPE_2_1_2} --costs costs.json"
-    )
 
 
 def test_costs_follow_from_the_share_of_attention(figures_of):
@@ -173,8 +143,10 @@ def test_the_example_in_the_help_is_a_costs_file(capsys, folder):
     text = capsys.readouterr().out
     lines = text[text.index("  {\n") : text.index("  }\n") + 4].splitlines()
     example = "\n".join(line.split("    time ")[0].split("    optional: ")[0] for line in lines)
-    (folder / "costs.json").write_text(example)
-    assert main([*GPIPE_2_1_2.split(), "--costs", "costs.json", "--json"]) == 0
+    # With the byte order mark that editors write.
+    (folder / "costs.json").write_text(example, encoding="utf-8-sig")
+    assert main([*GPIPE_2_1_2.split(), "--costs", "costs.json"]) == 0
+    assert "closed form" not in capsys.readouterr().out
 
 
 # Schedules in files
@@ -187,7 +159,7 @@ def test_a_schedule_is_written_and_read_again(figures_of):
     assert figures_of("--schedule orders.txt") == written | {"schedule": "orders"}
 
 
-def test_what_is_said_beside_a_schedule_file_must_agree_with_it(capsys, printed, folder):
+def test_flags_must_agree_with_a_schedule_file(capsys, printed, folder):
     (folder / "orders.csv").write_text("0F0.0, 3F0.0, 3B0.0, 0B0.0\n1F0.0, 2F0.0, 2B0.0, 1B0.0\n")
     assert read_schedule("orders.csv")[0] == PipelineShape(4, 1, 1, 2, Placement.V)
     printed("--schedule orders.csv --stages 2 --model-chunks 2 --placement v --micro-batches 1")
@@ -240,7 +212,7 @@ def test_memory_is_counted_in_bytes_if_sizes_are_given(printed, figures_of, fold
     assert f"peak memory              {first / 2**20:.4g} {last / 2**20:.4g}  (by stage), in MiB" in printed(words)
 
 
-def test_what_waits_on_the_host_is_not_in_the_memory_of_the_device(printed, figures_of, folder):
+def test_memory_on_the_host_is_not_on_the_device(printed, figures_of, folder):
     (folder / "sizes.json").write_text(json.dumps({"activation": 1, "key_value": 2**20, "stage_input": 2**18}))
     words = "--schedule breadth-first --stages 2 --model-chunks 3 --micro-batches 1 --token-slices 4 --seq-length 64"
     words += " --token-bytes sizes.json --trace t.json"
@@ -270,7 +242,7 @@ def test_a_schedule_and_token_slices_are_found_within_a_memory_limit(printed, fi
     assert len(lengths) == 3 and sum(lengths) == 64 and min(lengths) >= 8
     assert max(found["peak_activation"]) <= 1.5 + 1e-9
     assert 0 < found["lower_bound"] <= found["makespan"] * (1 + 1e-9)
-    # What was written is what was found, and what was found is better than what was known.
+    # The file has the orders that were found, which are better than those of a fixed schedule.
     cut = ",".join(map(str, lengths))
     again = figures_of(f"--schedule found.txt --token-slices {cut} --attention-share 0.5")
     assert again["makespan"] == pytest.approx(found["makespan"], rel=1e-12)
@@ -287,16 +259,16 @@ def test_token_slices_are_found_for_a_schedule_that_is_given(figures_of):
     assert solved["token_slices"][0] > solved["token_slices"][-1]  # later ones have more to attend to
 
 
-def test_the_optimiser_places_stages_where_nobody_says(figures_of):
+def test_the_optimiser_chooses_the_placement_of_stages(figures_of):
     words = "--schedule optimised --stages 4 --micro-batches 2 --token-slices 4 --attention-share 0.6 --effort 0.05"
     free = figures_of(words)
     choices = ("1 --placement looped", "2 --placement looped", "2 --placement v")
-    said = [figures_of(f"{words} --model-chunks {choice}") for choice in choices]
-    assert free["makespan"] == min(figures["makespan"] for figures in said) < said[0]["makespan"]
+    given = [figures_of(f"{words} --model-chunks {choice}") for choice in choices]
+    assert free["makespan"] == min(figures["makespan"] for figures in given) < given[0]["makespan"]
     assert free["num_model_chunks"] == 2
 
 
-def test_layers_are_dealt_so_that_a_head_does_not_hold_all_up(figures_of):
+def test_layers_are_dealt_so_that_a_head_does_not_delay_all_ranks(figures_of):
     words = "--schedule 1f1b --stages 4 --micro-batches 4 --token-slices 8 --attention-share 0.3 --head-share 0.5"
     alike, dealt = (figures_of(f"{words} --solve-slices {more}") for more in ("", "--solve-stages --layers 32"))
     assert dealt["stage_partition"] == [0, 9, 18, 27, 32]
@@ -334,10 +306,9 @@ def test_a_timeline_is_drawn_and_shown_beside_its_simulation(printed, figures_of
 # Bad input
 
 SIZES = f"{PIPELINE} --seq-length 64 --token-bytes"
-OFFLOAD = f"{PIPELINE} --seq-length 64 --token-bytes good.json --offload"
+OFFLOAD = f"{SIZES} good.json --offload"
 FILES = {
     "good.json": '{"activation": 1}',
-    "brace": "{",
     "list": "[]",
     "unknown.json": '{"activation": 1, "weights": 2}',
     "two.json": '{"activation": [1, 2]}',
@@ -353,68 +324,49 @@ FILES = {
     ("words", "message"),
     [
         ("", "--schedule is missing"),
+        ("--schedule 2f2b", "schedule '2f2b' is not known"),
         ("--schedule 1f1b", "--stages is missing"),
-        ("--schedule 1f1b --stages 2", "--micro-batches is missing"),
-        (
-            "--schedule 1f1b --stages 1000 --micro-batches 10000",
-            "make a step of 20,000,000 forwards and backwards, more",
-        ),
-        (f"{PIPELINE} --stages 1000000000", "--stages 1000000000 is more than 10,000: give 10,000 or less"),
-        (f"{PIPELINE} --stages two", "argument --stages: invalid int value: 'two'"),
-        *(
-            (f"{PIPELINE} --{flag} 0", f"--{flag} 0 is not a positive whole number")
-            for flag in "stages micro-batches token-slices model-chunks hardware-queues min-token-slice".split()
-        ),
-        *(
-            (f"{PIPELINE} --{flag} no/file", "no/file cannot be written (No such")
-            for flag in "svg html trace write-schedule".split()
-        ),
-        (f"{PIPELINE} --token-slices 1000000000000", "--token-slices 1000000000000 is more than"),
-        (f"{PIPELINE} --token-slices many", "--token-slices many is no number and no list of lengths"),
-        (f"{PIPELINE} --placement v", "--placement v deals several stages to each rank: add --model-chunks 2"),
-        (f"{PIPELINE} --placement w", "invalid choice: 'w' (choose from 'looped', 'v')"),
-        (f"{PIPELINE} --attention-share nan", "--attention-share nan is not a share: give 0 to 1"),
-        (f"{PIPELINE} --head-share 0.5", "--head-share 0.5 needs costs that follow from token slices"),
-        (f"{PIPELINE} --attention-share 0 --head-share -1", "--head-share -1 is out of range"),
-        (f"{PIPELINE} --solve-slices", "--solve-slices needs costs that follow from token slices"),
-        (f"{PIPELINE} --costs c.json --attention-share 0.5", "--costs c.json and --attention-share both give"),
-        (f"{PIPELINE} --memory-limit 0", "--memory-limit 0 is out of range: give more than 0"),
-        (f"{PIPELINE} --memory-limit 2.49", "schedule '1f1b' holds 2.5 activations of a micro-batch on rank 0, and -"),
-        (f"{PIPELINE} --min-token-slice 9", "--min-token-slice 9 is for searches"),
-        (f"{PIPELINE} --effort 2", "--effort 2.0 is for searches"),
-        (f"{PIPELINE} --effort 0", "--effort 0 is out of range: give more than 0"),
-        (
-            f"{PIPELINE} --token-slices 3,4 --solve-slices --attention-share 0.5",
-            "--solve-slices looks for the lengths that --token-slices 3,4 gives: give their number",
-        ),
-        (
-            f"{PIPELINE} --attention-share .3 --solve-stages",
-            "--solve-stages is for searches of token slices: add --solve-slices",
-        ),
-        (f"{PIPELINE} --attention-share .3 --layers 9", "--layers 9 is for searches of stages: add --solve-stages"),
+        ("--schedule 1f1b --stages 1000 --micro-batches 10000", "make a step of 20,000,000 forwards and backwards"),
+        (f"{PIPELINE} --stages 1000000000", "--stages 1000000000 is more than 10,000"),
+        (f"{PIPELINE} --stages two", "--stages: invalid int value: 'two'"),
+        (f"{PIPELINE} --micro-batches 0", "--micro-batches 0 is not"),
+        (f"{PIPELINE} --token-slices 1000000000000", "--token-slices 1000000000000 is more"),
+        (f"{PIPELINE} --token-slices many", "--token-slices many"),
+        *((f"{PIPELINE} --{flag} no/file", "no/file") for flag in "svg html trace write-schedule".split()),
+        (f"{PIPELINE} --placement v", "add --model-chunks 2"),
+        (f"{PIPELINE} --placement w", "invalid choice: 'w'"),
+        (f"{PIPELINE} --attention-share nan", "--attention-share nan"),
+        (f"{PIPELINE} --attention-share 0 --head-share -1", "--head-share -1"),
+        (f"{PIPELINE} --memory-limit 0", "--memory-limit 0"),
+        (f"{PIPELINE} --memory-limit 2.49", "holds 2.5 activations of a micro-batch on rank 0, and --memory-limit"),
+        # Flags that need another one
+        (f"{PIPELINE} --head-share 0.5", "--head-share 0.5 needs"),
+        (f"{PIPELINE} --solve-slices", "--solve-slices needs"),
+        (f"{PIPELINE} --costs c.json --attention-share 0.5", "--costs c.json and --attention-share"),
+        (f"{PIPELINE} --min-token-slice 9", "--min-token-slice 9 is for"),
+        (f"{PIPELINE} --effort 2", "--effort 2.0 is for"),
+        (f"{PIPELINE} --attention-share .3 --solve-stages", "--solve-stages is for"),
+        (f"{PIPELINE} --attention-share .3 --layers 9", "--layers 9 is for"),
+        (f"{PIPELINE} --token-slices 3,4 --solve-slices --attention-share 0.5", "--token-slices 3,4"),
+        (f"{PIPELINE} --host-bytes 9", "--host-bytes 9.0 is for"),
+        (f"{PIPELINE} --offload", "add --token-bytes"),
+        (f"{PIPELINE} --token-bytes b.json", "add --seq-length"),
         (f"{PIPELINE} --speed 9", "unrecognized arguments: --speed 9"),
-        (f"{PIPELINE} --token-bytes b.json", "--token-bytes needs the tokens of a sequence: add --seq-length"),
-        (f"{SIZES} brace", "brace: the file of sizes is not JSON"),
+        # Files
         (f"{SIZES} list", 'list: sizes have no "activation"'),
-        (f"{SIZES} unknown.json", "sizes have the unknown field 'weights'"),
+        (f"{SIZES} unknown.json", "unknown field 'weights'"),
         (f"{SIZES} two.json", "two.json: sizes['activation'] has 2 entries for 4 stages"),
         (f"{SIZES} below.json", "sizes['activation'] has the entry -1"),
         (f"{SIZES} share.json", "sizes['freed_by_input_gradient'] is 2"),
-        (
-            f"{PIPELINE} --offload",
-            "--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes",
-        ),
-        (f"{PIPELINE} --host-bytes 9", "--host-bytes 9.0 is for copies to the host: add --offload, or drop it"),
-        (f"{OFFLOAD} --host-bytes 0", "--host-bytes 0 is out of range: give more than 0"),
-        (f"{OFFLOAD} --host-bandwidth 1,x", "--host-bandwidth 1,x is no speed: give bytes per time above 0"),
-        (f"{OFFLOAD} --costs instant", "--offload plans copies by the times of ops, and 0F0.1 takes none"),
-        (f"{PIPELINE} --stages 1 --costs huge", "add up to more than a number can hold"),
-        (f"{PIPELINE} --costs malformed", "malformed: costs['forward'] has rows of []"),
+        (f"{OFFLOAD} --host-bytes 0", "--host-bytes 0"),
+        (f"{OFFLOAD} --host-bandwidth 1,x", "--host-bandwidth 1,x"),
+        (f"{OFFLOAD} --costs instant", "0F0.1 takes none"),
+        (f"{PIPELINE} --stages 1 --costs huge", "more than a number can hold"),
+        (f"{PIPELINE} --costs malformed", "malformed: costs['forward']"),
         ("--timeline no/file", "no/file cannot be read (No such file"),
         ("--timeline malformed", "malformed: not a timeline"),
         ("--timeline .", ". has no iteration_*.json"),
         ("--timeline t.json --stages 2", "--stages contradicts --timeline"),
-        ("--timeline t.json --solve-slices", "--solve-slices contradicts --timeline"),
     ],
 )
 def test_bad_input_is_one_line(capsys, folder, words, message):
