@@ -1,13 +1,13 @@
 """Costs of ops, from files and from the share of attention; tiles of attention that is written out."""
 
 import json
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import SHORTEST_IN_WINDOW, OpCosts, attention_costs, tile_length
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import schedule_named
@@ -20,37 +20,15 @@ def read(**fields) -> OpCosts:
     return OpCosts.from_json(json.dumps({"forward": TABLE, "backward": TABLE, **fields}), SHAPE)
 
 
-def test_tables_are_per_stage_and_token_slice():
-    costs = read(backward=[[10, 20], [30, 40]], transfer=0.25)
-    assert costs.duration(Op.parse("1F0.1")) == costs.duration(Op.parse("1F2.1")) == 4.5
-    assert costs.duration(Op.parse("0B2.1")) == 20.0
-    assert costs.transfer == 0.25
-
-
-def test_a_backward_is_its_two_parts():
-    costs = read(weight_gradient=[[0.5, 0], [0, 1]])
-    assert costs.duration(Op.parse("0BI0.0")) == 1.0
-    assert costs.duration(Op.parse("0BW0.0")) == 0.5
-    assert costs.duration(Op.parse("0B0.0")) == 1.5
-    assert costs.duration(Op.parse("1B0.1")) == 5.5
-
-
-def test_a_backward_without_weight_gradients_apart_is_whole():
-    costs = read()
-    assert costs.duration(Op.parse("1B0.0")) == costs.duration(Op.parse("1BI0.0")) == 3.0
-
-
-@pytest.mark.parametrize("weight_gradient", [None, [[0.5, 0], [0.25, 1]]])
-def test_tables_by_kind_have_the_times_of_the_ops(weight_gradient):
-    costs = read() if weight_gradient is None else read(weight_gradient=weight_gradient)
+def test_times_of_ops():
+    costs = read(backward=[[10, 20], [30, 40]], weight_gradient=[[0.5, 0], [0, 1]], transfer=0.25)
+    times = {"1F0.1": 4.5, "1F2.1": 4.5, "0BI0.0": 10, "0BW0.0": 0.5, "0B0.0": 10.5, "1B0.1": 41}
+    assert {text: costs.duration(Op.parse(text)) for text in times} == times and costs.transfer == 0.25
+    # Without weight gradients of their own, backwards are whole.
+    assert read().duration(Op.parse("1B0.0")) == read().duration(Op.parse("1BI0.0")) == 3.0
     for kind in OpKind:
-        if kind is OpKind.WEIGHT_GRADIENT and weight_gradient is None:
-            with pytest.raises(PlanError, match="computes weight gradients apart"):
-                costs.durations(kind)
-            continue
-        for stage in range(2):
-            for token_slice in range(2):
-                assert costs.durations(kind)[stage][token_slice] == costs.duration(Op(kind, stage, 0, token_slice))
+        for stage, token_slice in product(range(2), range(2)):
+            assert costs.durations(kind)[stage][token_slice] == costs.duration(Op(kind, stage, 0, token_slice))
 
 
 def test_with_model_chunks_rows_are_for_stages_or_for_ranks():
@@ -71,7 +49,7 @@ def test_programs_are_lowered_from_ops_that_take_no_time(schedule, zeros):
         assert len(programs) == SHAPE.num_ranks
 
 
-def test_costs_in_order_change_where_no_time_is_taken_alone():
+def test_costs_in_order_change_only_ops_that_take_no_time():
     costs = read(forward=[[1, 0], [3, 4]])
     (first, second), rest = costs.in_order().forward
     assert (first, rest) == (1, (3, 4)) and 0 < second < 1e-8
@@ -79,7 +57,7 @@ def test_costs_in_order_change_where_no_time_is_taken_alone():
     assert read().in_order() == read()
 
 
-def test_in_a_window_the_share_of_attention_is_that_of_what_tokens_attend_to():
+def test_in_a_window_the_share_of_attention_is_that_of_the_scores():
     """The sum over tokens is the definition; the formula is its limit for many tokens."""
     cut, window, tokens = (50, 30, 20), 25, range(100)
     scores = [min(token + 0.5, window) for token in tokens]
@@ -111,7 +89,3 @@ def test_tiles_have_no_more_scores_than_may_exist(
     if window is not None:
         # At most half as many again are computed as windows have, but for narrow ones.
         assert length <= max(window / 2, SHORTEST_IN_WINDOW)
-
-
-def test_few_scores_are_one_tile() -> None:
-    assert tile_length(1000, 9000, 8, None) == 1000

@@ -1,4 +1,4 @@
-"""Measured beside predicted: op costs of steps, what a simulation with them leaves unexplained, and by what."""
+"""Measured steps compared with their simulation: op costs, the unexplained time, and its parts."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.command import main
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, alike, gaps, measured_costs, rank_times
+from deepspeed_ext.plan.measured import Comparison, Gap, RankTime, StepRecord, gaps, measured_costs, rank_times
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -67,7 +67,7 @@ def test_costs_are_medians_over_micro_batches_and_steps():
     assert costs.backward == ((1.0,),) and costs.weight_gradient is None
 
 
-def test_whole_backwards_are_divided_as_those_in_parts_are():
+def test_whole_backwards_are_divided_as_those_in_two_parts():
     shape = PipelineShape(1, 1, 3)
     step = timeline_of(
         "0F0.0 0-1, 0F0.1 1-2, 0F0.2 2-3, 0BI0.2 3-6, 0BW0.2 6-7, 0BI0.1 7-13, 0BW0.1 13-15, 0B0.0 15-19", shape=shape
@@ -78,7 +78,7 @@ def test_whole_backwards_are_divided_as_those_in_parts_are():
     assert Comparison((step,)).efficiency == 1.0
 
 
-# What is not explained
+# The unexplained time
 
 
 @given(simulated())
@@ -107,25 +107,22 @@ def test_the_time_of_a_rank_adds_up(step, later):
         assert min(spent.dependency, spent.transfer, spent.host_overhead) >= -1e-9
 
 
-def test_gaps_are_told_apart_by_what_fills_them():
-    assert gaps(LATE) == [
-        [Gap(0.0, 0.0, False), Gap(6.0, 1.0, True)],
-        [Gap(2.0, 0.5, True), Gap(0.0, 0.25, False)],
-    ]
-    assert rank_times(LATE, gaps(LATE)) == [RankTime(5.0, 6.0, 1.0, 0.0), RankTime(5.25, 6.0, 0.5, 0.25)]
-
-
 def test_transfer_and_overhead_are_estimated_and_close_the_gap():
     comparison = Comparison((LATE,))
+    found = gaps(LATE)
+    assert found == [[Gap(0.0, 0.0, False), Gap(6.0, 1.0, True)], [Gap(2.0, 0.5, True), Gap(0.0, 0.25, False)]]
+    assert rank_times(LATE, found) == [RankTime(5.0, 6.0, 1.0, 0.0), RankTime(5.25, 6.0, 0.5, 0.25)]
+    (forward, backward) = comparison.mean_times().items()
+    assert forward == (OpKind.FORWARD, (2.0, 2.0)) and backward == (OpKind.BACKWARD, (3.125, 3.125))
     assert comparison.simulated.makespan == 10.25  # 2 + 2 + 3.25 + 3
     assert comparison.efficiency == 10.25 / 12
     assert comparison.transfer == 0.75  # the median of 0.5 and 1
     assert comparison.host_overhead == 0.25
-    # Each op a quarter longer, and two transfers of what the receiver waits beyond that.
+    # Each op a quarter longer, and two transfers of the time that the receiver waits beyond that.
     assert comparison.simulated_with_gaps.makespan == 10.25 + 4 * 0.25 + 2 * 0.5
 
 
-def test_with_their_own_times_only_gaps_are_left():
+def test_with_their_own_times_only_gaps_remain():
     shape = PipelineShape(1, 3, 1)
     step = timeline_of("0F0.0 0-1, 0F1.0 1-2, 0F2.0 2-7, 0B0.0 8-9, 0B1.0 9-10, 0B2.0 10-11", shape=shape)
     comparison = Comparison((step,))
@@ -138,7 +135,7 @@ def test_with_their_own_times_only_gaps_are_left():
 def test_the_largest_differences_come_first():
     slow = replace(LATE, spans=(LATE.spans[0], (LATE.spans[1][0], Span(Op.parse("1B0.0"), 4.75, 8.75))))
     longest = replace(slow, spans=((LATE.spans[0][0], Span(Op.parse("0B0.0"), 9.0, 12.125)), slow.spans[1]))
-    # Of steps of 12, 12.125 and 13 the middle one is shown; of ops, what they take in the middle is expected.
+    # Of steps of 12, 12.125 and 13 the middle one is shown; of ops, the median time is expected.
     comparison = Comparison(
         (LATE, longest, replace(LATE, spans=((LATE.spans[0][0], Span(Op.parse("0B0.0"), 9.0, 13.0)), LATE.spans[1])))
     )
@@ -148,37 +145,14 @@ def test_the_largest_differences_come_first():
     assert shown == [("1B0.0", 0.75, 0.25), ("1F0.0", 0.0, 0.5), ("0B0.0", 0.0, 0.25), ("0F0.0", 0.0, 0.0)]
 
 
-def test_mean_times_are_by_kind():
-    (forward, backward) = Comparison((LATE,)).mean_times().items()
-    assert forward == (OpKind.FORWARD, (2.0, 2.0)) and backward == (OpKind.BACKWARD, (3.125, 3.125))
-
-
 # Files
-
-
-def test_a_step_is_written_and_read_again():
-    step = StepRecord(LATE, "1f1b", 7, (16,))
-    assert StepRecord.from_json(step.to_json()) == step
-    assert StepRecord.from_json(LATE.to_json()) == StepRecord(LATE)
-    assert Timeline.from_json(step.to_json()) == LATE
-
-
-def test_only_steps_that_ran_what_the_last_one_ran_are_compared():
-    one, two = PipelineShape(1, 1, 1), PipelineShape(1, 2, 1)
-    forwards_first = timeline_of("0F0.0 0-1, 0F1.0 1-2, 0B0.0 2-3, 0B1.0 3-4", shape=two)
-    in_turn = timeline_of("0F0.0 0-1, 0B0.0 1-2, 0F1.0 2-3, 0B1.0 3-4", shape=two)
-    short = timeline_of("0F0.0 0-1, 0B0.0 1-2", shape=one)
-    steps = [StepRecord(timeline) for timeline in (in_turn, short, forwards_first, in_turn)]
-    assert [step.timeline for step in alike(steps)] == [in_turn, in_turn]
-    assert alike([StepRecord(short, token_slices=(4,)), StepRecord(short, token_slices=(8,))]) == [
-        StepRecord(short, token_slices=(8,))
-    ]
 
 
 def test_a_directory_of_steps_is_read_in_order_and_the_last_program_is_shown(capsys, tmp_path):
     other = timeline_of("0F0.0 0-1, 0B0.0 1-2", shape=PipelineShape(1, 1, 1))
     for iteration, timeline in ((3, other), (4, LATE), (10, LATE)):
         record = StepRecord(timeline, "1f1b", iteration, (16,))
+        assert StepRecord.from_json(record.to_json()) == record and Timeline.from_json(record.to_json()) == timeline
         (tmp_path / f"iteration_{iteration:06d}.json").write_text(record.to_json())
     (tmp_path / "timeline.json").write_text("drawn from one of them")
     svg = tmp_path / "both.svg"

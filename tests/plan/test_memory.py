@@ -37,66 +37,51 @@ def only(**bytes_per_token) -> TokenBytes:
     return TokenBytes(**{**nothing, **bytes_per_token})
 
 
-def test_activations_by_hand():
-    # F0.0 F0.1 and then each whole backward takes 2.
-    timeline = timeline_of("0F0.0 0F0.1 0B0.1 0B0.0")
-    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,)))
-    assert curve == [(0.0, 30.0), (1.0, 40.0), (4.0, 30.0), (6.0, 0.0)]
+SPLIT = "0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0"
+THREE, ORDER_OF_THREE = PipelineShape(1, 1, 3), "0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0"
+CURVES = [
+    # Order, shape, tokens of the token slices, bytes of a token, and the curve.
+    ("0F0.0 0F0.1 0B0.1 0B0.0", ALONE, [3, 1], only(activation=(10.0,)), [(0, 30), (1, 40), (4, 30), (6, 0)]),
+    # An op starts with the room that the one before it has freed.
+    ("0F0.0 0B0.0 0F1.0 0B1.0", PipelineShape(1, 2), [4], only(activation=(1.0,)), [(0, 4), (6, 0)]),
+    # Inputs of weight gradients stay until those are done.
+    (SPLIT, ALONE, [3, 1], only(activation=(10.0,)), [(0, 30), (1, 40), (5, 30), (6, 0)]),
+    (
+        *(SPLIT, ALONE, [3, 1], only(activation=(10.0,), freed_by_input_gradient=0.4)),
+        [(0, 30), (1, 40), (3, 36), (4, 24), (5, 18), (6, 0)],
+    ),
+    # Keys and values are there for the whole sequence until the last input gradient.
+    (SPLIT, ALONE, [3, 1], only(key_value=(10.0,)), [(0, 40), (4, 0)]),
+    # Their gradients are those of the prefix of the last token slice; each is freed by the backward of its own.
+    (SPLIT, ALONE, [3, 1], only(key_value_gradient=(10.0,)), [(2, 30), (4, 0)]),
+    (ORDER_OF_THREE, THREE, [3, 1, 2], only(key_value_gradient=(10.0,)), [(3, 40), (7, 30), (9, 0)]),
+    ("0F0.0 0B0.0", PipelineShape(1, 1), [4], only(key_value_gradient=(10.0,)), []),
+    (
+        *(ORDER_OF_THREE, THREE, [3, 1, 2], only(logits=1.0, logits_limit=5.0)),
+        [(0, 3), (1, 4), (2, 5), (5, 4), (7, 3), (9, 0)],
+    ),
+    # Evaluation has no backward that frees.
+    ("0F0.0 0F0.1", ALONE, [3, 1], only(activation=(10.0,), key_value=(1.0,)), [(0, 34), (1, 44), (2, 0)]),
+    # Recomputed: B takes 2, from 2 to 4; BI frees 4 of 10 a token, its logits, and the input.
+    (
+        *("0F0.0 0F0.1 0B0.1 0BI0.0 0BW0.0", ALONE, [3, 1]),
+        only(activation=(10.0,), logits=5.0, stage_input=(1.0,), freed_by_input_gradient=0.4),
+        [(0, 3), (1, 4), (2, 19), (4, 48), (5, 18), (6, 0)],
+    ),
+]
 
 
-def test_an_op_starts_with_the_room_that_the_one_before_it_left():
-    timeline = timeline_of("0F0.0 0B0.0 0F1.0 0B1.0", shape=PipelineShape(1, 2))
-    (curve,) = memory_over_time(timeline, [4], only(activation=(1.0,)))
-    assert curve == [(0.0, 4.0), (6.0, 0.0)]
-
-
-def test_what_weight_gradients_read_stays_until_they_are_done():
-    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
-    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,)))
-    assert curve == [(0.0, 30.0), (1.0, 40.0), (5.0, 30.0), (6.0, 0.0)]
-    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,), freed_by_input_gradient=0.4))
-    assert curve == [(0.0, 30.0), (1.0, 40.0), (3.0, 36.0), (4.0, 24.0), (5.0, 18.0), (6.0, 0.0)]
-
-
-def test_keys_and_values_are_there_for_the_whole_sequence_until_the_last_input_gradient():
-    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
-    (curve,) = memory_over_time(timeline, [3, 1], only(key_value=(10.0,)))
-    assert curve == [(0.0, 40.0), (4.0, 0.0)]
-
-
-def test_gradients_of_keys_and_values_are_of_the_prefix_of_the_last_token_slice():
-    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
-    (curve,) = memory_over_time(timeline, [3, 1], only(key_value_gradient=(10.0,)))
-    assert [point for point in curve if point[1]] == [(2.0, 30.0)] and curve[-1] == (4.0, 0.0)
-    # Each token slice's go with its own backward.
-    timeline = timeline_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", shape=PipelineShape(1, 1, 3))
-    (curve,) = memory_over_time(timeline, [3, 1, 2], only(key_value_gradient=(10.0,)))
-    assert [point for point in curve if point[1]] == [(3.0, 40.0), (7.0, 30.0)] and curve[-1] == (9.0, 0.0)
-    # With one token slice nothing is owed to any before it.
-    timeline = timeline_of("0F0.0 0B0.0", shape=PipelineShape(1, 1))
-    (curve,) = memory_over_time(timeline, [4], only(key_value_gradient=(10.0,)))
-    assert peak(curve) == 0.0
+@pytest.mark.parametrize(("order", "shape", "lengths", "token_bytes", "expected"), CURVES)
+def test_curves_by_hand(order, shape, lengths, token_bytes, expected):
+    (curve,) = memory_over_time(timeline_of(order, shape=shape), lengths, token_bytes)
+    steps = [point for point, before in zip(curve, [(0.0, 0.0), *curve], strict=False) if point[1] != before[1]]
+    assert steps == expected
 
 
 def test_logits_are_of_the_last_stage_until_the_input_gradient():
-    shape = PipelineShape(2, 1)
-    timeline = timeline_of("0F0.0 0BI0.0 0BW0.0", "1F0.0 1BI0.0 1BW0.0", shape=shape)
+    timeline = timeline_of("0F0.0 0BI0.0 0BW0.0", "1F0.0 1BI0.0 1BW0.0", shape=PipelineShape(2, 1))
     curves = memory_over_time(timeline, [4], TokenBytes((1.0, 1.0), (0.0, 0.0), (0.0, 0.0), logits=5.0))
     assert curves == [[(0.0, 4.0), (5.0, 0.0)], [(1.0, 24.0), (3.0, 4.0), (4.0, 0.0)]]
-
-
-def test_logits_are_kept_up_to_a_limit():
-    timeline = timeline_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", shape=PipelineShape(1, 1, 3))
-    nothing = (0.0,)
-    (curve,) = memory_over_time(timeline, [3, 1, 2], TokenBytes(nothing, nothing, nothing, 1.0, logits_limit=5.0))
-    assert curve == [(0.0, 3.0), (1.0, 4.0), (2.0, 5.0), (5.0, 4.0), (7.0, 3.0), (9.0, 0.0)]
-
-
-def test_evaluation_keeps_what_no_backward_frees_until_the_end():
-    # The curve knows of no backward; the engine, which frees at once, does not ask.
-    timeline = timeline_of("0F0.0 0F0.1")
-    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,), key_value=(1.0,)))
-    assert curve == [(0.0, 34.0), (1.0, 44.0), (2.0, 0.0)]
 
 
 def test_peaks_by_hand():
@@ -135,20 +120,12 @@ def test_curves_rise_in_time_stay_above_zero_and_end_there(orders_and_shape, dat
         moments = [time for time, _ in curve]
         assert moments == sorted(set(moments))
         assert all(value >= -1e-9 for _, value in curve)
-        if curve:  # unless what is held is held for no time
+        if curve:  # unless all is held for no time
             assert curve[-1][1] == 0.0
             assert spans[0].start <= curve[0][0] and curve[-1][0] <= spans[-1].end
 
 
-def test_recomputed_stages_keep_their_input_and_compute_the_rest_for_one_backward():
-    timeline = timeline_of("0F0.0 0F0.1 0B0.1 0BI0.0 0BW0.0")
-    sizes = only(activation=(10.0,), logits=5.0, stage_input=(1.0,), freed_by_input_gradient=0.4)
-    (curve,) = memory_over_time(timeline, [3, 1], sizes)
-    # B takes 2, from 2 to 4; BI frees 4 of 10 a token, its logits, and the input.
-    assert curve == [(0.0, 3.0), (1.0, 4.0), (2.0, 19.0), (4.0, 48.0), (5.0, 18.0), (6.0, 0.0)]
-
-
-def test_what_is_on_the_host_is_not_on_the_device():
+def test_copies_on_the_host_are_not_on_the_device():
     away = TimedCopy(Content.KEYS_AND_VALUES, 0, 0, 0, 1.0, 1.5, 2.0, 3.0, 3.5)
     timeline = replace(timeline_of("0F0.0 0F0.1 0B0.1 0B0.0"), host_copies=(away,))
     sizes = only(key_value=(10.0,), key_value_gradient=(1.0,))
@@ -165,7 +142,7 @@ def test_what_is_on_the_host_is_not_on_the_device():
     ),
     st.lists(st.floats(0, 1), min_size=8, max_size=8),
 )
-def test_curves_with_copies_are_what_a_replay_counts(drawn, moments):
+def test_curves_with_copies_equal_the_count_of_a_replay(drawn, moments):
     (orders, shape), costs, copied = drawn
     timeline = simulate_with_host_copies(orders, shape, costs, copied)
     copied = copied.fitting(shape)

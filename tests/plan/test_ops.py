@@ -33,12 +33,6 @@ def placed(shape: PipelineShape) -> list[list[int]]:
     return [list(shape.stages_of(rank)) for rank in range(shape.num_ranks)]
 
 
-def test_placements_by_hand():
-    assert placed(PipelineShape(6, 1, 1, 3)) == [[0, 2, 4], [1, 3, 5]]
-    assert placed(PipelineShape(6, 1, 1, 3, Placement.V)) == [[0, 3, 4], [1, 2, 5]]
-    assert placed(PipelineShape(3, 1)) == [[0], [1], [2]]
-
-
 @given(shapes(max_model_chunks=4, placements=tuple(Placement)))
 def test_every_stage_has_one_rank_and_every_rank_as_many_stages(shape):
     stages = placed(shape)
@@ -56,12 +50,9 @@ def test_fields_of_a_shape_read_back(shape):
     assert ("num_model_chunks" in fields) == (shape.num_model_chunks > 1)
 
 
-@pytest.mark.parametrize("shape", [(16, 1024, 64), (1, 100_000, 1), (10_000, 1024, 1), (64, 4096, 32), (4, 8, 16_384)])
-def test_what_people_run_is_planned(shape: tuple[int, int, int]) -> None:
-    check_num_ops(PipelineShape(*shape))
-
-
-def test_what_takes_long_is_said() -> None:
+def test_pipelines_in_use_are_planned_and_the_time_of_large_ones_is_stated() -> None:
+    for extents in ((16, 1024, 64), (1, 100_000, 1), (10_000, 1024, 1), (64, 4096, 32), (4, 8, 16_384)):
+        check_num_ops(PipelineShape(*extents))
     assert slow_planning(PipelineShape(16, 1024, 64)) is None
     line = "planning a step of 8,388,608 forwards and backwards takes about 17 s"
     assert slow_planning(PipelineShape(64, 1024, 64)) == line

@@ -14,21 +14,17 @@ weights = st.integers(0, 1000)
 
 
 @given(cuts())
-def test_bounds_are_contiguous_and_prefixes_are_what_lies_before(cut):
+def test_bounds_are_contiguous_and_prefixes_are_the_tokens_before(cut):
     bounds = list(cut.bounds())
     assert bounds[0][0] == 0 and bounds[-1][1] == cut.seq_length == sum(cut.lengths)
     assert all(end == start for (_, end), (start, _) in pairwise(bounds))
     assert [end - start for start, end in bounds] == list(cut.lengths)
     assert [start for start, _ in bounds] == [cut.prefix_len(index) for index in range(len(cut))]
-
-
-@given(cuts())
-def test_the_text_form_parses_back(cut):
     assert TokenSlices.parse(str(cut)) == cut
 
 
 def test_balanced_by_hand():
-    # Attention alone: the first e of 100 tokens cost e^2, so the cuts lie at 100 * sqrt(j / 4).
+    # Only attention: the first e of 100 tokens cost e^2, so the cuts are at 100 * sqrt(j / 4).
     assert TokenSlices.balanced(100, 4, linear_cost=0, attention_cost=1).lengths == (50, 21, 16, 13)
     assert TokenSlices.balanced(100, 4, linear_cost=1, attention_cost=0).lengths == (25, 25, 25, 25)
 
@@ -55,7 +51,7 @@ def test_equal_costs_are_those_of_the_closed_form(num_token_slices, seq_length, 
     )
     closed = TokenSlices.balanced(seq_length, num_token_slices, linear_cost=linear_cost, attention_cost=attention_cost)
     ends, expected = ([end for _, end in each.bounds()] for each in (cut, closed))
-    # Where a real number lies between two tokens, rounding may go either way.
+    # Where a real number is between two tokens, rounding may go either way.
     assert all(abs(end - other) <= 1 for end, other in zip(ends, expected, strict=True))
 
 
@@ -75,11 +71,3 @@ def test_parts_tile_every_token_slice_in_the_order_of_ranks(cut: TokenSlices, nu
         assert parts.seq_length == cut.seq_length
         assert [end - start for start, end in parts.bounds()] == list(parts.lengths)
         assert [start for start, _ in parts.bounds()] == [parts.prefix_len(index) for index in range(len(cut))]
-
-
-def test_parts_know_whose_they_are() -> None:
-    cut = TokenSlices((8, 4))
-    parts = [parts_of_rank(cut, rank, 2) for rank in range(2)]
-    assert parts[0] != parts[1] != cut
-    assert str(parts[0]) == "4,2"
-    assert parts[0].covering(12) is parts[0]

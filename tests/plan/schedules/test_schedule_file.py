@@ -3,8 +3,7 @@ from hypothesis import given
 
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.programs import lowering
-from deepspeed_ext.plan.programs.lowering import SimulatedSchedule, lower
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedule_file import parse_schedule, read_schedule, schedule_from_file, write_schedule
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders
 from tests.strategies import orders_of_pipelines
@@ -47,13 +46,13 @@ def test_the_csv_of_torch_distributed_pipelining():
         ("0F0 1F0 1B0 0B0\n", Placement.LOOPED),  # one rank: both are the same
     ],
 )
-def test_the_placement_follows_from_where_stages_stand(text, placement):
+def test_the_placement_follows_from_the_lines_of_stages(text, placement):
     shape, _ = parse_schedule(text)
     assert (shape.placement, shape.num_model_chunks) == (placement, 2)
 
 
 @given(orders_of_pipelines())
-def test_what_is_written_reads_back(orders_and_shape):
+def test_written_schedules_read_back(orders_and_shape):
     orders, shape = orders_and_shape
     again, orders_again = parse_schedule(write_schedule(orders))
     assert orders_again == orders
@@ -64,6 +63,12 @@ def test_what_is_written_reads_back(orders_and_shape):
 def test_a_file_is_a_schedule(tmp_path):
     shape = PipelineShape(3, 4, 2)
     path = tmp_path / "schedule.csv"
+    # As a spreadsheet saves it.
+    path.write_bytes(b'\xef\xbb\xbf"0F0","0B0"\r\n"1F0","1B0"\r\n')
+    assert read_schedule(path) == (PipelineShape(2, 1), [ops("0F0 0B0"), ops("1F0 1B0")])
+    path.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n")
+    with pytest.raises(ScheduleDeadlock, match=r"schedule\.csv: the schedule deadlocks: rank 0 at 0B0\.0 waits for"):
+        read_schedule(path)
     path.write_text(write_schedule(rank_orders(one_f_one_b, shape)))
     schedule = schedule_from_file(path)
     assert read_schedule(path) == (shape, rank_orders(one_f_one_b, shape))
@@ -75,32 +80,3 @@ def test_a_file_is_a_schedule(tmp_path):
     )
     with pytest.raises(PlanError, match=message):
         rank_orders(schedule, PipelineShape(3, 4, 1))
-
-
-def test_a_csv_that_a_spreadsheet_saved(tmp_path):
-    path = tmp_path / "schedule.csv"
-    path.write_bytes(b'\xef\xbb\xbf"0F0","0B0"\r\n"1F0","1B0"\r\n')
-    assert read_schedule(path) == (PipelineShape(2, 1), [ops("0F0 0B0"), ops("1F0 1B0")])
-
-
-def test_orders_that_lock_are_refused_and_the_file_is_named(tmp_path):
-    path = tmp_path / "stuck.txt"
-    path.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n")
-    with pytest.raises(
-        ScheduleDeadlock, match=r"stuck\.txt: the schedule deadlocks: rank 0 at 0B0\.0 waits for 1B0\.0"
-    ):
-        read_schedule(path)
-
-
-def test_micro_batches_may_go_back_in_any_order():
-    shape, _ = parse_schedule("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0\n")
-    assert shape == PipelineShape(2, 2, 1)
-
-
-def test_a_file_is_lowered_once(tmp_path, monkeypatch):
-    path = tmp_path / "schedule.txt"
-    path.write_text("0F0, 0B0\n")
-    schedule = schedule_from_file(path)
-    monkeypatch.setattr(lowering, "lower_rank", lambda *_, **__: pytest.fail("lowered again"))
-    assert SimulatedSchedule.of(schedule) is schedule
-    lowering.check_lowering(schedule, PipelineShape(1, 1))
