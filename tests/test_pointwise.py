@@ -87,13 +87,13 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_is_one_graph_that_computes_the_same(name: str) -> None:
-    """What the compiler makes of it, before code is generated: that takes seconds each."""
+    """The graph of the compiler, without generated code, which takes seconds each."""
     function, arguments = CALLS[name]
     traced = torch.compile(function.function, fullgraph=True, backend="aot_eager_decomp_partition")
     assert_same(traced(*arguments()), function.function(*arguments()))
 
 
-def test_on_cpus_functions_run_as_written_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cpus_functions_are_not_compiled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(pointwise.VARIABLE, raising=False)
     ran = []
     function = Pointwise(lambda tensor: ran.append(torch.compiler.is_compiling()) or tensor + 1)
@@ -138,7 +138,7 @@ def test_compiled_code_of_others_is_not_run(tmp_path: Path, monkeypatch: pytest.
             check_cache_folder()
 
 
-def test_what_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stubborn(tensor: Tensor) -> Tensor:
         return tensor + 1
 

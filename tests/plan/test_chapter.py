@@ -1,4 +1,4 @@
-"""The chapter on schedules shows what the code does: its pictures are drawn by it, its numbers computed."""
+"""The pictures and numbers of the chapter on schedules are those of the code."""
 
 import re
 import runpy
@@ -33,13 +33,13 @@ def test_every_picture_is_shown_and_there() -> None:
     assert shown == drawing["pictures"]().keys() == {path.stem for path in PICTURES.glob("*.svg")}
 
 
-def test_the_schedule_shown_keeps_its_memory_limit_and_has_the_bubble_that_is_said() -> None:
+def test_the_schedule_shown_keeps_its_memory_limit_and_bubble() -> None:
     timeline = drawing["found"]()
     assert max(peak_activation(timeline, drawing["FOUND_CUT"])) <= 1.75
     assert timeline.bubble_ratio < 0.06
 
 
-def test_the_table_of_what_waits_on_the_host() -> None:
+def test_the_table_of_copies_to_the_host() -> None:
     header = "| schedule | V | M | S | without copies | on the device | on the host |"
     rows = CHAPTER.split(header)[1].split("\n\n")[0].splitlines()[2:]
     assert len(rows) == 6

@@ -69,7 +69,7 @@ def test_in_a_window_the_share_of_attention_is_that_of_the_scores():
 
 
 @pytest.mark.parametrize("window", [100, 1000])
-def test_a_window_of_the_whole_sequence_changes_nothing(window):
+def test_a_window_of_the_whole_sequence_changes_no_cost(window):
     shape, cut = PipelineShape(2, 1, 3), (50, 30, 20)
     assert attention_costs(shape, cut, 0.6, window=window) == attention_costs(shape, cut, 0.6)
 

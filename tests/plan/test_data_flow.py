@@ -1,4 +1,4 @@
-"""All that orders ops or times them follows the one table of dependencies, and the one of what ops keep alive."""
+"""Orders and times of ops follow one table of dependencies, and one of live token slices."""
 
 import pytest
 
@@ -17,7 +17,7 @@ RULE = PriorityRule(0.5, 0.5, 0.6, 0.5, 0.5, 0.1, 0.0)
 
 
 def makespans() -> tuple[float, float]:
-    """Makespan of 1f1b, and of the order that a rule gives; every way to find them says the same."""
+    """Makespan of 1f1b, and of the order that a rule gives; all ways to find them agree."""
     problem = SchedulingProblem.of(SHAPE, COSTS)
     fixed = rank_orders(schedule_named("1f1b"), SHAPE)
     numbered = NumberedOrders.of(problem.numbered(fixed))
@@ -50,7 +50,7 @@ def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytes
         assert not SchedulingProblem.of(SHAPE, COSTS).flow.is_reversed.any()
 
 
-def test_what_ops_keep_alive_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_token_slices_follow_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = rank_orders(schedule_named("zero-bubble"), SHAPE)
 
     def peaks_of_orders() -> tuple[float, ...]:
@@ -68,6 +68,6 @@ def test_what_ops_keep_alive_is_read_from_one_table(monkeypatch: pytest.MonkeyPa
     late = PriorityRule(0.5, 0.5, 0.6, 0.5, 0.5, weight_delay=3.0, patience=0.0)
     _, rows = list_schedule(problem, Priorities(problem).of(late), 0.0)
     assert keeps_limit(problem, NumberedOrders.of(list(rows)))
-    # Weight gradients hold nothing back any more, so they may be put behind the forwards of other micro-batches.
+    # Weight gradients free no memory any more, so they may come after the forwards of other micro-batches.
     kinds = [op.kind for op in problem.named(list(rows))[0]]
     assert kinds[: 3 * SHAPE.num_token_slices].count(OpKind.WEIGHT_GRADIENT) == 0

@@ -156,7 +156,7 @@ def test_the_path_takes_the_makespan_and_has_no_gap(orders_and_shape, data):
 
 @given(orders_of_pipelines(3, 3, 3), st.data())
 def test_an_op_may_be_longer_by_its_slack_and_no_more(orders_and_shape, data):
-    # Costs are by token slice, so one micro-batch of one token slice lets one op be made longer alone.
+    # Costs are by token slice, so with one micro-batch of one token slice a single op can be made longer.
     orders, shape = orders_and_shape
     shape = replace(shape, num_micro_batches=1)
     orders = [[op for op in order if op.micro_batch == 0] for order in orders]

@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def printed(capsys):
-    """Run a command that ends well, and return what it prints."""
+    """Run a command with exit code 0, and return its output."""
 
     def run(words: str) -> str:
         assert main(shlex.split(words)) == 0

@@ -1,4 +1,4 @@
-"""Deadlocks on devices: the model finds those of messages posted too early, and none in what lowering makes."""
+"""Deadlocks on devices: the model finds those of messages posted too early, and none in lowered programs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_messages_posted_as_early_as_can_be_lock(device, locked):
     assert found == locked
 
 
-def test_a_cold_connection_alone_locks_where_each_rank_first_receives():
+def test_a_cold_connection_locks_where_each_rank_first_receives():
     shape = PipelineShape(num_stages=2, num_micro_batches=1)
     programs = with_early_posts(lower(SCHEDULES["1f1b"], shape), shape)
     check_programs(programs, shape, replace(HOST_FREE_COLD, warms_up=True))
@@ -106,7 +106,7 @@ def test_a_drain_is_named_with_the_message_that_it_waits_for():
         check_programs(programs, shape)
 
 
-def test_one_hardware_queue_locks_what_several_do_not():
+def test_one_hardware_queue_may_lock():
     shape = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=4, num_model_chunks=2)
     programs = lower(SCHEDULES["interleaved"], shape)
     check_programs(programs, shape, Device(hardware_queues=num_streams(shape)))
@@ -156,7 +156,7 @@ def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
     assert locked > 10
 
 
-def test_the_model_takes_as_long_as_the_simulator_says():
+def test_the_model_and_the_simulator_have_one_makespan():
     shape = PipelineShape(num_stages=8, num_micro_batches=4, num_token_slices=4, num_model_chunks=2)
     costs = lowering_costs(shape)
     orders = rank_orders(SCHEDULES["interleaved"], shape)
@@ -172,7 +172,7 @@ NAME = "the keys and values of 0F0.0"
 
 
 def moved(of: str, to: str) -> Callable[[list[Instruction]], None]:
-    """An instruction that stands in front of another instead."""
+    """An instruction moved in front of another."""
 
     def change(steps: list[Instruction]) -> None:
         texts = list(map(str, steps))
@@ -182,13 +182,13 @@ def moved(of: str, to: str) -> Callable[[list[Instruction]], None]:
     return change
 
 
-def left_out(what: str) -> Callable[[list[Instruction]], None]:
-    return lambda steps: steps.remove(next(step for step in steps if str(step) == what))
+def left_out(text: str) -> Callable[[list[Instruction]], None]:
+    return lambda steps: steps.remove(next(step for step in steps if str(step) == text))
 
 
-def twice(what: str) -> Callable[[list[Instruction]], None]:
+def twice(text: str) -> Callable[[list[Instruction]], None]:
     def change(steps: list[Instruction]) -> None:
-        place = list(map(str, steps)).index(what)
+        place = list(map(str, steps)).index(text)
         steps.insert(place, steps[place])
 
     return change
@@ -216,7 +216,7 @@ def test_copies_out_of_place(change, line):
     assert line in str(caught.value)
 
 
-def test_what_nobody_fetches_is_named():
+def test_a_missing_fetch_is_named():
     program, _ = lower(breadth_first, SHAPE, host_copies=SETTINGS)
     cut = next(place for place, step in enumerate(program.instructions) if str(step).startswith("backward"))
     with pytest.raises(PlanError, match=r"rank 0 leaves the keys and values of 0F0\.0 on the host: fetch it before"):

@@ -1,4 +1,4 @@
-"""Host copies: every reader finds what it reads on the device, and nothing else changes."""
+"""Host copies: the inputs of every op are on the device, and the program is otherwise unchanged."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def reads(settings: HostCopySettings, stage: int, reader: int, content: Content)
 
 
 def replay(program: Program, settings: HostCopySettings) -> float:
-    """Run a program by hand: what an op reads must be on the device. Returns the most bytes on the host."""
+    """Run a program by hand: the inputs of an op must be on the device. Returns the most bytes on the host."""
     on_device: set = set()
     way: dict = {}
     held = most = 0.0
@@ -59,7 +59,7 @@ def replay(program: Program, settings: HostCopySettings) -> float:
                     thing = (content, stage, micro_batch, each)
                     assert thing in on_device, f"{kind} of {stage, micro_batch, token_slice} reads {thing}"
                     if way.get(thing) == FETCHED:
-                        # It has arrived: the host lets go.
+                        # It has arrived: the host frees it.
                         held -= settings.size(content, stage, each)
                         way[thing] = None
     assert all(step in (None, FETCHED) for step in way.values())
@@ -68,7 +68,7 @@ def replay(program: Program, settings: HostCopySettings) -> float:
 
 @settings(max_examples=60)
 @given(planned)
-def test_every_reader_finds_what_it_reads_and_the_host_has_room(drawn):
+def test_inputs_of_every_op_are_on_the_device_and_the_host_has_room(drawn):
     (orders, shape), copied = drawn
     for program in lower(fixed(orders), shape, host_copies=copied):
         assert replay(program, copied) <= copied.host_bytes
@@ -76,7 +76,7 @@ def test_every_reader_finds_what_it_reads_and_the_host_has_room(drawn):
 
 @settings(max_examples=40)
 @given(planned)
-def test_without_its_copies_a_program_is_what_it_was(drawn):
+def test_a_program_without_its_copies_is_unchanged(drawn):
     (orders, shape), copied = drawn
     for before, after in zip(lower(fixed(orders), shape), lower(fixed(orders), shape, host_copies=copied), strict=True):
         kept = tuple(each for each in after.instructions if each.kind not in HOST_COPIES)
@@ -113,14 +113,14 @@ def test_by_hand():
     ]
 
 
-def test_inputs_wait_for_their_own_backward_alone():
+def test_inputs_wait_only_for_their_own_backward():
     copies = [
         text for text in texts(replace(SETTINGS, input_bytes=(0, 1, 1, 1), key_value_bytes=(0,) * 4)) if "input" in text
     ]
     assert copies == ["offload input 2F0.0 @1", "drop input 2F0.0 @1", "fetch input 2F0.0 @1"]
 
 
-def test_what_the_host_has_no_room_for_stays():
+def test_copies_beyond_the_room_of_the_host_are_left_out():
     copied = [text for text in texts(replace(SETTINGS, host_bytes=3)) if "fetch" in text]
     assert copied == ["fetch keys and values 0F0.1"]
 
@@ -130,6 +130,6 @@ def test_pauses_that_are_too_short_are_not_used(slow):
     assert not any("fetch" in text for text in texts(replace(SETTINGS, **slow)))
 
 
-def test_evaluation_copies_nothing():
+def test_evaluation_has_no_copies():
     programs = lower(forward_order, SHAPE, host_copies=SETTINGS)
     assert not any(each.kind in HOST_COPIES for program in programs for each in program.instructions)

@@ -1,4 +1,4 @@
-"""What must hold for the programs of every schedule, of random orders too."""
+"""Properties of the programs of every schedule, and of random orders."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -71,8 +71,8 @@ def test_buffers_are_few(pipeline):
     peaks = CompiledOrders.of(orders, shape).peak_activation()
     for program, peak in zip(lower(fixed(orders), shape), peaks, strict=True):
         live = round(peak * finer)
-        # Those whose message is already under way come on top: the next one, and what its channel brings before it;
-        # and those of which nothing is left but a gradient that is held back.
+        # In addition, those with a message under way: the next one, and those before it on its channel;
+        # and those of which only a gradient remains that is sent later.
         held = most_gradients_held_back(program)
         assert live <= program.num_buffers <= live + held + (1 if shape.num_model_chunks == 1 else 3)
         assert not held or shape.num_model_chunks > 1
@@ -111,7 +111,7 @@ def test_a_channel_receives_in_the_order_of_its_sends(orders_and_shape):
 
 
 @given(orders_of_pipelines())
-def test_a_rank_passes_on_what_stays_on_it(orders_and_shape):
+def test_a_rank_passes_results_on_between_its_stages(orders_and_shape):
     orders, shape = orders_and_shape
     for program in lower(fixed(orders), shape):
         passed = [(kind, stage) for kind, stage, *_ in program.instructions if kind in PASSES]
@@ -168,7 +168,7 @@ def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_be
         for kind, _, micro_batch, *_ in program.instructions:
             if kind is InstructionKind.LOAD_MICRO_BATCH:
                 loaded.append(micro_batch)
-            elif ends:  # before its first receive, whose shape may depend on the data
+            elif ends:  # before its first receive, as shapes may depend on the data
                 assert micro_batch in loaded
         assert sorted(loaded) == (list(range(shape.num_micro_batches)) if ends else [])
 
@@ -189,7 +189,7 @@ def test_every_send_is_completed_once_and_not_before_it_is_sent(orders_and_shape
 class Player:
     """Runs programs with queues of its own, a step of any rank at a time.
 
-    An op takes its message off the channel if it has arrived, and finds what its own rank computed; a completion waits
+    An op takes its message off the channel if it has arrived, and results of its own rank are there; a completion waits
     until the other side has posted the receive. Nothing else ever waits.
     """
 
@@ -198,7 +198,7 @@ class Player:
         self.position = [0] * len(programs)
         self.sent: dict[tuple, int] = defaultdict(int)
         self.posted: dict[tuple, int] = defaultdict(int)
-        # Number of a message on its channel, by way and reader; what a rank passed to itself; and what it computed.
+        # Number of a message on its channel, by way and reader; results that a rank passed to itself; and its ops.
         self.number: dict[tuple, int] = {}
         self.passed: set[tuple] = set()
         self.computed: set[tuple] = set()
@@ -227,7 +227,7 @@ class Player:
         return runs
 
     def compute(self, rank: int, kind: OpKind, stage: int, micro_batch: int, token_slice: int) -> bool:
-        """Run an op if its message is there. What it needs of its own rank must have been computed: nobody waits."""
+        """Run an op if its message is there. Results of its own rank must have been computed: no rank waits for itself."""
         unit = stage, micro_batch, token_slice
         if kind is OpKind.WEIGHT_GRADIENT:
             assert ("B", *unit) in self.computed

@@ -1,4 +1,4 @@
-"""Our 1F1B order against DeepSpeed's own, which knows no token slices.
+"""Our 1F1B order compared with DeepSpeed's own, which has no token slices.
 
 A pipeline with token slices runs in the order of a longer pipeline without: M * S micro-batches over P + S - 1
 stages. There, forward unit k is token slice k % S; backward unit k is token slice S - 1 - k % S.
@@ -27,8 +27,8 @@ def deepspeed_order(shape: PipelineShape, stage: int) -> list[Op]:
             order.append(Op(OpKind.FORWARD, stage, *divmod(forwards, num_token_slices)))
             forwards += 1
         elif isinstance(command, deepspeed_schedule.BackwardPass):
-            micro_batch, behind = divmod(backwards, num_token_slices)
-            order.append(Op(OpKind.BACKWARD, stage, micro_batch, num_token_slices - 1 - behind))
+            micro_batch, place = divmod(backwards, num_token_slices)
+            order.append(Op(OpKind.BACKWARD, stage, micro_batch, num_token_slices - 1 - place))
             backwards += 1
     return order
 

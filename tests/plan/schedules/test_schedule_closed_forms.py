@@ -71,7 +71,7 @@ def test_makespan_of_zero_bubble_where_all_parts_cost_the_same(shape):
 
 
 def live(name: str, shape: PipelineShape, rank: int) -> int | None:
-    """Most token slices, of all its stages, that a rank keeps; None where nobody knows a closed form."""
+    """Most token slices, of all its stages, that a rank keeps; None where no closed form is known."""
     ranks, token_slices = shape.num_ranks, shape.num_token_slices
     units = shape.num_micro_batches * token_slices
     if name in KEEPING_ALL:
@@ -99,7 +99,7 @@ def test_peak_of_live_token_slices(pipeline):
 
 
 @given(shapes(), st.data())
-def test_uneven_token_slices_in_gpipe_order_take_what_terapipe_says(shape, data):
+def test_uneven_token_slices_in_gpipe_order_take_the_latency_of_terapipe(shape, data):
     # TeraPipe's latency (arXiv 2102.07988 section 3.3), both ways and for the units of all micro-batches in a row.
     row = st.lists(times, min_size=shape.num_token_slices, max_size=shape.num_token_slices).map(tuple)
     forward, backward = data.draw(row), data.draw(row)

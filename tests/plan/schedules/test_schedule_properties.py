@@ -1,4 +1,4 @@
-"""What must hold for every schedule, whatever its shape and costs. Closed forms have a file of their own."""
+"""Properties of every schedule for any shape and costs. Closed forms are in a file of their own."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Schedules held against drawings. To draw them anew after a change that is meant, and then read the diff:
+"""Schedules compared with drawings. To draw them again after an intended change, and then read the diff:
 
 UPDATE_GOLDEN=1 python -m pytest tests/plan/schedules/test_schedules.py
 """
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SHAPES = [
     PipelineShape(4, 4),
     PipelineShape(4, 4, 2),
-    PipelineShape(4, 1, 8),  # one micro-batch: token slices alone fill the pipeline
+    PipelineShape(4, 1, 8),  # one micro-batch: only token slices fill the pipeline
     PipelineShape(4, 2, 3),  # fewer micro-batches than stages
     PipelineShape(2, 3, 4),  # more token slices than stages
     PipelineShape(1, 2, 2),

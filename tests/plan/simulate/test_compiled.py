@@ -56,7 +56,7 @@ def test_replays_do_not_touch_each_other(orders_and_shape, data):
     assert first.starts.tolist() == again.starts.tolist() and first.ends.tolist() == again.ends.tolist()
 
 
-def test_evaluation_and_ranks_that_have_nothing_to_do():
+def test_evaluation_and_ranks_without_ops():
     for orders in ([list(forward_order(SHAPE, rank)) for rank in range(2)], [ops("0F0.0"), []]):
         assert_equal(orders, SHAPE, OpCosts.uniform(SHAPE, transfer=0.5))
 

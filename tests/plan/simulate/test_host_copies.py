@@ -35,7 +35,7 @@ def test_copies_that_are_planned_on_a_timeline_cost_it_no_time(drawn):
 
 @settings(max_examples=40)
 @given(planned)
-def test_a_copy_is_on_its_way_while_nobody_reads_it_and_lanes_are_serial(drawn):
+def test_no_op_reads_during_a_copy_and_lanes_are_serial(drawn):
     (orders, shape), costs, copied = drawn
     timeline = simulate_with_host_copies(orders, shape, costs, copied)
     copied = copied.fitting(shape)

@@ -22,7 +22,7 @@ def times(timeline) -> list[list[tuple[str, float, float]]]:
 def test_uneven_costs_and_transfers_by_hand():
     costs = OpCosts(forward=((1.0, 2.0), (3.0, 1.0)), backward=((2.0, 1.0), (4.0, 2.0)), transfer=0.5)
     timeline = simulate(rank_orders(gpipe, TWO_BY_TWO), TWO_BY_TWO, costs)
-    # Stage 1 hears of F0.0 at 1.5 and of F0.1 at 3.5, but is busy until 4.5. Stage 0 hears of B0.1 at 8.0 and of
+    # Stage 1 receives F0.0 at 1.5 and F0.1 at 3.5, but is busy until 4.5. Stage 0 receives B0.1 at 8.0 and
     # B0.0 at 12.0, long after it is free.
     assert times(timeline) == [
         [("0F0.0", 0.0, 1.0), ("0F0.1", 1.0, 3.0), ("0B0.1", 8.0, 9.0), ("0B0.0", 12.0, 14.0)],
@@ -36,7 +36,7 @@ def test_uneven_costs_and_transfers_by_hand():
 def test_weight_gradients_apart_by_hand():
     shape = PipelineShape(num_stages=2, num_micro_batches=1)
     costs = OpCosts.uniform(shape, backward=2.0, weight_gradient=4.0, transfer=0.5)
-    # Stage 0 goes on at 4.5, while stage 1 still computes weight gradients until 8.0.
+    # Stage 0 continues at 4.5, while stage 1 still computes weight gradients until 8.0.
     split = [ops("0F0.0 0BI0.0 0BW0.0"), ops("1F0.0 1BI0.0 1BW0.0")]
     assert times(simulate(split, shape, costs)) == [
         [("0F0.0", 0.0, 1.0), ("0BI0.0", 5.0, 7.0), ("0BW0.0", 7.0, 11.0)],
@@ -81,13 +81,13 @@ def test_a_backward_needs_its_forward_the_stage_after_and_the_token_slice_after(
     assert received(Op.parse(f"2{kind}1.2"), shape) is None
 
 
-def test_weight_gradients_need_their_input_gradient_alone():
+def test_weight_gradients_need_only_their_input_gradient():
     shape = PipelineShape(3, 2, 3)
     assert prerequisites(Op.parse("1BW1.1"), shape) == (Op.parse("1BI1.1"),)
     assert received(Op.parse("1BW1.1"), shape) is None
 
 
-def test_results_and_who_reads_them():
+def test_results_and_their_readers():
     assert result(Op.parse("1B0.0")) == Op.parse("1BI0.0")
     assert parts(Op.parse("1B0.0")) == tuple(ops("1BI0.0 1BW0.0"))
     for text in ("1F0.0", "1BI0.0", "1BW0.0"):
@@ -130,7 +130,7 @@ def test_a_step_without_the_ops_of_a_model_chunk_is_not_complete():
             ["0F0.0 0B0.1 0F0.1 0B0.0", "1F0.0 1F0.1 1B0.1 1B0.0"],
             "rank 0 at 0B0.1 waits for 0F0.1 and 1B0.1; rank 1 at 1F0.1 waits for 0F0.1",
         ),
-        # Rank 0 wants to go back before it has gone forward twice; stage 3's backward is in two parts.
+        # The backward of rank 0 comes before its second forward; stage 3's backward is in two parts.
         (
             ROUND,
             ["0F0 2B0 2F0 0B0", "1F0 3F0 3BI0 3BW0 1B0"],
@@ -143,7 +143,7 @@ def test_a_step_without_the_ops_of_a_model_chunk_is_not_complete():
         (TWO_BY_TWO, ["0F0.0", "1F0.0 1F0.1"], "rank 1 at 1F0.1 waits for 0F0.1"),
     ],
 )
-def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for(shape, orders, message):
+def test_a_deadlock_names_every_stuck_rank_and_the_ops_it_waits_for(shape, orders, message):
     with pytest.raises(ScheduleDeadlock) as caught:
         simulate(list(map(ops, orders)), shape, OpCosts.uniform(shape, weight_gradient=1.0))
     assert str(caught.value) == f"the schedule deadlocks: {message}; reorder these ops"

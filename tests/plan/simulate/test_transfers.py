@@ -1,4 +1,4 @@
-"""Transfers: what they cost, that they take turns on a channel, and that they hide behind compute."""
+"""Transfers: their costs, their order on a channel, and their overlap with compute."""
 
 import json
 from collections import defaultdict
@@ -50,14 +50,14 @@ def test_messages_of_a_channel_go_one_after_the_other_by_hand():
     assert [(span.start, span.end) for span in timeline.spans[1]] == [(4.5, 5.5), (5.5, 6.5)]
 
 
-def test_an_empty_message_behind_a_full_one_is_recorded_too():
+def test_an_empty_message_after_a_full_one_is_recorded():
     shape = PipelineShape(2, 1, 2)
     links = TransferCosts(latency=(0.0,), bandwidth=(1.0,), message_bytes=(3.0, 0.0))
     timeline = forwards(shape, OpCosts.uniform(shape, transfer=links))
     assert [(one.start, one.end) for one in timeline.transfers] == [(1.0, 4.0), (4.0, 4.0)]
 
 
-def test_latency_alone_keeps_no_channel_busy():
+def test_latency_keeps_no_channel_busy():
     shape = PipelineShape(2, 1, 4)
     timeline = forwards(shape, OpCosts.uniform(shape, transfer=10.0))
     assert [span.start for span in timeline.spans[1]] == [11.0, 12.0, 13.0, 14.0]
@@ -74,7 +74,7 @@ def test_model_chunks_share_the_channel_between_two_ranks():
 
 
 @given(orders_of_pipelines(), st.data())
-def test_transfers_take_turns_and_carry_what_is_read(orders_and_shape, data):
+def test_transfers_take_turns(orders_and_shape, data):
     orders, shape = orders_and_shape
     costs = data.draw(costs_with_links(shape))
     timeline = simulate(orders, shape, costs)

@@ -1,4 +1,4 @@
-"""Token slices cut by what documents cost, against all cuts there are and against counting."""
+"""Token slices cut by the costs of documents, compared with all possible cuts and with counting."""
 
 from itertools import pairwise, product
 

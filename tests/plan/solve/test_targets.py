@@ -41,7 +41,7 @@ def test_with_the_memory_of_1f1b(attention_share, num_model_chunks, placement, m
     lower(found.schedule, shape)
 
 
-def test_one_stage_a_rank_is_as_good_as_memory_lets_it_be():
+def test_one_stage_a_rank_under_a_memory_limit():
     # With balanced token slices 1f1b holds 2.16 micro-batches.
     shape = PipelineShape(8, 8, 8)
     lengths = balanced(8, 0.6)

@@ -113,7 +113,7 @@ def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
     assert solved.lower_bound == pytest.approx(best)
 
 
-def test_the_formula_is_what_gpipe_takes_with_one_size():
+def test_the_formula_is_the_makespan_of_gpipe_with_one_size():
     def costs(size):
         return PolynomialCosts.of_layers([1] * 4, 64, 0.3, layer_time=size, fixed=0.02)
 
@@ -138,7 +138,7 @@ def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
     assert near.lower_bound <= exact.makespan * (1 + 1e-9)
 
 
-def test_what_every_op_costs_besides_makes_token_slices_longer():
+def test_a_fixed_cost_of_ops_makes_token_slices_longer():
     def count(fixed):
         costs = PolynomialCosts.of_layers([1] * 4, 256, 0.5, fixed=fixed)
         return len(problem_of(lambda size: costs, CutGrid(256), 1, 4).solve().micro_batches[0][1])
@@ -146,6 +146,6 @@ def test_what_every_op_costs_besides_makes_token_slices_longer():
     assert count(0.0) > count(0.01) > count(5.0) == 1
 
 
-def test_times_of_nothing_end():
+def test_times_of_zero_are_solved():
     free = PolynomialCosts(np.zeros((3, 2, 3)))
     assert problem_of(lambda size: free, CutGrid(32, 8), 2, 2, (1, 2)).solve().makespan == 0

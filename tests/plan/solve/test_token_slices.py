@@ -134,7 +134,7 @@ def test_the_same_arguments_give_the_same_cut():
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 2))
 @settings(deadline=None)
-def test_equal_layers_cost_what_attention_costs_says(num_model_chunks, lengths, attention_share, head):
+def test_equal_layers_have_the_costs_of_attention_costs(num_model_chunks, lengths, attention_share, head):
     shape = PipelineShape(2 * num_model_chunks, 1, len(lengths), num_model_chunks, Placement.V)
     layers = [1] * shape.num_stages
     token_slice_costs = PolynomialCosts.of_layers(
