@@ -227,7 +227,7 @@ class Player:
         return runs
 
     def compute(self, rank: int, kind: OpKind, stage: int, micro_batch: int, token_slice: int) -> bool:
-        """Run an op if its message is there. Results of its own rank must have been computed: no rank waits for itself."""
+        """Run an op if its message is there. Results of its own rank must have been computed."""
         unit = stage, micro_batch, token_slice
         if kind is OpKind.WEIGHT_GRADIENT:
             assert ("B", *unit) in self.computed
