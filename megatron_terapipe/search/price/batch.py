@@ -311,8 +311,8 @@ class StrategyBatch:
             software=self.model.software,
             efficiency=efficiency,
         )
-        drains = schedule not in SPLIT_SCHEDULES
-        reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, drains=drains)
+        cool_down_s = covering.cool_down_s(drains=schedule not in SPLIT_SCHEDULES)
+        reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, cool_down_s)
         ends = sum(np.max(part, axis=0) for part in (reduction, step.shared_weight, step.optimizer))
         return np.asarray(makespan + ends + efficiency.iteration_s, dtype=float)
 

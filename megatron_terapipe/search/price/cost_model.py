@@ -184,7 +184,8 @@ class CostModel:
             layers=placed.counts.first_stage.sum(axis=1),
             num_micro_batches=micro_batches,
         )
-        reduction = exposed_reduction_s(step, covering, self.software.communication, self.efficiency, drains=not split)
+        cool_down_s = covering.cool_down_s(drains=not split)
+        reduction = exposed_reduction_s(step, covering, self.software.communication, self.efficiency, cool_down_s)
         blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
         waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
         copying = min(simulated.host_copy_s, waiting)

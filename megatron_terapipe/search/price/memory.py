@@ -290,11 +290,6 @@ class MemoryModel:
             self._tokens[key] = rows_per_token * np.array([np.broadcast_arrays(*row) for row in rows], dtype=float).T
         return self._tokens[key]
 
-    def fits(self, memory: Sequence[RankMemory]) -> bool:
-        """Whether no device runs out of memory; every rank may be on the smallest."""
-        smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
-        return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
-
     def micro_batches_of_peak(self, strategy: Strategy) -> int:
         """Return the micro-batches with which every rank reaches its peak; more repeat the steady state."""
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices

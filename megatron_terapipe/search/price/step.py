@@ -34,6 +34,15 @@ class CoveringOps(NamedTuple):
     """Layers of the stage with the last complete gradients, which complete one after the other."""
     num_micro_batches: ScalarOrArray
 
+    def cool_down_s(self, *, drains: bool) -> ScalarOrArray:
+        """Seconds for which the ranks before still run after the completing op, from arrays of [P, ...].
+
+        Args:
+            drains: whether the completing op passes the ranks in turn, last to first; deferred weight gradients end on
+                all ranks together.
+        """
+        return np.cumsum(self.completing, axis=0) - self.completing if drains else 0.0
+
 
 class StepTraffic(NamedTuple):
     """Messages of data-parallel ranks for one parameter at the end of an iteration."""
@@ -105,7 +114,7 @@ def step_costs(
     return StepCosts(reduction, shared, step_s, late, gather)
 
 
-def exposed_reduction_of_rank_s(
+def exposed_reduction_s(
     step: StepCosts,
     ops: CoveringOps,
     communication: Communication,
@@ -119,7 +128,7 @@ def exposed_reduction_of_rank_s(
     them. Gathers that overlap run layer by layer before the next forward of each.
 
     Args:
-        cool_down_s: for which ranks before it still run after the op that completes its gradients.
+        cool_down_s: see `CoveringOps.cool_down_s`; 0 for one rank.
     """
     layers = np.maximum(ops.layers, 1.0)
     if communication.shards_weights:
@@ -136,20 +145,6 @@ def exposed_reduction_of_rank_s(
     if communication.overlaps_weight_gather:
         gather = gather / layers + _exposed_under(gather * (layers - 1) / layers, ops.forward, efficiency)
     return shown + gather
-
-
-def exposed_reduction_s(
-    step: StepCosts, ops: CoveringOps, communication: Communication, efficiency: HardwareEfficiency, *, drains: bool
-) -> ScalarOrArray:
-    """Return the seconds of each rank's gradient reduction and weight gathering that no op hides: [P, ...].
-
-    Args:
-        ops: arrays of [P, ...].
-        drains: whether the op that completes gradients passes the ranks in turn, last to first; deferred weight
-            gradients end on all together.
-    """
-    cool_down_s = np.cumsum(ops.completing, axis=0) - ops.completing if drains else 0.0
-    return exposed_reduction_of_rank_s(step, ops, communication, efficiency, cool_down_s)
 
 
 def _exposed_under(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:

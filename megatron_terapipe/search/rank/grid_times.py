@@ -35,7 +35,7 @@ from megatron_terapipe.search.price.stages import (
     on_slowest_device,
     stage_ops,
 )
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_of_rank_s
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s
 from megatron_terapipe.search.rank.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -424,4 +424,4 @@ def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: 
     first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
     if not communication.overlaps_gradient_reduction:
         first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
-    return np.asarray(exposed_reduction_of_rank_s(first, covering, communication, model.efficiency) + fixed)
+    return np.asarray(exposed_reduction_s(first, covering, communication, model.efficiency) + fixed)

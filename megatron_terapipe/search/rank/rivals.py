@@ -46,7 +46,7 @@ from megatron_terapipe.search.price.links import ALONE, GroupTopology, LayerLink
 from megatron_terapipe.search.price.memory import MemoryOverheads, default_overheads
 from megatron_terapipe.search.price.roofline import Roofline
 from megatron_terapipe.search.price.stages import LayerPrices
-from megatron_terapipe.search.price.step import CoveringOps, exposed_reduction_of_rank_s, step_costs
+from megatron_terapipe.search.price.step import CoveringOps, exposed_reduction_s, step_costs
 from megatron_terapipe.search.price.workload import Attention, Layer, Workload
 from megatron_terapipe.search.rank.space import SearchProblem, divisors
 
@@ -313,7 +313,7 @@ class RivalTimes:
         return RivalTime(
             compute_s=micro_batches * (forward + backward - exchange),
             exchange_s=micro_batches * exchange,
-            gather_s=float(exposed_reduction_of_rank_s(step, covering, ALST.communication, efficiency)),
+            gather_s=float(exposed_reduction_s(step, covering, ALST.communication, efficiency)),
             copy_s=micro_batches * copied,
             optimizer_s=optimizer_s or float(step.optimizer),
             fixed_s=efficiency.iteration_s,

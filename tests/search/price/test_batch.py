@@ -19,7 +19,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.links import GroupTopology
 from megatron_terapipe.search.price.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.price.stages import StageOps
-from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_of_rank_s, step_costs
+from megatron_terapipe.search.price.step import CoveringOps, StepCosts, exposed_reduction_s, step_costs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "breadth-first")
 
@@ -283,11 +283,11 @@ def test_what_shows_of_a_reduction_is_what_the_plan_plays(
 ) -> None:
     *_, last = reductions({0: (0.0, op)}, [(reduction / layers,) * layers], PipelineShape(1, 1))
     step, ops = StepCosts(reduction + late, 0.0, 0.0, late), CoveringOps(op, 0.0, op, layers, 1)
-    shown = exposed_reduction_of_rank_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down)
+    shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down)
     after = max(last.end - op - cool_down, 0)
     assert shown == pytest.approx(after + late)
     # What is hidden takes something from the ops all the same.
-    disturbed = exposed_reduction_of_rank_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down)
+    disturbed = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down)
     assert disturbed - shown == pytest.approx((reduction - after) / 4)
 
 
@@ -295,7 +295,7 @@ def shown(communication: Communication, gather: float, reduction: float = 0.0) -
     """Seconds that show beside two micro-batches of a forward of 2 s and a backward of 4 s, in four layers."""
     step = StepCosts(reduction, 0.0, 0.0, weight_gather=gather)
     ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, num_micro_batches=2)
-    return float(exposed_reduction_of_rank_s(step, ops, communication, replace(FREE, overlap_exposed=0.0)))
+    return float(exposed_reduction_s(step, ops, communication, replace(FREE, overlap_exposed=0.0)))
 
 
 def test_gathers_under_the_next_forward_show_their_first_layer_alone() -> None:

@@ -155,13 +155,6 @@ def test_grids_of_counts_broadcast() -> None:
         assert grid[index] == pytest.approx(assemble(one, overheads).total)
 
 
-def test_what_does_not_fit() -> None:
-    strategy = Strategy(global_batch_size=1)
-    for memory_bytes, fits in ((80e9, True), (1e9, False)):
-        model = MemoryModel(workload=workload(), cluster=cluster(memory_bytes=memory_bytes))
-        assert model.fits(model.predict(strategy)) is fits
-
-
 def test_an_optimised_order_keeps_to_what_1f1b_holds() -> None:
     model = MemoryModel(workload=workload(), cluster=cluster())
     plain, optimised = (
