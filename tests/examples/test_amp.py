@@ -23,6 +23,11 @@ AMP = ROOT.parent / "shared" / "reference" / "amp"
 needs_amp = pytest.mark.skipif(not AMP.is_dir(), reason="AMP's profiles and trials are not at hand")
 
 
+def amp(**changes):
+    """A strategy of AMP's trials: 32 sequences, without ZeRO."""
+    return Strategy(**({"global_batch_size": 32, "zero_stage": 0} | changes))
+
+
 @pytest.fixture(scope="module")
 def trials():
     """Rows of AMP's table."""
@@ -32,7 +37,7 @@ def trials():
 
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory, trials):
-    """What the command predicts of them, in their order."""
+    """Predictions of the command for them, in their order."""
     folder = tmp_path_factory.mktemp("amp")
     lines, out = folder / "strategies.jsonl", folder / "predictions.json"
     names = "mbs", "tp", "dp", "pp", "gbs"
@@ -77,7 +82,7 @@ def test_trials_of_the_homogeneous_cluster(trials, predicted):
 
 
 @needs_amp
-def test_what_ran_out_of_memory_is_said_to(trials, predicted):
+def test_trials_that_ran_out_of_memory_are_infeasible(trials, predicted):
     assert [each["index"] for each in predicted] == list(range(len(trials)))
     assert sorted(each["rank"] for each in predicted) == list(range(1, len(trials) + 1))
     # One trial died at once, and the same with half the micro-batch ran.
@@ -141,8 +146,7 @@ def test_scores_of_windows_are_divided_by_no_tensor_parallelism():
     pricing = EXPERIMENTS["het_model"].pricing(AMP)
     times = [
         price(
-            pricing,
-            Strategy(data_parallel_size=16 // tensor, tensor_parallel_size=tensor, global_batch_size=64, zero_stage=0),
+            pricing, amp(data_parallel_size=16 // tensor, tensor_parallel_size=tensor, global_batch_size=64)
         ).prediction.breakdown.compute_s
         for tensor in (1, 2)
     ]
@@ -156,16 +160,8 @@ def test_parameters_are_those_of_the_models():
     transgan = models.transgan()
     assert len(transgan.layers) == 56
     assert transgan.layers[0].parameters == 42_550_272
-    assert [layer.output_elements for layer in transgan.layers][14:21] == [
-        82944,
-        82944,
-        331776,
-        331776,
-        331776,
-        1327104,
-        1327104,
-    ]
-    assert {layer.output_elements for layer in transgan.layers[21:55]} == {1327104}
+    outputs = [layer.output_elements for layer in transgan.layers]
+    assert outputs[14:55] == [82944] * 2 + [331776] * 3 + [1327104] * 36
 
 
 @pytest.mark.parametrize(
@@ -177,7 +173,7 @@ def test_parameters_are_those_of_the_models():
         ("", "holds no strategy"),
     ],
 )
-def test_a_line_that_is_no_strategy_is_named(tmp_path, text, message):
+def test_refused_lines_of_strategies(tmp_path, text, message):
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -223,17 +219,8 @@ def test_a_message_keeps_its_sender_when_it_is_larger_than_the_buffers():
     mebibyte, num_pairs = 2**20, 4
     bandwidth = 0.75 * 50e9 / 8 / num_pairs
 
-    def strategy(micro_batch_size):
-        return Strategy(
-            data_parallel_size=4,
-            pipeline_parallel_size=4,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=32,
-            zero_stage=0,
-            stage_partition=(0, 8, 14, 20, 30),
-        )
-
-    small, large = strategy(1), strategy(8)
+    layout = {"data_parallel_size": 4, "pipeline_parallel_size": 4, "stage_partition": (0, 8, 14, 20, 30)}
+    small, large = (amp(**layout, micro_batch_size=size) for size in (1, 8))
     assert np.all(costs.messages_s(small).holding_there[:, :26] == 0)
     # 16 MiB of activations; the mask of 2 MiB goes there alone; 8 MiB are in buffers.
     messages = costs.messages_s(large)
@@ -251,14 +238,8 @@ def test_a_message_keeps_its_sender_when_it_is_larger_than_the_buffers():
 def test_tensor_parallel_ranks_send_parts_of_activations_and_whole_gradients():
     # 10 Gbit/s, which four ranks share; stages 1 to 3 are on V100, the last one on T4.
     costs = EXPERIMENTS["het_cluster"].pricing(AMP).cost_model
-    strategy = Strategy(
-        tensor_parallel_size=4,
-        pipeline_parallel_size=4,
-        micro_batch_size=4,
-        global_batch_size=32,
-        zero_stage=0,
-        stage_partition=(0, 8, 14, 20, 30),
-    )
+    stages = {"pipeline_parallel_size": 4, "stage_partition": (0, 8, 14, 20, 30)}
+    strategy = amp(tensor_parallel_size=4, micro_batch_size=4, **stages)
     activation, mask = 8 * 2**20, 2 * 2**20
     one_s = 4 / (0.92 * 10e9 / 8)
     nvlink, pcie = (0.65 * node.inside.bandwidth for node in costs.cluster.nodes[2:])
@@ -272,13 +253,12 @@ def test_tensor_parallel_ranks_send_parts_of_activations_and_whole_gradients():
 @needs_amp
 def test_a_tied_embedding_is_reduced_once_or_between_the_ends():
     costs = EXPERIMENTS["homogeneous"].pricing(AMP).cost_model
-    alone = Strategy(data_parallel_size=16, global_batch_size=32, zero_stage=0)
-    whole = costs.predict_time(alone).breakdown
+    whole = costs.predict_time(amp(data_parallel_size=16)).breakdown
     # The ring is as fast as PCIe lets it: 2 (n - 1)/n of 4 bytes of each parameter.
     seconds = 2 * 15 / 16 * 4 * models.gpt2().parameters / (0.65 * 50e9 / 8)
     assert whole.gradient_reduction_s == pytest.approx(seconds, rel=0.01)
     assert whole.shared_weight_s == 0
-    ends = Strategy(data_parallel_size=4, pipeline_parallel_size=4, global_batch_size=32, zero_stage=0)
+    ends = amp(data_parallel_size=4, pipeline_parallel_size=4)
     # Half precision, four pairs that share a card.
     seconds = 2 * 50304 * 1024 / (0.75 * 50e9 / 8 / 4)
     assert costs.predict_time(ends).breakdown.shared_weight_s == pytest.approx(seconds, rel=0.01)
@@ -290,17 +270,10 @@ def test_a_line_without_a_partition_gets_amps(trials):
     pricing = EXPERIMENTS["homogeneous"].pricing(AMP)
     same = []
     for row in trials:
-        strategy = Strategy(
-            data_parallel_size=int(row["dp"]),
-            tensor_parallel_size=int(row["tp"]),
-            pipeline_parallel_size=int(row["pp"]),
-            micro_batch_size=int(row["mbs"]),
-            global_batch_size=32,
-            zero_stage=0,
-        )
-        same.append(
-            list(with_partition_of_amp(pricing, strategy).stage_partition) == json.loads(row["layer_partition"])
-        )
+        sizes = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
+        layout = {f"{name}_parallel_size": int(row[short]) for short, name in sizes.items()}
+        strategy = with_partition_of_amp(pricing, amp(**layout, micro_batch_size=int(row["mbs"])))
+        same.append(list(strategy.stage_partition) == json.loads(row["layer_partition"]))
     assert np.mean(same) > 0.9
 
 
@@ -319,15 +292,11 @@ def test_times_by_layer_and_tensor_parallel_size(repository):
     assert dict(profile[3]) == {1: 0.004, 2: 0.002, 4: 0.001}
 
 
-def test_a_missing_file_is_named(repository):
-    (repository / FOLDER / "gpt2_G4_2.npy").unlink()
-    with pytest.raises(DataError, match=r"gpt2_G4_2\.npy: there is no such file: give a checkout"):
-        read_profile(repository, "gpt2_G4")
-
-
 @pytest.mark.parametrize(
-    ("array", "message"),
+    ("content", "message"),
     [
+        (None, "gpt2_G4_4.npy: there is no such file: give a checkout"),
+        (b"version https://git-lfs", "not an array that numpy can read"),
         (np.ones(29), "has shape (29,), and this model has 30 layers"),
         (np.ones((30, 1)), "has shape (30, 1)"),
         (np.ones(30, dtype=int), "holds int64, and times are floating-point numbers"),
@@ -336,19 +305,18 @@ def test_a_missing_file_is_named(repository):
         (np.where(np.arange(30) == 0, np.inf, 1.0), "entry 0 is inf"),
     ],
 )
-def test_what_is_no_profile_is_refused(repository, array, message):
-    np.save(repository / FOLDER / "gpt2_G4_4.npy", array)
+def test_profiles_that_are_refused(repository, content, message):
+    path = repository / FOLDER / "gpt2_G4_4.npy"
+    path.unlink()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content)
     with pytest.raises(DataError, match=re.escape(message)):
         read_profile(repository, "gpt2_G4")
 
 
-def test_what_is_no_array_is_refused(repository):
-    (repository / FOLDER / "gpt2_G4_1.npy").write_bytes(b"version https://git-lfs")
-    with pytest.raises(DataError, match="not an array that numpy can read"):
-        read_profile(repository, "gpt2_G4")
-
-
-def test_blocks_that_are_alike_take_what_the_fastest_took() -> None:
+def test_equal_blocks_have_the_time_of_the_fastest() -> None:
     layers = models.gpt2().layers
     seconds = tuple({1: 1.0 + index, 2: 40.0 - index} for index in range(len(layers)))
     by_name = unthrottled(layers, seconds)

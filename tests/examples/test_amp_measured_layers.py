@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.amp.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
+from examples.amp.measured_layers import MeasuredDevice, MeasuredLayers
 from megatron_terapipe.devices import Device
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.machine.cluster import Link
@@ -37,14 +37,8 @@ def block(name, parallel=("column", "row")):
 
 
 def head(name):
-    return Layer(
-        name=name,
-        kind="head",
-        tokens=TOKENS,
-        hidden_size=512,
-        parameters=512 * 30000,
-        products=(Product(512, 30000, "column"),),
-    )
+    product = Product(512, 30000, "column")
+    return Layer(name=name, kind="head", tokens=TOKENS, hidden_size=512, parameters=512 * 30000, products=(product,))
 
 
 def measured(layers, **forward_s):
@@ -63,21 +57,13 @@ def measured(layers, **forward_s):
 
 
 def forward(op_times, layer, device, micro_batch_size=1.0, tensor_parallel_size=1.0):
-    times = op_times(
-        LayerQuery(
-            layer,
-            device,
-            tensor_parallel_size=tensor_parallel_size,
-            micro_batch_size=micro_batch_size,
-            start=0.0,
-            end=float(TOKENS),
-        )
-    )
+    sizes = {"tensor_parallel_size": tensor_parallel_size, "micro_batch_size": micro_batch_size}
+    times = op_times(LayerQuery(layer, device, **sizes, start=0.0, end=float(TOKENS)))
     return times.forward, times.input_gradient + times.weight_gradient
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_was_measured_is_predicted(size):
+def test_measured_times_are_predicted(size):
     layers = (block("a"), block("b"))
     op_times = measured(layers, fast=lambda name, tp: 4e-3 + tp * 1e-4, slow=lambda name, tp: 7e-3 + tp * 1e-4)
     for layer in layers:
@@ -85,7 +71,7 @@ def test_what_was_measured_is_predicted(size):
         assert forward(op_times, layer, SLOW, 1.0, float(size))[0] == pytest.approx(7e-3 + size * 1e-4)
 
 
-def test_a_launch_bound_forward_takes_more_sequences_for_nothing():
+def test_a_launch_bound_forward_takes_more_sequences_for_free():
     layer = block("a")
     op_times = measured((layer,), fast=lambda name, tp: 20e-3)
     assert forward(op_times, layer, FAST, 2.0)[0] < 1.01 * 20e-3
@@ -120,13 +106,7 @@ def test_grids_are_priced_as_numbers_are():
             assert times.forward[row, column] == pytest.approx(forward(op_times, layer, SLOW, size, tensor)[0])
 
 
-def test_hidden_and_without_are_inverse():
-    assert without(float(hidden(3.0, 2.0)), 2.0) == pytest.approx(3.0)
-    assert without(1.0, 5.0) == 0.0
-    assert hidden(0.0, 0.0) == 0.0
-
-
-def test_what_was_not_measured_is_refused():
+def test_unmeasured_devices_layers_and_sizes_are_refused():
     layer = block("a")
     op_times = measured((layer,), fast=lambda name, tp: 2e-3)
     with pytest.raises(DataError, match="no profile of slow: the profiles are of fast"):
@@ -138,7 +118,7 @@ def test_what_was_not_measured_is_refused():
         MeasuredLayers(workload=other, devices=op_times.devices)
 
 
-def test_what_is_not_divided_is_scaled_by_its_own_measurement():
+def test_undivided_layers_are_scaled_by_their_own_measurement():
     # The other block shows that launching takes 1 ms; with two ranks this one takes 30 ms instead of 20 ms.
     large, small = block("a", ("none", "none")), block("b", ("none", "none"))
     op_times = measured((large, small), slow=lambda name, tp: (10e-3 + tp * 10e-3) if name == "a" else 1e-3)
