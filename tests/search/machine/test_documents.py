@@ -1,13 +1,11 @@
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import Field, TypeAdapter
 
-from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.documents import parse_text, read_document, suggestion
+from megatron_terapipe.search.machine.documents import parse_text, suggestion
 from megatron_terapipe.search.machine.entries import (
     Bandwidth,
     Count,
@@ -127,22 +125,8 @@ def test_unknown_names() -> None:
         ("c.json", '{"a": 1, "a": 2}', "twice"),
     ],
 )
-def test_files_that_are_not_what_they_say(name: str, text: str, message: str) -> None:
+def test_files_in_another_format(name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse_text(text, name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_yaml_and_json_read_alike(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("nodes:\n  - {count: 2, device: T4}\n")
-    (tmp_path / "a.json").write_text('{"nodes": [{"count": 2, "device": "T4"}]}')
-    assert read_document(str(tmp_path / "a.yaml")) == read_document(str(tmp_path / "a.json"))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        read_document(str(tmp_path / "none.json"))
-    (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
-        read_document(str(tmp_path / "b.json"))

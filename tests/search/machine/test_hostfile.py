@@ -62,7 +62,7 @@ def test_any_text_is_read_as_deepspeed_reads_it(lines: list[str]) -> None:
             parse_hostfile("\n".join(lines), "hostfile")
 
 
-def test_what_has_no_effect_is_said() -> None:
+def test_notes_about_words_without_effect() -> None:
     hosts = parse_hostfile("a slots=8 max_slots=16\nb slots=8 # ours\nc slots=0\n", "hostfile")
     assert hostfile_notes(hosts) == (
         "hosts without slots are not used: c",
@@ -81,5 +81,5 @@ def test_what_has_no_effect_is_said() -> None:
         ("a slots=8\n", "cluster.yaml", True),
     ],
 )
-def test_what_is_a_hostfile(text: str, path: str, is_one: bool) -> None:
+def test_files_recognised_as_hostfiles(text: str, path: str, is_one: bool) -> None:
     assert is_hostfile(text, path) == is_one

@@ -29,7 +29,7 @@ def test_names(name: str, found: str) -> None:
     assert library.device(name).name == found
 
 
-def test_names_are_told_apart() -> None:
+def test_names_are_unique() -> None:
     spellings = [spelling for entry in DEVICES.values() for spelling in (entry.device.name, *entry.aliases)]
     for name, entry in DEVICES.items():
         for spelling in (name, *entry.aliases):
@@ -37,7 +37,7 @@ def test_names_are_told_apart() -> None:
     assert len({spelling.lower() for spelling in spellings}) == len(spellings)
 
 
-def test_unknown_names_are_explained() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"c\.json: device 'A100-SXN4' is not .* did you mean A100-SXM4\?"):
         library.device("A100-SXN4", "c.json: device")
     with pytest.raises(ConfigError, match=r"choose among P100.*, or describe it by its fields"):

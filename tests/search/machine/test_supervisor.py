@@ -1,4 +1,4 @@
-"""A launch ends with whoever asked for it, whatever its processes do about it."""
+"""A launch ends with its calling process, whatever its processes do."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ if os.fork() == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(600)
 """
-"""Ignores that it is told to end, and has a child in a session of its own that has stopped."""
+"""Ignores SIGTERM, and has a stopped child in another session."""
 
-ASKS = """
+CALLER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs started in the background ignore Ctrl-C
 from megatron_terapipe.search.machine.launcher import supervised
@@ -36,7 +36,7 @@ with supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]]) as process:
 
 
 def persistent(folder: Path) -> tuple[list[str], Callable[[], int]]:
-    """A command that does not end by itself, and what waits for its child and returns its number."""
+    """A command that does not end by itself, and a function that waits for its child and returns its number."""
     path = folder / "child"
 
     def child() -> int:
@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there that is more than its exit code."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -70,17 +70,21 @@ def test_all_of_a_launch_ends_with_the_block(tmp_path: Path) -> None:
     assert not runs(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_all_of_a_launch_ends_with_whoever_asked_for_it(number: signal.Signals, tmp_path: Path) -> None:
-    command, child = persistent(tmp_path)
-    asking = subprocess.Popen([sys.executable, "-c", ASKS, *command[2:]], env=environment(), stderr=subprocess.DEVNULL)
-    pid = child()
-    os.kill(asking.pid, number)
-    asking.wait(240)
-    wait_for(lambda: not runs(pid))
+def test_all_of_a_launch_ends_with_its_caller(tmp_path: Path) -> None:
+    callers = []
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
+        (tmp_path / number.name).mkdir()
+        command, child = persistent(tmp_path / number.name)
+        words = [sys.executable, "-c", CALLER, *command[2:]]
+        callers.append((number, subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL), child))
+    for number, caller, child in callers:
+        pid = child()
+        os.kill(caller.pid, number)
+        caller.wait(240)
+        wait_for(lambda pid=pid: not runs(pid))
 
 
-def test_a_supervisor_that_is_told_to_end_ends_the_launch(tmp_path: Path) -> None:
+def test_a_terminated_supervisor_ends_the_launch(tmp_path: Path) -> None:
     command, child = persistent(tmp_path)
     with supervised(command) as process:
         pid = child()
@@ -97,7 +101,7 @@ def test_a_launch_that_ends_by_itself_has_its_exit_code(program: str, code: int)
 
 @pytest.mark.parametrize("code", [0, 1])
 @pytest.mark.parametrize(("reached", "warned"), [(True, False), (False, True)])
-def test_what_other_hosts_run_of_it_is_ended_there(
+def test_processes_on_other_hosts_are_ended(
     reached: bool,
     warned: bool,
     code: int,
@@ -105,13 +109,13 @@ def test_what_other_hosts_run_of_it_is_ended_there(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nexit {0 if reached else 255}\n')
+    (tmp_path / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\nexit {0 if reached else 255}\n')
     (tmp_path / "pdsh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with supervised(["sh", "-c", f"echo ${supervisor.VARIABLE} > {tmp_path}/mark; exit {code}"], ["a", "b"]) as process:
         process.wait()
     mark = (tmp_path / "mark").read_text().strip()
-    asked = (tmp_path / "asked").read_text()
-    assert "-w a,b " in asked
-    assert asked.endswith(f"{supervisor.__file__} --end {mark}\n")
+    words = (tmp_path / "words").read_text()
+    assert "-w a,b " in words
+    assert words.endswith(f"{supervisor.__file__} --end {mark}\n")
     assert ("processes of a run may be left here or on a, b" in capsys.readouterr().err) == warned

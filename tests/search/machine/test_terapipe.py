@@ -36,7 +36,7 @@ def described(operator: Operator) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Operators)])
-def test_operators_launch_and_move_what_is_described(name: str) -> None:
+def test_operators_launch_and_move_as_described(name: str) -> None:
     found = [(each.kernels, 2 * each.numbers + each.other_bytes) for each in counted()[name]]
     for (num_kernels, num_bytes), (kernels_described, bytes_described) in zip(
         found, described(getattr(TERAPIPE.operators, name)), strict=True
@@ -45,7 +45,7 @@ def test_operators_launch_and_move_what_is_described(name: str) -> None:
         assert num_bytes == pytest.approx(bytes_described, abs=SMALL)
 
 
-def test_products_add_to_their_sums_and_launch_nothing_beside() -> None:
+def test_products_add_to_their_sums_without_other_kernels() -> None:
     products = TERAPIPE.products
     forward, backward = kernel_counts.product()
     assert (forward.products, backward.products) == (products.forward_kernels, products.backward_kernels)

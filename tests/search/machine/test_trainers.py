@@ -11,7 +11,7 @@ from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.flags import TRAINERS
 from megatron_terapipe.search.machine.library import device
-from megatron_terapipe.search.machine.software import Communication, Software
+from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.machine.trainers import DEEPSPEED_EAGER, SOFTWARE, find_software
 from megatron_terapipe.search.price.cost_model import Pricing
@@ -34,7 +34,7 @@ def test_the_flag_names_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", SOFTWARE)
-def test_a_description_is_whole(name: str) -> None:
+def test_a_description_is_complete(name: str) -> None:
     software = SOFTWARE[name]
     known: dict[str, Dimension] = {each.name: each for each in DIMENSIONS}
     assert {dimension for dimension, _ in software.runs} <= set(known)
@@ -47,7 +47,7 @@ def test_a_description_is_whole(name: str) -> None:
     assert 0 <= software.communication.tensor_parallel_overlap < 1
 
 
-def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_file_changes_its_fields_only(tmp_path: Path) -> None:
     document = {"like": "megatron-core", "communication": {"tensor_parallel_overlap": 0.8}, "launch_factor": 0.5}
     ours, like = find_software(written(tmp_path, document)), SOFTWARE["megatron-core"]
     assert (ours.name, ours.launch_factor, ours.communication.tensor_parallel_overlap) == ("ours", 0.5, 0.8)
@@ -56,7 +56,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({}, "like null is not a known trainer: choose among terapipe, megatron-lm"),
         ({"like": "megatron"}, "did you mean megatron-lm?"),
@@ -73,10 +73,10 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ({"like": "fsdp", "attention": {"kernel": "flash-9"}}, 'attention.kernel "flash-9" is wrong'),
     ],
 )
-def test_errors_name_the_field(tmp_path: Path, document: object, said: str) -> None:
+def test_errors_name_the_field(tmp_path: Path, document: object, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         find_software(written(tmp_path, document))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -95,16 +95,14 @@ EFFICIENCY = HardwareEfficiency()
 @pytest.mark.parametrize(
     ("sequences", "forward_s", "backward_s", "within"), [(16, 36.5e-3, 97.8e-3, 0.02), (1, 2.13e-3, 5.83e-3, 0.1)]
 )
-def test_a_layer_takes_what_its_authors_measured(
-    sequences: int, forward_s: float, backward_s: float, within: float
-) -> None:
+def test_a_layer_takes_its_published_time(sequences: int, forward_s: float, backward_s: float, within: float) -> None:
     query = LayerQuery(BLOCK, GH200, tensor_parallel_size=1.0, micro_batch_size=float(sequences), start=0.0, end=2048.0)
     times = Roofline(EFFICIENCY, DEEPSPEED_EAGER, "fp16")(query)
     assert times.forward == pytest.approx(forward_s, rel=within)
     assert times.input_gradient + times.weight_gradient == pytest.approx(backward_s, rel=within)
 
 
-def test_a_step_takes_what_its_authors_measured() -> None:
+def test_a_step_takes_its_published_time() -> None:
     moved = EFFICIENCY.optimizer_passes * DEEPSPEED_EAGER.step_bytes * BLOCK.parameters
     seconds = moved / (reachable_bandwidth(GH200) * EFFICIENCY.memory_efficiency)
     assert seconds == pytest.approx(2.86e-3, rel=0.02)
@@ -127,53 +125,43 @@ def priced(software: Software, strategy: Strategy) -> tuple[float, float]:
     return prediction.iteration_time_s, prediction.peak_memory_bytes
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"launch_factor": 50.0},
-        {"allocator_factor": 2.0},
-        {"step_bytes": 180.0},
-        {"bucket_elements": 1000},
-        {"selective_recomputes": "attention"},
-        {"residual_dropout": True},
-        {"logits_at_once": 100},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_facts(changes: dict[str, object]) -> None:
-    assert priced(replace(TERAPIPE, **changes), LAYOUT) != priced(TERAPIPE, LAYOUT)  # type: ignore[arg-type]
+def changed(field: str, **changes: object) -> Software:
+    """This trainer with other values in one of its parts."""
+    part = replace(getattr(TERAPIPE, field), **changes)
+    return replace(TERAPIPE, **{field: part})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "strategy"),
-    [
-        ({"overlaps_transfers": False}, LAYOUT),
-        ({"overlaps_gradient_reduction": False}, LAYOUT),
-        ({"overlaps_weight_gather": True}, LAYOUT),
-        ({"reduction_bytes": 8}, LAYOUT),
-        ({"shards_weights": True}, LAYOUT),
-        ({"tensor_parallel_overlap": 0.5}, ON_TWO),
-        ({"overlaps_transfers": False, "shares_transfers": True}, ON_TWO),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_communication(changes: dict[str, object], strategy: Strategy) -> None:
-    def with_communication(changes: dict[str, object]) -> Software:
-        communication: Communication = replace(TERAPIPE.communication, **changes)  # type: ignore[arg-type]
-        return replace(TERAPIPE, communication=communication)
-
-    without_last = dict(list(changes.items())[:-1])
-    assert priced(with_communication(changes), strategy) != priced(with_communication(without_last), strategy)
-
-
-def test_operators() -> None:
-    costly = {
-        name: replace(getattr(TERAPIPE.operators, name), forward=1e3)
+BLOCKING = changed("communication", overlaps_transfers=False)
+FACTS: list[tuple[Software, Software, Strategy]] = [
+    *(
+        (replace(TERAPIPE, **fact), TERAPIPE, LAYOUT)  # type: ignore[arg-type]
+        for fact in (
+            {"launch_factor": 50.0},
+            {"allocator_factor": 2.0},
+            {"step_bytes": 180.0},
+            {"bucket_elements": 1000},
+            {"selective_recomputes": "attention"},
+            {"residual_dropout": True},
+            {"logits_at_once": 100},
+        )
+    ),
+    (BLOCKING, TERAPIPE, LAYOUT),
+    (changed("communication", overlaps_transfers=False, shares_transfers=True), BLOCKING, ON_TWO),
+    (changed("communication", overlaps_gradient_reduction=False), TERAPIPE, LAYOUT),
+    (changed("communication", overlaps_weight_gather=True), TERAPIPE, LAYOUT),
+    (changed("communication", reduction_bytes=8), TERAPIPE, LAYOUT),
+    (changed("communication", shards_weights=True), TERAPIPE, LAYOUT),
+    (changed("communication", tensor_parallel_overlap=0.5), TERAPIPE, ON_TWO),
+    *(
+        (changed("operators", **{name: replace(getattr(TERAPIPE.operators, name), forward=1e3)}), TERAPIPE, LAYOUT)
         for name in ("layernorm", "residual", "activation", "heads", "loss", "embedding")
-    }
-    for name, operator in costly.items():
-        changed = replace(TERAPIPE, operators=replace(TERAPIPE.operators, **{name: operator}))
-        assert priced(changed, LAYOUT)[0] > priced(TERAPIPE, LAYOUT)[0], name
+    ),
+]
+
+
+@pytest.mark.parametrize(("software", "other", "strategy"), FACTS, ids=range(len(FACTS)))
+def test_every_fact_changes_a_price(software: Software, other: Software, strategy: Strategy) -> None:
+    assert priced(software, strategy) != priced(other, strategy)
 
 
 def test_trainers_differ() -> None:

@@ -1,4 +1,4 @@
-"""What `measure` runs: the layers of the real model, in token slices, there and back."""
+"""Measurements of the layers of a model in token slices, of links and of the engine."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -140,7 +140,7 @@ def test_the_engine_is_timed_around_its_ops_until_the_time_is_over() -> None:
     assert found.iteration_s >= 0
 
 
-def test_what_tells_most_is_measured_first() -> None:
+def test_extremes_are_measured_first() -> None:
     runs = list(sizes(micro_batch_sizes=(1, 2, 4), nums_token_slices=(1, 2, 4)).runs(2, "none"))
     pairs = [(run.micro_batch_size, run.num_token_slices) for run in runs]
     assert pairs[:4] == [(1, 1), (1, 4), (4, 1), (4, 4)]
@@ -160,7 +160,7 @@ def test_what_tells_most_is_measured_first() -> None:
         ({"nums_token_slices": (5,)}, "--num-token-slices 5 does not divide the 32 tokens of a sequence: leave it out"),
     ],
 )
-def test_what_the_model_does_not_allow_is_refused(change: dict[str, object], line: str) -> None:
+def test_sizes_that_the_model_does_not_allow_are_refused(change: dict[str, object], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(sizes(), **change)  # type: ignore[arg-type]
     assert str(caught.value).startswith(line)

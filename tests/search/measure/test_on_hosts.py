@@ -40,7 +40,7 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, messages: list[object]
     return list(measure_hosts(sizes(), "hostfile", on_cpu=True))
 
 
-def test_sizes_travel_whole() -> None:
+def test_sizes_to_json_and_back() -> None:
     assert MeasuredSizes.from_json(sizes().to_json()) == sizes()
 
 

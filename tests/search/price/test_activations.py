@@ -110,7 +110,7 @@ def test_scores_that_are_written_out_are_held_while_the_backward_runs() -> None:
     assert memory(flash, TERAPIPE).scores == 0
 
 
-def test_what_waits_for_weight_gradients() -> None:
+def test_tensors_that_wait_for_weight_gradients() -> None:
     """Inputs of the four products and gradients of their outputs: h + h + h + 4h and 3h + h + 4h + h numbers."""
     _, layer = block()
     for recompute in ("none", "full"):

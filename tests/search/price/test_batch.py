@@ -146,7 +146,7 @@ def test_bounds_of_equal_stages_are_reached(schedule: str, shape: PipelineShape,
     assert max(bounds(schedule, shape, tables, message_s)) == pytest.approx(makespan, rel=1e-9)
 
 
-def test_a_first_rank_that_waits_for_round_trips_is_seen() -> None:
+def test_round_trips_bound_the_first_rank() -> None:
     """With long messages and two token slices the first rank cannot run ahead far enough."""
     shape = PipelineShape(8, 24, 2)
     tables = np.ones((3, shape.num_stages, shape.num_token_slices))
@@ -206,7 +206,7 @@ def test_the_rest_is_a_straight_line(schedule: str, shape: PipelineShape, monkey
     assert extrapolated.makespan == pytest.approx(exact.makespan, rel=2e-3)
 
 
-def test_what_transfers_take_is_apart() -> None:
+def test_the_makespan_without_transfers() -> None:
     shape = PipelineShape(4, 8)
     rows = ((1.0,),) * 4
     simulated = ScheduleSimulator().simulate("1f1b", shape, OpCosts(rows, rows, None, 0.5))
@@ -257,7 +257,7 @@ def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
     assert (stepped("bf16", 0), stepped("bf16", 1), stepped("fp32", 0)) == pytest.approx((part, part, 4 * part))
 
 
-def test_other_trainers_say_how_much_they_reduce() -> None:
+def test_bytes_of_reductions_of_other_trainers() -> None:
     for precision in ("bf16", "fp16"):
         assert step(precision, 0, MEGATRON_LM).gradient_reduction == pytest.approx(2 * 2 * GATHERED_S)
         found = step(precision, 1, MEGATRON_LM)
@@ -278,7 +278,7 @@ def test_a_shared_weight_is_reduced_between_the_ends() -> None:
     cool_down=st.floats(0, 5),
     late=st.floats(0, 2),
 )
-def test_what_shows_of_a_reduction_is_what_the_plan_plays(
+def test_exposed_reductions_are_those_of_the_simulated_plan(
     reduction: float, op: float, layers: int, cool_down: float, late: float
 ) -> None:
     *_, last = reductions({0: (0.0, op)}, [(reduction / layers,) * layers], PipelineShape(1, 1))
@@ -298,7 +298,7 @@ def shown(communication: Communication, gather: float, reduction: float = 0.0) -
     return float(exposed_reduction_s(step, ops, communication, replace(FREE, overlap_exposed=0.0)))
 
 
-def test_gathers_under_the_next_forward_show_their_first_layer_alone() -> None:
+def test_only_the_first_layer_of_a_gather_is_exposed() -> None:
     assert shown(Communication(), gather=1.0) == 1.0
     gathers = Communication(overlaps_weight_gather=True)
     assert shown(gathers, gather=1.0) == 0.25

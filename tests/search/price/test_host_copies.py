@@ -1,4 +1,4 @@
-"""What waits on hosts: bytes of devices and hosts, and the time of late copies."""
+"""Copies on hosts: bytes of devices and hosts, and the time of late copies."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_bytes_and_links() -> None:
     assert settings.host_bytes == SHARE_OF_HOST * 2e12 / 8
 
 
-def test_devices_hold_what_is_needed_soon() -> None:
+def test_devices_hold_tensors_that_are_needed_soon() -> None:
     pricing = Pricing(GPT, cluster())
     kept, copied = (pricing.memory(replace(STRATEGY, offload=offload)) for offload in (False, True))
     for there, here in zip(kept, copied, strict=True):

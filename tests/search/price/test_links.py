@@ -1,6 +1,7 @@
-"""Which links groups cross, and who shares them."""
+"""Links that groups cross and share, and seconds of collectives."""
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +37,7 @@ def groups(count: int, dp: int, tp: int, pp: int, **changes: object) -> RankGrou
     return RankGroups(ClusterTable.of(nodes(count, **changes)), layout)
 
 
-def test_sequence_parallel_ranks_stand_between_tensor_and_data_parallel_ones() -> None:
+def test_sequence_parallel_ranks_are_between_tensor_and_data_parallel_ones() -> None:
     # Nodes of 8: each holds four tensor-parallel groups of one replica, and each sequence-parallel group of it.
     layout = ParallelLayout(data_parallel_size=2, sequence_parallel_size=4, tensor_parallel_size=2)
     found = RankGroups(ClusterTable.of(nodes(2)), layout)
@@ -112,7 +113,9 @@ def placed_ranks(draw: st.DrawFn) -> tuple[Cluster, ParallelLayout, tuple[int, .
 
 @settings(max_examples=60, deadline=None)
 @given(case=placed_ranks())
-def test_links_are_those_of_each_group_alone(case: tuple[Cluster, ParallelLayout, tuple[int, ...] | None]) -> None:
+def test_links_of_groups_are_those_of_each_group(
+    case: tuple[Cluster, ParallelLayout, tuple[int, ...] | None],
+) -> None:
     """Links of all groups at once are the slowest of those that each group, looked at by itself, has."""
     cluster, layout, placement = case
     found = RankGroups(ClusterTable.of(cluster), layout, placement)
@@ -202,46 +205,44 @@ PERFECT = HardwareEfficiency(
 INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
 
 
-def test_a_ring_sends_two_rounds_of_its_share() -> None:
-    assert all_reduce_s(3e9, INSIDE, PERFECT) == pytest.approx(2 * 7 / 8 * 3e9 / 300e9)
-    assert reduce_scatter_s(3e9, INSIDE, PERFECT) == pytest.approx(7 / 8 * 3e9 / 300e9)
-    assert all_gather_s(3e9, INSIDE, PERFECT) == reduce_scatter_s(3e9, INSIDE, PERFECT)
+ALONE, THREE_NODES = INSIDE._replace(size=1), GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
+PAIR = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
 
 
-def test_one_rank_has_nothing_to_tell() -> None:
-    alone = INSIDE._replace(size=1)
-    assert all_reduce_s(3e9, alone, HardwareEfficiency()) == 0
-    assert reduce_scatter_s(3e9, alone, HardwareEfficiency()) == 0
-
-
-def test_a_ring_over_nodes_is_as_fast_as_its_slowest_link() -> None:
-    across = GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
-    assert all_reduce_s(1e9, across, PERFECT) == pytest.approx(2 * 23 / 24 * 1e9 / 100e9)
-    # One rank a node: nothing travels inside nodes, however slow they are.
-    thin = GroupTopology(2, 2, 1.0, 0.0, 100e9, 0.0)
-    assert all_reduce_s(1e9, thin, PERFECT) == pytest.approx(2 * 1 / 2 * 1e9 / 100e9)
-
-
-def test_two_nodes_exchange_what_each_has_summed() -> None:
-    pair = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
-    assert all_reduce_s(1e9, pair, PERFECT) == pytest.approx(1e9 / 100e9)
-    # Gathering has no sums that could be sent in place of their terms.
-    assert all_gather_s(1e9, pair, PERFECT) == pytest.approx(15 / 16 * 1e9 / 100e9)
-    # What the nodes do inside takes its time, too.
-    slow_inside = GroupTopology(16, 2, 10e9, 0.0, 100e9, 0.0)
-    assert all_reduce_s(1e9, slow_inside, PERFECT) == pytest.approx(2 * 15 / 16 * 1e9 / 10e9)
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "topology", "seconds"),
+    [
+        # A ring sends two rounds of its share.
+        (all_reduce_s, 3e9, INSIDE, 2 * 7 / 8 * 3e9 / 300e9),
+        (reduce_scatter_s, 3e9, INSIDE, 7 / 8 * 3e9 / 300e9),
+        (all_gather_s, 3e9, INSIDE, 7 / 8 * 3e9 / 300e9),
+        # One rank sends no message.
+        (all_reduce_s, 3e9, ALONE, 0),
+        (reduce_scatter_s, 3e9, ALONE, 0),
+        # A ring over nodes is as fast as its slowest link.
+        (all_reduce_s, 1e9, THREE_NODES, 2 * 23 / 24 * 1e9 / 100e9),
+        # One rank a node: no message is inside a node, however slow its links are.
+        (all_reduce_s, 1e9, GroupTopology(2, 2, 1.0, 0.0, 100e9, 0.0), 2 * 1 / 2 * 1e9 / 100e9),
+        # Two nodes exchange their sums; gathering has no sums that could be sent in place of their terms.
+        (all_reduce_s, 1e9, PAIR, 1e9 / 100e9),
+        (all_gather_s, 1e9, PAIR, 15 / 16 * 1e9 / 100e9),
+        # The sums inside nodes take time, too.
+        (all_reduce_s, 1e9, PAIR._replace(inside_bandwidth=10e9), 2 * 15 / 16 * 1e9 / 10e9),
+        # Small messages wait for latencies.
+        (all_reduce_s, 0.0, GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6), 2 * (7e-6 + 10e-6)),
+    ],
+)
+def test_seconds_of_collectives(
+    collective: Callable[..., object], num_bytes: float, topology: GroupTopology, seconds: float
+) -> None:
+    assert collective(num_bytes, topology, PERFECT) == pytest.approx(seconds)
 
 
 def test_learned_factors_are_of_reductions_inside_a_node() -> None:
     learned = replace(PERFECT, reductions=tuple(float(index) for index in range(2, 2 + len(PERFECT.reductions))))
-    inside, across = GroupTopology(2, 1, 300e9, 0.0, 1.0, 0.0), GroupTopology(24, 3, 300e9, 0.0, 100e9, 0.0)
+    inside, across = GroupTopology(2, 1, 300e9, 0.0, 1.0, 0.0), THREE_NODES
     assert all_reduce_s(2**20, inside, learned) == pytest.approx(2 * all_reduce_s(2**20, inside, PERFECT))
     assert all_reduce_s(2**20, across, learned) == pytest.approx(all_reduce_s(2**20, across, PERFECT))
-
-
-def test_small_messages_wait_for_latencies() -> None:
-    topology = GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6)
-    assert all_reduce_s(0.0, topology, PERFECT) == pytest.approx(2 * (7e-6 + 10e-6))
 
 
 def test_a_message_inside_a_node_reaches_less_of_its_link() -> None:

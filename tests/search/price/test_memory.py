@@ -70,9 +70,7 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("parts", "recompute", "measured"), [({}, "none", MEASURED_GPT), (LLAMA, "selective", MEASURED_LLAMA_SELECTIVE)]
 )
-def test_what_the_engine_was_measured_to_hold(
-    parts: dict[str, object], recompute: str, measured: dict[int, float]
-) -> None:
+def test_measured_memory_of_the_engine(parts: dict[str, object], recompute: str, measured: dict[int, float]) -> None:
     for token_slices, expected in measured.items():
         strategy = Strategy(
             pipeline_parallel_size=2,
@@ -155,7 +153,7 @@ def test_grids_of_counts_broadcast() -> None:
         assert grid[index] == pytest.approx(assemble(one, overheads).total)
 
 
-def test_an_optimised_order_keeps_to_what_1f1b_holds() -> None:
+def test_an_optimised_order_has_the_limit_of_1f1b() -> None:
     model = MemoryModel(workload=workload(), cluster=cluster())
     plain, optimised = (
         model.predict(Strategy(pipeline_parallel_size=4, global_batch_size=8, schedule=schedule))
@@ -265,7 +263,7 @@ def test_the_plans_own_account(
         assert sum(found) == pytest.approx(peak(curve))
 
 
-def test_what_a_bi_leaves_may_be_more() -> None:
+def test_memory_may_grow_between_bi_and_bw() -> None:
     """Two micro-batches on one rank, F BI BW each: 1 is kept by a forward, and 3 between BI and BW."""
     ones = StageBytes(TokenMemory(np.ones(1), freed_by_input_gradient=-2 * np.ones(1)))
     held = peak_held(rank_order("zero-bubble", PipelineShape(1, 2), 0), (1,), ones)

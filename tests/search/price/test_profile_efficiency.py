@@ -1,4 +1,4 @@
-"""What a profile says of links and of the engine, as constants of the cost model."""
+"""Measured links and engines as constants of the cost model."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_messages_between_hosts_are_priced_as_measured_on_more_of_them(cards: in
     assert found == pytest.approx(rounds * num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
 
 
-def test_a_mixed_cluster_is_priced_by_its_measured_machine_wherever_it_stands() -> None:
+def test_a_mixed_cluster_is_priced_by_its_measured_machine_in_any_order() -> None:
     measured, sheet = on_hosts(1)
     other = replace(
         sheet.nodes[0],
@@ -119,7 +119,7 @@ def test_a_mixed_cluster_is_priced_by_its_measured_machine_wherever_it_stands() 
     assert measured_node(named, Cluster(nodes=(*sheet.nodes, other))) == other
 
 
-def test_an_all_reduce_that_links_inside_hold_up_says_nothing_of_the_network() -> None:
+def test_an_all_reduce_bound_by_links_inside_does_not_measure_the_network() -> None:
     measured, sheet = on_hosts(1)
     points = tuple((size, 2e-4 + size * 1e-9) for size in SIZES)
     everyone = ProfiledLink(where="network", what="all_reduce", num_ranks=4, points=points, ranks_per_node=2)
@@ -127,7 +127,7 @@ def test_an_all_reduce_that_links_inside_hold_up_says_nothing_of_the_network() -
     assert measured_efficiency(more, sheet) == measured_efficiency(measured, sheet)
 
 
-def test_one_host_says_nothing_of_the_network_and_a_note_says_so() -> None:
+def test_one_host_does_not_measure_the_network_and_a_note_names_it() -> None:
     measured, sheet = on_hosts(1)
     assert measured_cluster(profile(), sheet) == sheet
     (note,) = profile_notes(profile(), sheet)
@@ -138,7 +138,7 @@ def test_one_host_says_nothing_of_the_network_and_a_note_says_so() -> None:
     assert "measured with 2 ranks on a host, and nodes have up to 8" in note
 
 
-def test_a_note_names_sizes_of_which_one_alone_was_measured() -> None:
+def test_a_note_names_sizes_measured_once() -> None:
     measured, sheet = on_hosts(1)
     layers = [
         each.model_copy(update={"points": tuple(point for point in each.points if point.end - point.start == 64)})

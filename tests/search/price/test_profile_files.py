@@ -1,4 +1,4 @@
-"""Profile files: written, read back, and wrong ones explained in one line."""
+"""Profile files: written, read back, and wrong ones refused in one line."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_terapipe.search.price.profile import profile_to_json, read_profile
 from tests.search.price.profiles import profile
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_write_and_read(tmp_path: Path) -> None:
     path = tmp_path / "P.json"
     write_profile(profile(), str(path))
     read = read_profile(str(path))
@@ -50,7 +50,7 @@ def faulty(change: str, value: Any) -> dict[str, Any]:
         ("engine.op_s", -1, "engine.op_s -1 is not a number from 0: give one"),
     ],
 )
-def test_what_is_wrong_is_said(change: str, value: Any, line: str, tmp_path: Path) -> None:
+def test_refused_profiles(change: str, value: Any, line: str, tmp_path: Path) -> None:
     path = tmp_path / "P.json"
     path.write_text(json.dumps(faulty(change, value)))
     with pytest.raises(ConfigError) as caught:

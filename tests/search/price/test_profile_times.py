@@ -1,4 +1,4 @@
-"""Measured profiles as op times: through the points, sane between them, honest beyond them."""
+"""Measured profiles as op times: through the points, monotonic between them, by the fit beyond them."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def test_points_come_back(measured: MeasuredProfile) -> None:
             assert found.weight_gradient == pytest.approx([0.8 * each for each in expected], rel=1e-9)
 
 
-def test_what_the_terms_say_is_exact_between_and_beyond_the_points(measured: MeasuredProfile) -> None:
+def test_sums_of_the_terms_are_exact_between_and_beyond_the_points(measured: MeasuredProfile) -> None:
     for size, start, end in ((1, 0, 24), (3, 5, 30), (8, 10, 60), (1, 0, 128)):
         assert times(measured, micro_batch_size=size, start=start, end=end).forward == pytest.approx(
             seconds(size, start, end), rel=1e-6
         )
 
 
-def test_one_point_says_that_times_grow_with_the_rows() -> None:
+def test_one_point_gives_times_proportional_to_rows() -> None:
     surface = Surface.through([Point(1, 0, 64, 0.2)])
     assert surface(2, 0, 64) == pytest.approx(0.4, rel=1e-12)
     assert surface(1, np.arange(0, 64, 16), np.arange(16, 80, 16)) == pytest.approx([0.05] * 4, rel=1e-12)
@@ -56,12 +56,12 @@ def test_one_point_says_that_times_grow_with_the_rows() -> None:
 @pytest.mark.parametrize(
     ("points", "wanted"),
     [
-        # fixed 0.1 + 0.01 for each of 10 rows: neither micro-batches nor lengths alone tell of attention.
+        # fixed 0.1 + 0.01 for each of 10 rows: neither micro-batches nor lengths determine attention.
         ([Point(1, 0, 10, 0.2), Point(2, 0, 10, 0.3)], [Point(4, 0, 10, 0.5), Point(1, 0, 20, 0.3)]),
         ([Point(1, 0, 10, 0.2), Point(1, 0, 40, 0.5)], [Point(1, 0, 80, 0.9), Point(2, 0, 20, 0.5)]),
     ],
 )
-def test_two_points_tell_the_fixed_time_from_that_of_rows(points: list[Point], wanted: list[Point]) -> None:
+def test_two_points_separate_fixed_time_and_rows(points: list[Point], wanted: list[Point]) -> None:
     surface = Surface.through(points)
     for size, start, end, expected in (*points, *wanted):
         assert surface(size, start, end) == pytest.approx(expected, rel=1e-9)
@@ -100,7 +100,7 @@ def test_never_faster_where_there_is_more_to_do(
     first = surface(size, start, start + length)
     begin = start + more[2]
     second = surface(size * more[0], begin, begin + length * more[1])
-    # Factors of neighbouring micro-batches and lengths may bend the surface by what smoothing has left.
+    # Factors of neighbouring micro-batches and lengths may bend the surface by the remaining noise.
     assert second >= first * (1 - 0.02)
 
 

@@ -68,7 +68,7 @@ def test_a_stage_that_is_slow_in_one_replica_does_not_hold_up_the_others() -> No
 
 @pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-def test_a_mixed_cluster_takes_as_long_as_the_slowest_replica_alone(software: Software, schedule: str) -> None:
+def test_a_mixed_cluster_takes_the_time_of_its_slowest_replica(software: Software, schedule: str) -> None:
     """Nodes of one device share nothing, so that each replica is a cluster of its own."""
     rng = random.Random(0)
     kinds = [

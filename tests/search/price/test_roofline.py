@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.devices import DEVICES, GENERATION_NAMES
+from megatron_terapipe.devices import DEVICES, GENERATION_NAMES, Device
 from megatron_terapipe.search.machine.library import device
 from megatron_terapipe.search.machine.software import AttentionKernel, Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
@@ -35,9 +35,17 @@ from tests.search.price.machines import A100, GPT
 BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]
 
 
-def times(software: Software = TERAPIPE, efficiency: HardwareEfficiency | None = None, **changes: object) -> LayerTimes:
+def times(
+    software: Software = TERAPIPE,
+    layer: Layer = BLOCK,
+    gpu: Device = A100,
+    precision: str = "bf16",
+    efficiency: HardwareEfficiency | None = None,
+    **changes: object,
+) -> LayerTimes:
     values: dict[str, object] = {"tensor_parallel_size": 1.0, "micro_batch_size": 2.0, "start": 0.0, "end": 2048.0}
-    return Roofline(efficiency or HardwareEfficiency(), software)(LayerQuery(BLOCK, A100, **(values | changes)))  # type: ignore[arg-type]
+    roofline = Roofline(efficiency or HardwareEfficiency(), software, precision)
+    return roofline(LayerQuery(layer, gpu, **(values | changes)))  # type: ignore[arg-type]
 
 
 def test_large_products_reach_the_efficiency_and_small_ones_do_not() -> None:
@@ -105,35 +113,24 @@ def attending(**settings: object) -> Layer:
     return replace(BLOCK, attention=replace(BLOCK.attention, **settings))
 
 
-def of(layer: Layer, **grid: object) -> LayerTimes:
-    sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0} | grid
-    return Roofline(HardwareEfficiency(), TERAPIPE)(LayerQuery(layer, A100, **sizes))  # type: ignore[arg-type]
-
-
-def test_token_slices_behind_a_full_window_take_as_long_as_each_other() -> None:
+@pytest.mark.parametrize("written_out", [False, True])
+def test_token_slices_after_a_full_window_take_equal_times(written_out: bool) -> None:
     starts = np.array([0.0, 512.0, 1024.0, 1536.0])
-    for software_reads in ({}, {"written_out": True}):
-        layer = attending(sliding_window=400, **software_reads)
-        grid = of(layer, start=starts, end=starts + 512)
-        first, *others = np.asarray(grid.forward)
-        assert others == pytest.approx([others[0]] * 3, rel=1e-12)
-        assert (
-            first < others[0] < np.asarray(of(attending(**software_reads), start=starts, end=starts + 512).forward)[3]
-        )
+    windowed, whole = (
+        np.asarray(times(layer=attending(written_out=written_out, **window), start=starts, end=starts + 512).forward)
+        for window in ({"sliding_window": 400}, {})
+    )
+    assert windowed[2:] == pytest.approx([windowed[1]] * 2, rel=1e-12)
+    assert windowed[0] < windowed[1] < whole[3]
 
 
-def test_a_window_costs_what_its_pairs_do() -> None:
-    """Of a whole sequence, a window of a quarter has 7/16 of the pairs; each row has its fixed time beside them."""
-    small = replace(HardwareEfficiency(), memory_efficiency=1.0)
-    roofline = Roofline(small, TERAPIPE)
+def test_a_window_costs_its_pairs() -> None:
+    """Of a whole sequence, a window of a quarter has 7/16 of the pairs; each row has a fixed time in addition."""
     device = replace(A100, memory_bandwidth=1e30)
 
     def attention_s(layer: Layer) -> float:
-        def forward(what: Layer) -> float:
-            sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
-            return float(roofline(LayerQuery(what, device, **sizes)).forward)  # type: ignore[arg-type]
-
-        return forward(layer) - forward(replace(layer, attention=None))
+        with_attention, without = (times(layer=each, gpu=device) for each in (layer, replace(layer, attention=None)))
+        return float(with_attention.forward - without.forward)
 
     pairs = {window: sum(min(token + 1, window) for token in range(2048)) for window in (512, 2048)}
     fixed = 2048 * fused_attention("flash-attention-2", A100, "bf16", 128).fixed
@@ -142,37 +139,35 @@ def test_a_window_costs_what_its_pairs_do() -> None:
     )
 
 
-def test_windows_and_scores_in_grids_are_as_their_numbers() -> None:
-    starts, lengths = np.array([[0.0], [700.0]]), np.array([64.0, 300.0, 1000.0])
-    for settings_of_attention in ({"sliding_window": 400}, {"sliding_window": 400, "written_out": True}):
-        layer = attending(**settings_of_attention)
-        grid = of(layer, start=starts, end=starts + lengths)
-        for row, start in enumerate(starts[:, 0].tolist()):
-            for column, length in enumerate(lengths.tolist()):
-                one = of(layer, start=start, end=start + length)
-                for part, whole in zip(one[:3], grid[:3], strict=True):
-                    assert np.asarray(whole)[row, column] == pytest.approx(part, rel=1e-12)
+STARTS = np.array([[0.0], [700.0]])
+GRIDS: list[tuple[dict[str, object], dict[str, np.ndarray]]] = [
+    (
+        {"software": MEGATRON_LM, "recompute": "full"},
+        {"micro_batch_size": np.array([[1.0], [4.0]]), "tensor_parallel_size": np.array([1.0, 2.0, 8.0])},
+    ),
+    *(
+        (
+            {"layer": attending(sliding_window=400, written_out=written_out)},
+            {"start": STARTS, "end": STARTS + np.array([64.0, 300.0, 1000.0])},
+        )
+        for written_out in (False, True)
+    ),
+]
 
 
-def test_grids_are_as_their_numbers() -> None:
-    sizes, ranks = np.array([[1.0], [4.0]]), np.array([1.0, 2.0, 8.0])
-    grid = times(MEGATRON_LM, micro_batch_size=sizes, tensor_parallel_size=ranks, recompute="full")
-    for row, size in enumerate(sizes[:, 0]):
-        for column, rank in enumerate(ranks):
-            one = times(MEGATRON_LM, micro_batch_size=float(size), tensor_parallel_size=float(rank), recompute="full")
-            for part, whole in zip(one[:3], grid[:3], strict=True):
-                assert np.asarray(whole)[row, column] == pytest.approx(part, rel=1e-12)
-
-
-FASTER = {
-    "memory_bandwidth": lambda device, factor: replace(device, memory_bandwidth=device.memory_bandwidth * factor),
-    "half_flops": lambda device, factor: replace(device, half_flops=device.half_flops * factor),
-}
+@pytest.mark.parametrize(("fixed", "grid"), GRIDS)
+def test_grids_are_priced_as_their_numbers(fixed: dict[str, object], grid: dict[str, np.ndarray]) -> None:
+    whole = times(**fixed, **grid)  # type: ignore[arg-type]
+    arrays = np.broadcast_arrays(*grid.values())
+    for place in np.ndindex(2, 3):
+        one = times(**fixed, **{name: float(each[place]) for name, each in zip(grid, arrays, strict=True)})  # type: ignore[arg-type]
+        for part, parts in zip(one[:3], whole[:3], strict=True):
+            assert np.asarray(parts)[place] == pytest.approx(part, rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    what=st.sampled_from(sorted(FASTER)),
+    faster=st.sampled_from(["half_flops", "memory_bandwidth"]),
     factor=st.floats(1, 10),
     size=st.integers(1, 64),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
@@ -181,26 +176,17 @@ FASTER = {
     recompute=st.sampled_from(["none", "selective", "full"]),
 )
 def test_a_faster_device_is_never_slower(
-    what: str, factor: float, size: int, ranks: int, software: Software, layer: object, recompute: str
+    faster: str, factor: float, size: int, ranks: int, software: Software, layer: Layer, recompute: str
 ) -> None:
-    roofline = Roofline(HardwareEfficiency(), software)
-    grid = {
-        "tensor_parallel_size": float(ranks),
-        "micro_batch_size": float(size),
-        "start": 0.0,
-        "end": 2048.0,
-        "recompute": recompute,
-    }
-    slow = roofline(LayerQuery(layer, A100, **grid))  # type: ignore[arg-type]
-    fast = roofline(LayerQuery(layer, FASTER[what](A100, factor), **grid))  # type: ignore[arg-type]
+    sizes = {"tensor_parallel_size": float(ranks), "micro_batch_size": float(size), "recompute": recompute}
+    better = replace(A100, **{faster: factor * getattr(A100, faster)})
+    fast, slow = (times(software, layer, gpu, **sizes) for gpu in (better, A100))  # type: ignore[arg-type]
     for one, other in zip(fast, slow, strict=True):
         assert one <= other * (1 + 1e-12)
 
 
 def test_full_precision_has_the_other_peak_and_twice_the_bytes() -> None:
-    grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 2.0, "start": 0.0, "end": 2048.0}
-    half = Roofline(HardwareEfficiency(), TERAPIPE)(LayerQuery(BLOCK, A100, **grid))  # type: ignore[arg-type]
-    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32")(LayerQuery(BLOCK, A100, **grid))  # type: ignore[arg-type]
+    half, single = (times(precision=precision) for precision in ("bf16", "fp32"))
     assert 8 * half.forward < single.forward < 16 * half.forward
 
 
@@ -272,7 +258,7 @@ def test_backwards_on_an_h100_are_those_of_arxiv_2407_08608(kernel: str, publish
     assert predicted == pytest.approx(published, rel=0.1)
 
 
-def test_an_a100_reaches_what_arxiv_2307_08691_says() -> None:
+def test_an_a100_reaches_the_shares_of_arxiv_2307_08691() -> None:
     """50 to 73 % of the peak forward, up to 63 % backward; 25 to 40 % with the kernel before it."""
     forward, backward = tera_flops("flash-attention-2", A100_80GB, 128, 16384, causal=False)
     assert 0.5 < forward / 312 < 0.73
@@ -316,7 +302,7 @@ def reached(name: str, rows: float = 16384, precision: str = "bf16") -> float:
     return 2 * rows**3 / seconds / one.peak_flops(precision)
 
 
-def test_nothing_is_above_the_data_sheet() -> None:
+def test_all_shares_are_below_the_data_sheet() -> None:
     for one in GENERATIONS.values():
         assert 0 < one.products <= 1
         assert 0 < one.memory <= 1
@@ -347,7 +333,7 @@ def test_constants_are_those_of_an_a100() -> None:
         ("T4", 0.33, 0.40),
     ],
 )
-def test_large_products_reach_what_was_measured(name: str, least: float, most: float) -> None:
+def test_large_products_reach_their_measured_share(name: str, least: float, most: float) -> None:
     assert least <= reached(name) <= most
 
 
@@ -357,7 +343,7 @@ def test_smaller_products_reach_less_on_every_device() -> None:
             assert reached(name, 256) < reached(name, 1024) < reached(name, 4096) < reached(name), name
 
 
-def test_what_no_table_is_of_is_a_guess() -> None:
+def test_generations_without_a_table_are_guesses() -> None:
     assert [is_guessed(device(name)) for name in ("A100", "H100", "L40S", "cpu-core")] == [False] * 4
     assert [is_guessed(device(name)) for name in ("V100", "T4", "RTX-4090", "MI300X")] == [True] * 4
     assert is_guessed(replace(REFERENCE_GPU, generation=""))

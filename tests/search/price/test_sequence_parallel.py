@@ -1,4 +1,4 @@
-"""Sequence-parallel ranks: what they share, what they send each other, and what they keep."""
+"""Sequence-parallel ranks: shared work, head exchanges and memory."""
 
 from dataclasses import replace
 
@@ -144,7 +144,7 @@ def test_ranks_share_activations_but_copy_heads_of_keys() -> None:
     assert eight[2] == pytest.approx(one[2] / 8)
 
 
-def test_a_batch_of_strategies_is_priced_as_each_alone() -> None:
+def test_a_batch_of_strategies_is_priced_as_its_members() -> None:
     cluster: Cluster = nodes(2)
     model = CostModel(GROUPED, cluster)
     for recompute in ("full", "stage"):

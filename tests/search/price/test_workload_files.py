@@ -26,6 +26,15 @@ HEADS = {"query_heads": 2, "head_size": 2}
 LAYER = {"tokens": 8, "hidden_size": 4, "products": [{"inputs": 4, "outputs": 16}]}
 
 
+def layer(**fields: object) -> dict[str, Any]:
+    """A model of one layer."""
+    return {"seq_length": 8, "layers": [LAYER | fields]}
+
+
+def attending(**fields: object) -> dict[str, Any]:
+    return layer(attention=HEADS | fields)
+
+
 @pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_presets_are_as_large_as_published(name: str) -> None:
     workload = read_workload(name)
@@ -50,7 +59,7 @@ def test_a_preset_with_changes_of_file_and_flags() -> None:
     assert workload.name == "3x768"
 
 
-def test_layers_that_the_trainer_does_not_know() -> None:
+def test_a_model_by_its_layers() -> None:
     workload = parse_workload(
         {
             "name": "own",
@@ -70,13 +79,11 @@ def test_layers_that_the_trainer_does_not_know() -> None:
 
 
 def test_layers_in_sliding_windows_can_be_cut() -> None:
-    attention = HEADS | {"sliding_window": 3, "normed": True, "written_out": True}
-    layer = LAYER | {"tokens": 8, "attention": attention}
-    workload = parse_workload({"seq_length": 8, "layers": [layer]}, "m.json")
+    workload = parse_workload(attending(sliding_window=3, normed=True, written_out=True), "m.json")
     assert workload.can_cut_tokens
-    (layer,) = workload.layers
-    assert (layer.attention.sliding_window, layer.attention.normed_channels) == (3, 8)
-    assert layer.attention.positions(2, 8, 8) == 6 * 3
+    attention = workload.layers[0].attention
+    assert (attention.sliding_window, attention.normed_channels) == (3, 8)
+    assert attention.positions(2, 8, 8) == 6 * 3
 
 
 @pytest.mark.parametrize(
@@ -93,27 +100,18 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
         ({"num_layers": 2}, "m.json: hidden_size, num_attention_heads, seq_length must be given: add them"),
         (GPT | {"hidden_size": 10}, "m.json: hidden_size 10 is not a multiple of num_attention_heads 4: change one"),
         ({"preset": "gpt3-13"}, 'm.json: preset "gpt3-13" is not known: did you mean gpt3-13b?'),
-        ({"seq_length": 8, "layers": [LAYER | {"unshared_parameters": 65}]}, "is more than the layer's 64 parameters"),
+        (layer(unshared_parameters=65), "is more than the layer's 64 parameters"),
         (
-            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "separate_window": 3}}]},
+            attending(causal=False, separate_window=3),
             "m.json: layers[0].attention.separate_window 3 does not divide the layer's 8 tokens",
         ),
+        (attending(separate_window=4), "has separate_window 4, which is not causal, and is causal"),
         (
-            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"separate_window": 4}}]},
-            "has separate_window 4, which is not causal, and is causal",
+            attending(causal=False, sliding_window=4),
+            "has sliding_window 4, which reaches back from a token, and is not",
         ),
-        (
-            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "sliding_window": 4}}]},
-            "has sliding_window 4, which reaches back from a token, and is not causal",
-        ),
-        (
-            {
-                "seq_length": 8,
-                "layers": [LAYER | {"attention": {"query_heads": 3, "head_size": 2, "key_value_heads": 2}}],
-            },
-            "does not divide query_heads 3",
-        ),
-        ({"seq_length": 8, "layers": [LAYER], "end_dealt_layer": 2}, "m.json: end_dealt_layer 2 is not in 1 to 1"),
+        (attending(query_heads=3, key_value_heads=2), "does not divide query_heads 3"),
+        (layer() | {"end_dealt_layer": 2}, "m.json: end_dealt_layer 2 is not in 1 to 1"),
         (
             {
                 "seq_length": 8,
@@ -129,18 +127,22 @@ def test_errors(document: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_neither_a_file_nor_a_preset() -> None:
-    with pytest.raises(ConfigError, match=r"model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b\?"):
-        read_workload("gpt3-13")
-    with pytest.raises(UserError, match=r"model Qwen/Qwen2.5-7B is not a local file, and models are not downloaded"):
-        read_workload("Qwen/Qwen2.5-7B")
-    with pytest.raises(UserError, match=r"missing\.json cannot be read"):
-        read_workload("missing.json")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt3-13", "model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b?"),
+        ("Qwen/Qwen2.5-7B", "model Qwen/Qwen2.5-7B is not a local file"),
+        ("missing.json", "missing.json cannot be read"),
+    ],
+)
+def test_names_without_a_model(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_workload(name)
 
 
 def test_flags_do_not_change_layers() -> None:
     with pytest.raises(ConfigError, match="lists layers, which flags do not change: drop --num-layers"):
-        parse_workload({"seq_length": 8, "layers": [LAYER]}, "m.json", {"num_layers": 2})
+        parse_workload(layer(), "m.json", {"num_layers": 2})
 
 
 def test_transgan_has_the_layers_that_amp_counts() -> None:
@@ -248,6 +250,6 @@ def test_windows_are_those_of_the_layers(settings: dict[str, Any], windows: list
 
 
 @pytest.mark.parametrize("settings", [{"attention_softcap": 30.0}, {"attention_dropout": 0.1}])
-def test_what_no_fused_kernel_computes_is_written_out(settings: dict[str, float]) -> None:
+def test_attention_without_a_fused_kernel_is_written_out(settings: dict[str, float]) -> None:
     layers = gpt_workload(model_config(**settings)).layers[1:-2]
     assert all(layer.attention.written_out for layer in layers)
