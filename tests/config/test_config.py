@@ -9,28 +9,19 @@ import pytest
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_terapipe.config import BatchConfig, Config, DataConfig, ParallelConfig
 from megatron_terapipe.config.flops import block_forward_flops, linear_flops_per_token
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.errors import ConfigError
 
 REQUIRED = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 128,
-    "micro_batch_size": 2,
-    "train_iters": 10,
-    "lr": 1e-3,
-    "data_path": ("corpus",),
+    **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 2},
+    **{"train_iters": 10, "lr": 1e-3, "data_path": ("corpus",)},
 }
 
 
 def config(**given: object) -> Config:
     return build_config({**REQUIRED, **given})
-
-
-SHARED_TOKENS = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
 
 
 def test_derived_sizes() -> None:
@@ -78,12 +69,10 @@ def test_balanced_token_slices_shorten_and_have_equal_flops() -> None:
     assert max(costs) - min(costs) < 0.01 * max(costs)
 
 
-def test_sequence_parallelism_of_one_rank_is_none() -> None:
-    assert not config(sequence_parallel=True, seq_length=127).parallel.sequence_parallel
-    assert config(**SHARED_TOKENS).parallel.sequence_parallel
-
-
-def test_parts_left_out_are_shared_by_any_number_of_ranks() -> None:
+def test_ranks_that_share_layers() -> None:
+    assert not config(sequence_parallel=True, seq_length=127).parallel.sequence_parallel  # of one rank
+    assert config(tensor_model_parallel_size=4, sequence_parallel=True).parallel.sequence_parallel
+    # Any number of ranks share parts that are left out.
     layers = '{"block_configs": [{"attention": {"no_op": true}}, {"mlp": {"no_op": true}}, {}, {}]}'
     parallel = config(tensor_model_parallel_size=4, heterogeneous_layers_config_path=layers).parallel
     assert parallel.tensor_model_parallel_size == 4
@@ -105,10 +94,8 @@ def test_micro_batches() -> None:
     assert config().global_batch_size(4) == 8
     with pytest.raises(ConfigError) as caught:
         BatchConfig(micro_batch_size=2, global_batch_size=8).num_micro_batches(3)
-    assert str(caught.value) == (
-        "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x data-parallel size 3 = 6: "
-        "give a multiple, such as 12"
-    )
+    assert str(caught.value).startswith("--global-batch-size 8 is not a multiple of --micro-batch-size 2 x ")
+    assert "such as 12" in str(caught.value)
 
 
 def test_stage_bounds() -> None:
@@ -137,20 +124,15 @@ def test_split_shares(split: str, shares: tuple[float, float, float]) -> None:
     assert DataConfig(data_path=("wiki",), split=split).split_shares() == pytest.approx(shares)
 
 
-@pytest.mark.parametrize(
-    ("given", "save", "directory"),
-    [(None, None, "stalled_pipeline"), (None, "there", "there/stalled_pipeline"), ("here", "there", "here")],
-)
-def test_ledgers_stand_with_the_checkpoints(given: str | None, save: str | None, directory: str) -> None:
-    assert LoggingConfig(ledger_directory=given).ledgers(save) == Path(directory)
-
-
-def test_dtype() -> None:
-    assert [config(**given).precision.dtype for given in ({}, {"fp16": True}, {"bf16": True})] == [
-        "fp32",
-        "fp16",
-        "bf16",
-    ]
+def test_derived_values_of_sections() -> None:
+    for given, save, directory in (
+        (None, None, "stalled_pipeline"),
+        (None, "there", "there/stalled_pipeline"),
+        ("here", "there", "here"),
+    ):
+        assert LoggingConfig(ledger_directory=given).ledgers(save) == Path(directory)
+    for switches, dtype in (({}, "fp32"), ({"fp16": True}, "fp16"), ({"bf16": True}, "bf16")):
+        assert config(**switches).precision.dtype == dtype
 
 
 def test_sections_are_frozen() -> None:
@@ -166,8 +148,3 @@ def test_every_field_has_a_docstring_and_a_name_of_its_own() -> None:
         assert sorted(field_texts(section)) == sorted(own), section
         names += own
     assert len(names) == len(set(names))
-
-
-def test_model_config_alone() -> None:
-    model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4)
-    assert model.kv_channels == 4

@@ -1,5 +1,6 @@
-"""What is read, saved and written down."""
+"""Files that are read and written: data, checkpoints, timelines, and names of hosts."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import CheckpointConfig, DataConfig, TrainingConfig
+from megatron_terapipe.config.data import TOKENIZER_SPELLINGS
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.parsing import check_host_name, is_host_name
 from megatron_terapipe.errors import ConfigError
@@ -50,32 +52,23 @@ def test_parts_may_have_data_of_their_own() -> None:
         ("--vocab-file v.json --merge-file m.txt", "GPT2BPETokenizer"),
         ("--vocab-file v.json --merge-file m.txt --tokenizer-type byte", "byte"),
         ("--tokenizer-model m --tokenizer-type HFTokenizer --vocab-file v.json", "HuggingFaceTokenizer"),
+        *(
+            (f"--tokenizer-type {spelling} {flag} FILE", name)
+            for flag in ("--tokenizer-model", "--tokenizer-name-or-path")
+            for spelling, name in {"HuggingFaceTokenizer": "HuggingFaceTokenizer", **TOKENIZER_SPELLINGS}.items()
+        ),
     ],
 )
-def test_files_of_a_vocabulary_say_the_tokenizer_where_no_flag_does(words: str, name: str) -> None:
-    assert parse(f"--data-path a {words}").tokenizer_type == name
+def test_tokenizers(words: str, name: str) -> None:
+    data = parse(f"--data-path a {words}")
+    assert data.tokenizer_type == name
+    assert data.tokenizer_model == {"FILE": "FILE", "v.json": "m"}.get(words.split()[-1] if words else "")
 
 
 @pytest.mark.parametrize("flag", ["--vocab-file", "--merge-file"])
-def test_one_file_of_two_is_not_taken_for_bytes(flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer reads two files: add --vocab-file and"):
+def test_one_file_of_two_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer .*: add --vocab-file and"):
         parse(f"--data-path a {flag} FILE")
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"),
-    [
-        ("HFTokenizer", "HuggingFaceTokenizer"),
-        ("HuggingFaceTokenizer", "HuggingFaceTokenizer"),
-        ("SPMTokenizer", "SentencePieceTokenizer"),
-        ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
-        ("Llama2Tokenizer", "SentencePieceTokenizer"),
-    ],
-)
-@pytest.mark.parametrize("flag", ["--tokenizer-model", "--tokenizer-name-or-path"])
-def test_tokenizers_have_the_names_of_other_trainers(spelling: str, name: str, flag: str) -> None:
-    data = parse(f"--data-path a --tokenizer-type {spelling} {flag} FILE")
-    assert (data.tokenizer_type, data.tokenizer_model) == (name, "FILE")
 
 
 def test_flags_of_megatron_scripts_are_taken() -> None:
@@ -105,13 +98,13 @@ def test_files_stand_for_long_blends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "line"),
     [
-        ("--data-args-path", "", "is empty: write prefixes into it"),
-        ("--data-args-path", "0.3 wiki books", "is neither prefixes nor pairs"),
+        ("--data-args-path", "", "--data-args-path FILE is empty"),
+        ("--data-args-path", "0.3 wiki books", "--data-path 0.3 wiki books "),
         ("--data-path a --data-args-path", "b", "--data-path a contradicts --data-args-path"),
-        ("--per-split-data-args-path", "{", "is not JSON"),
-        ("--per-split-data-args-path", '{"valid": "a"}', "is no object with the keys train, valid and test"),
-        ("--per-split-data-args-path", '{"train": "a", "validation": "b"}', "is no object with the keys"),
-        ("--per-split-data-args-path", '{"train": {"a": 1}}', "train is neither a string nor a list"),
+        ("--per-split-data-args-path", "{", "FILE is not JSON"),
+        ("--per-split-data-args-path", '{"valid": "a"}', "FILE is no object with the keys train, valid and test"),
+        ("--per-split-data-args-path", '{"train": "a", "validation": "b"}', "FILE is no object with the keys"),
+        ("--per-split-data-args-path", '{"train": {"a": 1}}', "FILE: train is neither a string nor a list"),
         ("--train-data-path b --per-split-data-args-path", '{"train": "a"}', "--train-data-path b contradicts"),
         ("--data-path b --per-split-data-args-path", '{"train": "a"}', "--data-path divides one body of data"),
     ],
@@ -119,7 +112,7 @@ def test_files_stand_for_long_blends(tmp_path: Path) -> None:
 def test_files_of_prefixes_are_checked(flag: str, text: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "named"
     path.write_text(text)
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=line.replace("FILE", re.escape(str(path)))):
         parse(f"{flag} {path}")
 
 
@@ -168,9 +161,9 @@ def test_names_and_addresses(name: str) -> None:
     [
         # Options of ssh and pdsh; two of them run a command.
         *("-oProxyCommand=touch${IFS}x", "-R", "-", "user@-oProxyCommand=x", "-l@host"),
-        # What pdsh reads as another module, as a file of hosts, as a list, as a pattern, or as a host to leave out.
+        # Words that pdsh reads as another module, a file of hosts, a list, a pattern, or a host to leave out.
         *("exec:a", "^hosts", "a[0-3]", "/a/", "a,b", "a%n"),
-        # What a shell reads.
+        # Characters of shells.
         *(
             "a;id",
             "a|id",
@@ -192,7 +185,7 @@ def test_names_and_addresses(name: str) -> None:
         *("a" * 64, "a." * 130),
     ],
 )
-def test_what_is_no_host_name(name: str) -> None:
+def test_words_that_are_no_host_names(name: str) -> None:
     assert not is_host_name(name)
     with pytest.raises(ConfigError, match="is not a host name") as caught:
         check_host_name(name, "hosts: line 1")

@@ -33,7 +33,7 @@ def test_a_number_names_every_nth_layer_and_a_list_each(pattern: str, named: str
     "pattern",
     ["0", "-1", "x", "[2]*4", "[[1]]*4", "", "1+1", "[1]*-1", "[1]**4", "True", "[1]*10**9", "f()", "[1.0]*4"],
 )
-def test_what_is_no_pattern_is_told_in_one_line(pattern: str) -> None:
+def test_wrong_patterns_are_refused_in_one_line(pattern: str) -> None:
     with pytest.raises(ConfigError) as caught:
         layers_of_pattern(pattern, 4, "--no-rope-freq")
     assert "\n" not in str(caught.value)
@@ -52,17 +52,10 @@ def test_megatrons_window_does_not_count_the_token_itself() -> None:
             window_of_megatron(text)
 
 
-def test_layers_without_a_window_are_a_number_or_the_zeros_of_a_list() -> None:
-    def windows(skipped: str | None) -> list[int | None]:
+def test_patterns_of_windows_and_rotations() -> None:
+    for skipped, windows in ((None, [8, 8, 8, 8]), ("2", [8, None, 8, None]), ("[1,0,0,1]", [8, None, None, 8])):
         model = model_config(num_layers=4, sliding_window=8, window_attn_skip_freq=skipped)
-        return [block.window for block in model.blocks]
-
-    assert windows(None) == [8, 8, 8, 8]
-    assert windows("2") == [8, None, 8, None]
-    assert windows("[1,0,0,1]") == [8, None, None, 8]
-
-
-def test_every_nth_layer_does_not_turn() -> None:
+        assert [block.window for block in model.blocks] == windows
     model = model_config(num_layers=4, position_embedding_type="rope", no_rope_freq="4")
     assert [block.rotated for block in model.blocks] == [True, True, True, False]
 
@@ -72,7 +65,7 @@ USUAL = {"num_key_value_heads": 4, "ffn_hidden_size": 640}
 
 
 def megatrons(entry: dict[str, Any]) -> BlockShape:
-    """The shape of a layer by megatron-core's reader; what it leaves open is as usual, as its layers have it."""
+    """The shape of a layer by megatron-core's reader; parts that it leaves open are as usual, as in its layers."""
     heterogeneous = pytest.importorskip("megatron.core.transformer.heterogeneous.heterogeneous_config")
     copied = json.loads(json.dumps(entry))  # it writes to what it reads
     attention = heterogeneous.AttentionConfig.build_config_from_dict(copied, HEADS)

@@ -1,5 +1,7 @@
 """Presets: the published models, and flags that win over them."""
 
+import re
+
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
@@ -25,28 +27,14 @@ def test_parameters_are_those_published(name: str, preset: Preset) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("gpt2", 124_439_808),
-        ("gpt2-xl", 1_557_611_200),
-        ("llama-7b", 6_738_415_616),
-        ("llama2-70b", 68_976_648_192),
-        ("llama3-1b", 1_235_814_400),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("gpt-neox-20b", 20_554_567_680),
-        ("pythia-70m", 70_426_624),
-        ("pythia-1b", 1_011_781_632),
-        ("pythia-12b", 11_846_072_320),
-        ("mistral-7b", 7_241_732_096),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen2.5-72b", 72_706_203_648),
-        ("qwen3-0.6b", 596_049_920),
-        ("qwen3-8b", 8_190_735_360),
-        ("gemma2-2b", 2_614_341_888),
-        ("gemma2-9b", 9_241_705_984),
-        ("gemma2-27b", 27_227_128_320),
-        ("olmo2-7b", 7_298_617_344),
-        ("smollm3-3b", 3_075_098_624),
+        *(("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("llama-7b", 6_738_415_616)),
+        *(("llama2-70b", 68_976_648_192), ("llama3-1b", 1_235_814_400), ("llama3-8b", 8_030_261_248)),
+        *(("llama3-70b", 70_553_706_496), ("gpt-neox-20b", 20_554_567_680), ("pythia-70m", 70_426_624)),
+        *(("pythia-1b", 1_011_781_632), ("pythia-12b", 11_846_072_320), ("mistral-7b", 7_241_732_096)),
+        *(("qwen2.5-0.5b", 494_032_768), ("qwen2.5-7b", 7_615_616_512), ("qwen2.5-72b", 72_706_203_648)),
+        *(("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("gemma2-2b", 2_614_341_888)),
+        *(("gemma2-9b", 9_241_705_984), ("gemma2-27b", 27_227_128_320), ("olmo2-7b", 7_298_617_344)),
+        *(("smollm3-3b", 3_075_098_624), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080)),
     ],
 )
 def test_parameters_are_those_of_the_released_weights(name: str, parameters: int) -> None:
@@ -71,7 +59,7 @@ def test_flags_win() -> None:
     assert parse("--model-preset gpt3-13b --seq-length 8192").model.max_position_embeddings == 8192
 
 
-def test_a_flag_beside_a_preset_still_says_what_it_says() -> None:
+def test_flags_of_other_trainers_with_a_preset() -> None:
     assert parse("--model-preset llama2-7b --no-position-embedding").model.position_embedding_type == "rope"
     assert parse("--model-preset gpt2 --no-position-embedding").model.position_embedding_type == "none"
     with pytest.raises(ConfigError, match=r"--add-bias-linear contradicts --disable-bias-linear: drop one of them"):
@@ -83,15 +71,7 @@ def test_a_run_from_a_preset_is_the_run_from_its_flags() -> None:
     assert parse("--model-preset gpt2") == parse(words)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("gpt3-13", "--model-preset gpt3-13 is not known: did you mean gpt3-13b?"),
-        ("xyzzy", "--model-preset xyzzy is not known: choose among gpt2, gpt2-medium, "),
-    ],
-)
-def test_unknown_preset(name: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("name", "remedy"), [("gpt3-13", "gpt3-13b?"), ("xyzzy", "gpt2, gpt2-medium, ")])
+def test_unknown_preset(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--model-preset {name} .*{re.escape(remedy)}"):
         parse(f"--model-preset {name}")
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
