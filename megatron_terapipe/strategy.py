@@ -333,6 +333,16 @@ class Strategy:
         return (self.global_batch_size or sequences) // sequences
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.num_micro_batches * self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all pipeline ranks, without those of the vocabulary."""
+        return self.pipeline_parallel_size * self.num_model_chunks
+
+    @property
     def stages_of_a_rank(self) -> int:
         """Stages that each pipeline rank owns, that with its part of the vocabulary included."""
         return self.num_model_chunks + self.vocabulary_stages

@@ -35,7 +35,7 @@ from megatron_terapipe.search.price.efficiency import HardwareEfficiency, Profil
 from megatron_terapipe.search.price.memory import MemoryOverheads
 from megatron_terapipe.search.price.workload import Workload
 from megatron_terapipe.search.rank.alternatives import on_fewer_devices, with_found_order
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback, no_progress
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.rivals import Rival, rival_of
 from megatron_terapipe.search.rank.search import SearchResult
@@ -63,7 +63,7 @@ def advise(
     problem: SearchProblem,
     constraints: Mapping[str, tuple[Any, ...]],
     costs: Costs,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = no_progress,
     *,
     rivals: bool = True,
 ) -> AdvicePart:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_terapipe.dimensions import Dimension, in_places
+from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.answer.figures import bytes_text, devices_of, numbers_text, speed_of, time_text
 from megatron_terapipe.search.answer.json_schema import ClusterPart, Document, Entry, ModelPart, Predicted
 from megatron_terapipe.search.machine.cluster import cluster_document, model_document
@@ -104,7 +104,7 @@ def _layout(entry: Entry) -> list[object]:
 def compare(winner: Entry, other: Entry) -> StrategyComparison:
     """Compare the winner with another strategy."""
     changes = [
-        (words, dimension_text(winner.strategy, each), dimension_text(other.strategy, each))
+        (words, value_text(winner.strategy[each.name], each.none), value_text(other.strategy[each.name], each.none))
         for each, words in in_places(DIMENSIONS, "label")
         if winner.strategy[each.name] != other.strategy[each.name]
     ]
@@ -137,12 +137,11 @@ def _sentences(first: Predicted, second: Predicted, saved: Sequence[tuple[str, f
     return lines
 
 
-def dimension_text(strategy: Mapping[str, Any], dimension: Dimension) -> str:
-    """Return the value of a dimension in words."""
-    value = strategy[dimension.name]
+def value_text(value: object, none: str = "") -> str:
+    """Return the value of a dimension in words; `none`: that for None."""
     if value is None:
-        return dimension.none
-    if isinstance(value, list):
+        return none
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return numbers_text(value)
     return str(value) if not isinstance(value, bool) else "on" if value else "off"
 

@@ -14,11 +14,6 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 GIGABYTE = 1e9
 
 
-def sequences(strategy: Strategy) -> int:
-    """Return the sequences of one optimizer step."""
-    return strategy.micro_batch_size * strategy.data_parallel_size * strategy.num_micro_batches
-
-
 def model_flops(workload: Workload, *, causal: bool = False) -> float:
     """Return the FLOPs of the model for one sequence, forward and backward, nothing recomputed.
 
@@ -53,15 +48,15 @@ def flops_utilization(
     places = strategy.placement or range(strategy.world_size)
     used = Counter(cluster.node_of_device[place] for place in places if place < cluster.num_devices)
     peak = sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
-    flops = model_flops(workload, causal=causal) * sequences(strategy)
+    flops = model_flops(workload, causal=causal) * strategy.num_sequences
     return flops / (iteration_time_s * peak) if peak else 0.0
 
 
 def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float) -> Speed:
     """Return the published figures that follow from the seconds of an iteration."""
     workload, cluster = problem.workload, problem.cluster
-    tokens_per_s = sequences(strategy) * workload.seq_length / iteration_time_s
-    flops = model_flops(workload) * sequences(strategy) / iteration_time_s
+    tokens_per_s = strategy.num_sequences * workload.seq_length / iteration_time_s
+    flops = model_flops(workload) * strategy.num_sequences / iteration_time_s
     asked = strategy, workload, cluster, iteration_time_s, problem.precision
     peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
     return Speed(

@@ -224,14 +224,14 @@ def problem_of(options: argparse.Namespace, global_batch_size: int) -> tuple[Sea
 
 
 @contextmanager
-def progress_bar(shown: bool | None = None) -> "Iterator[ProgressCallback | None]":
-    """Yield a callback that shows the progress of a search; None if it is not shown.
+def progress_bar(shown: bool | None = None) -> "Iterator[ProgressCallback]":
+    """Yield a callback that shows the progress of a search.
 
     Args:
         shown: None = if standard error is a terminal.
     """
     if not (sys.stderr.isatty() if shown is None else shown):
-        yield None
+        yield lambda done, total, phase: None
         return
     from tqdm import tqdm
 

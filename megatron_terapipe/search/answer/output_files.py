@@ -24,7 +24,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import FOUND_ORDER
 from megatron_terapipe.search.answer.answer import document_text, runners_up
-from megatron_terapipe.search.answer.figures import sequences, strategy_text
+from megatron_terapipe.search.answer.figures import strategy_text
 from megatron_terapipe.search.answer.json_schema import Document, LaunchPart, RankDocument
 from megatron_terapipe.search.answer.page import render_page
 from megatron_terapipe.search.machine.cluster import Cluster, Node, cluster_document
@@ -150,7 +150,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
             "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
         )
     deepspeed: dict[str, Any] = {
-        "train_batch_size": sequences(strategy),
+        "train_batch_size": strategy.num_sequences,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.num_micro_batches,
         "zero_optimization": {"stage": strategy.zero_stage},
@@ -227,12 +227,11 @@ def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | No
     """Return the simulated timeline of a strategy, and a note if it is not drawn whole; None for a found order."""
     if strategy.schedule not in SCHEDULES:
         return None
-    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
-    each = num_stages * strategy.num_token_slices * (3 if costs.weight_gradient is not None else 2)
+    each = strategy.num_stages * strategy.num_token_slices * (3 if costs.weight_gradient is not None else 2)
     # Enough to fill the pipeline and to see it steady.
     fewest = min(strategy.num_micro_batches, 2 * strategy.pipeline_parallel_size)
     drawn = max(fewest, min(strategy.num_micro_batches, MOST_OPS // each))
-    shape = PipelineShape(num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
+    shape = PipelineShape(strategy.num_stages, drawn, strategy.num_token_slices, strategy.num_model_chunks)
     timeline = simulate(rank_orders(schedule_named(strategy.schedule), shape), shape, costs)
     note = (
         ""

@@ -167,7 +167,7 @@ def _memory(problem: SearchProblem, entry: Entry) -> str:
 def _layers_of_ranks(problem: SearchProblem, strategy: Strategy) -> list[str]:
     """Return the layers of each pipeline rank, counted as a stage partition counts them."""
     ranks = strategy.pipeline_parallel_size
-    partition = problem.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
+    partition = problem.workload.partition(strategy.stage_partition, strategy.num_stages)
     words: list[list[str]] = [[] for _ in range(ranks)]
     for stage, (first, end) in enumerate(pairwise(partition.bounds)):
         words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")

@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
     entries = []
     with progress_bar(options.progress) as progress:
         for index, strategy in enumerate(strategies):
-            if progress is not None:
-                progress(index, len(strategies), "priced")
+            progress(index, len(strategies), "priced")
             entry = predict_one(strategy, problem, pricing, index)
             if entry.feasible:
                 entry = replace(entry, prediction=costs.with_interval(strategy, entry.price, pricing))

@@ -16,7 +16,7 @@ from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.advice import advice_notes, advise, distance_text, remedies_text, rival_note
-from megatron_terapipe.search.answer.answer import compare, entries_of, ranking
+from megatron_terapipe.search.answer.answer import compare, entries_of, ranking, value_text
 from megatron_terapipe.search.answer.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
@@ -311,12 +311,6 @@ def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchRe
 
 def _not_searched(strategy: Strategy, choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
     """Yield the values of a strategy that flags or the search leave out."""
-
-    def text(value: object) -> str:
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
     for each in DIMENSIONS:
         value, values = getattr(strategy, each.name), choices.values.get(each.name)
         if each.name == "token_slices":
@@ -327,13 +321,14 @@ def _not_searched(strategy: Strategy, choices: Choices, constraints: Mapping[str
         if values is None or value in values:
             continue
         if each.name in constraints:
-            yield f"{each.flag} leaves it out: {text(value)} is not {' or '.join(map(text, values))}."
+            allowed = " or ".join(value_text(value) for value in values)
+            yield f"{each.flag} leaves it out: {value_text(value)} is not {allowed}."
         else:
-            yield f"The search does not try {each.name} {text(value)} where no flag asks for it: {each.flag}."
+            yield f"The search tries {each.name} {value_text(value)} only with a flag: {each.flag}."
 
 
 def write_proposals(
-    path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
+    path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback
 ) -> str:
     """Choose trials, and write them a line each, as `trial --strategies` reads them; return a note for the answer."""
     found = search(problem, choices, costs.pricing_on, top=CANDIDATES, progress=progress)

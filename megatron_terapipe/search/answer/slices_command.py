@@ -76,8 +76,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_terapipe.search.rank.token_slices import solve_cut
 
     strategy = read_one_strategy(options.strategy)
-    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
-    problem, notes = problem_of(options, sequences)
+    problem, notes = problem_of(options, strategy.num_sequences)
     reason = broken_rule(replace(strategy, num_token_slices=1, token_slices=None), problem)
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")

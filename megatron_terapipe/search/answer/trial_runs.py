@@ -210,12 +210,11 @@ def _run(
 
 def explicit(strategy: Strategy, workload: Workload) -> Strategy:
     """Return a strategy with explicit token slices and stages: equal for two that run the same."""
-    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     return replace(
         strategy,
         token_slices=strategy.cut(workload.seq_length).lengths,
-        stage_partition=tuple(workload.partition(strategy.stage_partition, num_stages).bounds),
-        global_batch_size=strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size,
+        stage_partition=tuple(workload.partition(strategy.stage_partition, strategy.num_stages).bounds),
+        global_batch_size=strategy.num_sequences,
     )
 
 

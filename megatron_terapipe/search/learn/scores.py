@@ -27,10 +27,9 @@ def naive_time_s(trial: Trial) -> float:
         attention = 0 if attended is None else attended.flops_per_position * attended.most_positions(layer.tokens)
         forward = layer.tokens * (layer.linear_flops_per_token + attention)
         flops += forward * (passes if layer.kind in ("block", "other") else 3)
-    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
     devices = [node.device for node in trial.cluster.nodes]
     peak = min(device.peak_flops(trial.precision) for device in devices)
-    busy = sequences * flops / (strategy.world_size * UTILIZATION * peak)
+    busy = strategy.num_sequences * flops / (strategy.world_size * UTILIZATION * peak)
     waiting = (strategy.pipeline_parallel_size - 1) / (strategy.num_model_chunks * strategy.num_micro_batches)
     return busy * (1 + waiting)
 

@@ -230,13 +230,12 @@ class CostModel:
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
         """Look up the groups, layer counts and token slices of a strategy."""
-        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
         lengths = strategy.cut(self.workload.seq_length).lengths
         return PlacedStrategy(
             strategy=strategy,
             groups=self.groups(strategy),
             counts=self.counter.count(
-                self.workload.partition(strategy.stage_partition, num_stages),
+                self.workload.partition(strategy.stage_partition, strategy.num_stages),
                 strategy.pipeline_parallel_size,
                 strategy.tensor_parallel_size,
                 vocabulary_stages=strategy.vocabulary_stages,

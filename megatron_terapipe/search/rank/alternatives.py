@@ -23,7 +23,7 @@ from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.simulated_time import num_searched_ops
 from megatron_terapipe.search.price.stages import pipeline_shape
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback, no_progress
 from megatron_terapipe.search.rank.ranked import Ranked, priced
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.rank.space import SearchProblem, all_choices
@@ -84,7 +84,7 @@ def on_fewer_devices(
     problem: SearchProblem,
     constraints: Mapping[str, tuple[Any, ...]],
     pricing_on: Callable[[Cluster], Pricing],
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = no_progress,
 ) -> list[tuple[Cluster, Ranked]]:
     """Return the parts of the cluster that may be faster or cheaper than all of it, and the best strategy on each."""
     found: list[tuple[Cluster, Ranked]] = []

@@ -43,6 +43,10 @@ ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and the phase."""
 
 
+def no_progress(done: int, total: int, phase: str) -> None:
+    """Show no progress."""
+
+
 @dataclass(frozen=True)
 class PricedGrid:
     """The strategies of a grid that may win."""
@@ -75,7 +79,7 @@ def price_space(
     choices: Choices,
     pricings: "Sequence[Pricing]",
     counts: SearchCounts,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = no_progress,
 ) -> Iterator[PricedGrid]:
     """Yield the prices of all strategies that keep the rules, on every node order, a grid at a time.
 
@@ -87,18 +91,15 @@ def price_space(
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
     for number, found in enumerate(legal_grids(problem, choices, counts)):
-        if progress is not None:
-            progress(number, total, "closed form")
-        different, fitting, roomy, helped = (np.zeros(found.grid.shape, dtype=bool) for _ in range(4))
+        progress(number, total, "closed form")
+        flags = np.zeros((4, *found.grid.shape), dtype=bool)
         memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
-            priced, legal, fits, leaves_room, helps = _price(problem, found, order, pricing, table, memory)
-            different |= legal
-            fitting |= fits
-            roomy |= leaves_room
-            helped |= helps
-            if len(priced.places):
+            priced, of_order = _price(problem, found, order, pricing, table, memory)
+            flags |= of_order
+            if priced is not None:
                 yield priced
+        different, fitting, roomy, helped = flags
         counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
         counts.reject(FITS, int((different & ~fitting).sum()))
         counts.reject(HEADROOM, int((fitting & ~roomy).sum()))
@@ -133,8 +134,8 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 def _price(
     problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
-) -> tuple[PricedGrid, Flags, Flags, Flags, Flags]:
-    """Return the strategies of a grid that fit; [grid] which differ, which fit, which with headroom, and `_helped`."""
+) -> tuple[PricedGrid | None, Flags]:
+    """Return the strategies of a grid that fit; [4, grid] which differ, fit, fit with headroom, and `_helped`."""
     grid = found.grid
     cost_model = pricing.cost_model
     groups = cost_model.groups_of(grid.layout)
@@ -150,15 +151,13 @@ def _price(
     legal = found.legal & grid.along(("order", "partition"), own)
     fits, roomy = (legal & each for each in memory.fits(groups, counts, problem.memory_headroom))
     if not fits.any():
-        nothing = np.zeros(0)
-        none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
-        return PricedGrid(grid, order, partitions, *none), legal, fits, roomy, fits
+        return None, np.stack([legal, fits, roomy, fits])
     helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
     estimate, bound = grid_times(grid, groups, cost_model, tables, counts, pairs=_pairs(fits))
     places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
     of_places = roomy.ravel()[places], estimate.ravel()[places], bound.ravel()[places]
-    priced = PricedGrid(grid, order, partitions, places, *of_places)
-    return priced, legal, fits, roomy, helped
+    priced = PricedGrid(grid, order, partitions, places, *of_places) if len(places) else None
+    return priced, np.stack([legal, fits, roomy, helped])
 
 
 def _helped(

@@ -25,7 +25,14 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.stages import pipeline_shape
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
+from megatron_terapipe.search.rank.grid_prices import (
+    FITS,
+    HEADROOM,
+    PricedGrid,
+    ProgressCallback,
+    no_progress,
+    price_space,
+)
 from megatron_terapipe.search.rank.grid_times import OpTables
 from megatron_terapipe.search.rank.node_orders import better_order, node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, contenders_of, priced, ranked_in_order, without_repetitions
@@ -49,7 +56,7 @@ def refined(
     *,
     top: int,
     effort: float = 1.0,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = no_progress,
 ) -> list[Ranked]:
     """Return improvements of the best strategies that leave the headroom free. Flags stay fixed."""
     found: list[Ranked] = []
@@ -61,16 +68,14 @@ def refined(
     best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
     for number, entry in enumerate(tried):
-        if progress is not None:
-            progress(number, len(tried), "token slices")
+        progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
         keep(_with_solved_cut(entry, problem, pricing, choices))
     if SOLVED in choices["stage_partition"]:
         for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
             keep(_with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster)))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
-        if progress is not None:
-            progress(0, 1, "order of nodes")
+        progress(0, 1, "order of nodes")
         winner = ranked_in_order([*best, *found])[0]
         keep(_with_better_order(winner, problem, pricing_on, round(MOST_ORDERS * effort)))
     return found
@@ -111,15 +116,14 @@ def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, ch
 def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> Ranked | None:
     """Return the strategy with stages that balance the times of its own layers; None if that changes nothing."""
     strategy, model = entry.strategy, pricing.cost_model
-    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
-    if num_stages == 1:
+    if strategy.num_stages == 1:
         return None
     tables = OpTables(model, (strategy.micro_batch_size,))
     times = layer_times(model.counter, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
     partition = balanced_partition(
         problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_micro_batches
     )
-    if partition == problem.partition(strategy.stage_partition, num_stages):
+    if partition == problem.partition(strategy.stage_partition, strategy.num_stages):
         return None
     return priced(replace(strategy, stage_partition=partition.bounds), pricing, problem.memory_headroom)
 
@@ -177,7 +181,7 @@ def search(
     effort: float = 1.0,
     refine: bool = True,
     other_layouts: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = no_progress,
 ) -> SearchResult:
     """Return the best strategies."""
     counts = SearchCounts()
@@ -238,7 +242,7 @@ class _Contest:
         self.lowest_bound_left = np.inf
         """Lower bound in seconds of all strategies that were not simulated."""
 
-    def simulate(self, effort: float, progress: ProgressCallback | None) -> None:
+    def simulate(self, effort: float, progress: ProgressCallback) -> None:
         """Simulate until no strategy left can be among the best, or the effort is spent.
 
         Half of the effort goes to the lowest estimates, which are mostly the best. The other half goes to the lowest
@@ -251,7 +255,7 @@ class _Contest:
             left.sort(key=self._bound.__getitem__)
         self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
 
-    def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback | None) -> list[int]:
+    def _simulate_some(self, places: list[int], most: int, ops: float, progress: ProgressCallback) -> list[int]:
         """Simulate candidates in this order; return the rest after so many strategies or new ops."""
         left = []
         for index in places:
@@ -261,8 +265,7 @@ class _Contest:
             if self._done >= most or spent:
                 left.append(index)
                 continue
-            if progress is not None:
-                progress(self._done, most, "simulated")
+            progress(self._done, most, "simulated")
             self._done += 1
             self._simulate(index)
         return [index for index in left if self._bound[index] < self._to_beat_s * (1 - ROUNDING)]
