@@ -6,16 +6,14 @@ leaves the headroom free, counted exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_terapipe.devices import Device
 from megatron_terapipe.search.answer.json_schema import DistancePart, RemedyKind, RemedyPart
 from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.prediction import RankMemory
 from megatron_terapipe.search.price.workload import Workload, gpt_workload
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.rules import LegalGrid, SearchCounts, legal_grids
@@ -37,29 +35,6 @@ ROUNDED = "bf16"
 """Dimension of the type of gradients of keys and values, and its value with half the memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """A strategy, with the memory of its fullest device and the capacity."""
-
-    strategy: Strategy
-    rank: int
-    """Pipeline rank of the fullest device."""
-    memory: RankMemory
-    device: Device
-    """The smallest device of this rank."""
-    usable_bytes: float
-
-    @property
-    def fullness(self) -> float:
-        """Needed memory as a share of the usable one; it fits up to 1."""
-        return self.memory.total / self.usable_bytes
-
-    @property
-    def device_bytes(self) -> float:
-        """Memory that the device would have to have."""
-        return self.device.memory_bytes * self.fullness
-
-
 def distance_to_fit(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
 ) -> DistancePart | None:
@@ -67,29 +42,21 @@ def distance_to_fit(
     nearest = nearest_to_fitting(problem, constraints, pricing_of)
     if nearest is None:
         return None
-    return DistancePart(
-        strategy=nearest.strategy.to_json(),
-        pipeline_rank=nearest.rank,
-        memory={**asdict(nearest.memory), "total": nearest.memory.total},
-        device=nearest.device.name,
-        usable_bytes=nearest.usable_bytes,
-        device_bytes=nearest.device_bytes,
-        remedies=list(_remedies(problem, constraints, pricing_of)),
-    )
+    return nearest.model_copy(update={"remedies": list(_remedies(problem, constraints, pricing_of))})
 
 
 def nearest_to_fitting(
     problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
-) -> Shortage | None:
-    """Return the strategy that needs the least memory on its fullest device; None if none keeps the other rules."""
+) -> DistancePart | None:
+    """Return the strategy with the least full device, without remedies; None if none keeps the other rules."""
     pricing = pricing_of(problem.workload, problem.cluster)
     choices = _leanest(all_choices(problem).constrained(constraints), constraints)
     candidates: list[tuple[float, Strategy]] = []
     for found in legal_grids(problem, choices, SearchCounts()):
         candidates += _least_full(found, problem, pricing)
         candidates = sorted(candidates, key=lambda pair: pair[0])[:COUNTED_EXACTLY]
-    shortages = [_shortage(strategy, problem, pricing) for _, strategy in candidates]
-    return min(shortages, key=lambda shortage: shortage.fullness, default=None)
+    distances = [_distance(strategy, problem, pricing) for _, strategy in candidates]
+    return min(distances, key=lambda distance: distance.fullness, default=None)
 
 
 def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Choices:
@@ -133,19 +100,23 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
     return [(float(shares[flat]), grid.strategy(place, problem)) for flat, place in zip(lowest, places, strict=False)]
 
 
-def _shortage(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> Shortage:
+def _distance(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> DistancePart:
+    """Return the memory of the fullest pipeline rank of a strategy."""
     usable_share = pricing.memory_model.overheads.usable_share * (1 - problem.memory_headroom)
-    memory = pricing.memory(strategy)
     ranks = []
-    for rank, devices in enumerate(pricing.cost_model.groups(strategy).devices):
+    for rank, (memory, devices) in enumerate(
+        zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).devices, strict=True)
+    ):
         smallest = min(devices, key=lambda device: device.memory_bytes)
         ranks.append(
-            Shortage(
-                strategy=strategy,
-                rank=rank,
-                memory=memory[rank],
-                device=smallest,
+            DistancePart(
+                strategy=strategy.to_json(),
+                pipeline_rank=rank,
+                memory={**asdict(memory), "total": memory.total},
+                device=smallest.name,
                 usable_bytes=usable_share * smallest.memory_bytes,
+                device_bytes=memory.total / usable_share,
+                remedies=[],
             )
         )
     return max(ranks, key=lambda each: each.fullness)
@@ -162,7 +133,7 @@ def _remedies(
         found = nearest_to_fitting(changed, constraints, pricing_of)
         if found is None or found.fullness > 1:
             return []
-        return [RemedyPart(kind=kind, value=value, strategy=found.strategy.to_json())]
+        return [RemedyPart(kind=kind, value=value, strategy=found.strategy)]
 
     for name in constraints:
         others = {other: values for other, values in constraints.items() if other != name}

@@ -174,6 +174,11 @@ class DistancePart(Part):
     remedies: list[RemedyPart]
     """Single changes with which a strategy fits, each the smallest that was found."""
 
+    @property
+    def fullness(self) -> float:
+        """Needed memory as a share of the usable one; it fits up to 1."""
+        return self.memory["total"] / self.usable_bytes
+
 
 class RivalPart(Part):
     """Another trainer for the same model, priced by the same constants."""

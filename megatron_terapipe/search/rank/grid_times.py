@@ -173,7 +173,8 @@ def rank_ops(
     whole, longest = [], []
     multiplicity: list[int] = []
     for kind, tables in zip(groups.kinds, of_kind, strict=True):
-        rows, places = _different(per_rank[kind.ranks])
+        first_of, places = different_rows(per_rank[kind.ranks])
+        rows = per_rank[kind.ranks][first_of]
         row_of_rank[kind.ranks] = places + len(multiplicity)
         per_device = [stage_ops(rows, table[WHOLE]) for table in tables]
         whole.append(on_slowest_device(per_device))
@@ -214,12 +215,11 @@ def rank_ops(
     )
 
 
-def _different(counts: Floats) -> tuple[Floats, Whole]:
-    """The different rows of [n, K] counts, and [n] which of them each row is."""
+def different_rows(rows: Floats) -> tuple[Whole, Whole]:
+    """Return the first of each of the different rows of [n, K] numbers, and [n] which of them each row is."""
     numbers: dict[bytes, int] = {}
-    places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in counts], dtype=np.int64)
-    _, first = np.unique(places, return_index=True)
-    return counts[first], places
+    places = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], dtype=np.int64)
+    return np.unique(places, return_index=True)[1], places
 
 
 def _passed(

@@ -8,6 +8,7 @@ bounded local search around the best of these orders covers some of the others.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, permutations
 from math import factorial, prod
 
@@ -52,7 +53,11 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
             tuple(kind for family in order for kind in family for _ in range(counts[kind]))
             for order in permutations(families)
         ]
-    return [_in_sequence(cluster, kinds, sequence) for sequence in sequences]
+    orders = []
+    for sequence in sequences:
+        waiting = [iter(nodes) for nodes in kinds]
+        orders.append(replace(cluster, nodes=tuple(next(waiting[kind]) for kind in sequence)))
+    return orders
 
 
 def better_order(cluster: Cluster, score: Callable[[Cluster], float], *, evaluations: int = 40) -> Cluster:
@@ -130,11 +135,6 @@ def _sequences(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield (kind, *tail)
 
 
-def _in_sequence(cluster: Cluster, kinds: Sequence[Sequence[Node]], sequence: Sequence[int]) -> Cluster:
-    waiting = [iter(nodes) for nodes in kinds]
-    return Cluster(nodes=tuple(next(waiting[kind]) for kind in sequence), name=cluster.name)
-
-
 def _neighbours(cluster: Cluster) -> Iterator[Cluster]:
     """Orders with two runs of nodes exchanged: neighbouring runs first, then single nodes at the borders of runs."""
     nodes = cluster.nodes
@@ -142,14 +142,10 @@ def _neighbours(cluster: Cluster) -> Iterator[Cluster]:
     borders = [0, *(index for index in range(1, len(nodes)) if keys[index] != keys[index - 1]), len(nodes)]
     runs = list(pairwise(borders))
     for (start, middle), (_, end) in pairwise(runs):
-        yield _rebuilt(cluster, (*nodes[:start], *nodes[middle:end], *nodes[start:middle], *nodes[end:]))
+        yield replace(cluster, nodes=(*nodes[:start], *nodes[middle:end], *nodes[start:middle], *nodes[end:]))
     for border in borders[1:-1]:
         # A node of the run before moves after the next run, or the other way round.
         end = next(each for each in borders if each > border)
         start = max(each for each in borders if each < border)
-        yield _rebuilt(cluster, (*nodes[: border - 1], *nodes[border:end], nodes[border - 1], *nodes[end:]))
-        yield _rebuilt(cluster, (*nodes[:start], nodes[border], *nodes[start:border], *nodes[border + 1 :]))
-
-
-def _rebuilt(cluster: Cluster, nodes: tuple[Node, ...]) -> Cluster:
-    return Cluster(nodes=nodes, name=cluster.name)
+        yield replace(cluster, nodes=(*nodes[: border - 1], *nodes[border:end], nodes[border - 1], *nodes[end:]))
+        yield replace(cluster, nodes=(*nodes[:start], nodes[border], *nodes[start:border], *nodes[border + 1 :]))

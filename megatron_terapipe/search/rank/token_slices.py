@@ -42,6 +42,7 @@ from megatron_terapipe.search.price.stages import (
     PlacedStrategy,
     pipeline_shape,
 )
+from megatron_terapipe.search.rank.grid_times import different_rows
 from megatron_terapipe.strategy import Strategy
 
 
@@ -96,7 +97,7 @@ class TabulatedCosts:
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
         # Times of layers are kept, for the same strategy with other layers on its stages.
-        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole, key=(*placed.key, grid))
+        ops = cost_model.priced_stages(placed, sizes, stages=stages.tolist(), whole=whole, key=(*placed.key, grid))
         if strategy.schedule in SPLIT_SCHEDULES:
             times = ops[[FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]]
         else:
@@ -111,21 +112,13 @@ class TabulatedCosts:
         return replace(costs, sending=_sending(cost_model, strategy, costs, points))
 
 
-def _different_stages(placed: PlacedStrategy) -> tuple[list[int], NDArray[np.int64]]:
+def _different_stages(placed: PlacedStrategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first stage of each kind, and [stages] the kind of each: the same layers, devices and links."""
-    kind_of_rank = np.empty(len(placed.groups.devices), np.int64)
+    kind_of_rank = np.empty(len(placed.groups.devices))
     for number, kind in enumerate(placed.groups.kinds):
         kind_of_rank[kind.ranks] = number
-    numbers: dict[tuple[int, bytes], int] = {}
-    first: list[int] = []
-    kinds: list[int] = []
-    for stage, row in enumerate(placed.counts.per_stage):
-        key = int(kind_of_rank[stage % len(kind_of_rank)]), row.tobytes()
-        if key not in numbers:
-            numbers[key] = len(first)
-            first.append(stage)
-        kinds.append(numbers[key])
-    return first, np.array(kinds)
+    layers = placed.counts.per_stage
+    return different_rows(np.column_stack([np.resize(kind_of_rank, len(layers)), layers]))
 
 
 def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:

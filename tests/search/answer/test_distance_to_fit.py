@@ -34,7 +34,7 @@ def test_nothing_needs_less_than_the_nearest() -> None:
             for flat in np.flatnonzero(legal.legal).tolist()
         )
     )
-    assert nearest is not None and nearest.memory.total == pytest.approx(least)
+    assert nearest is not None and nearest.memory["total"] == pytest.approx(least)
     assert nearest.usable_bytes == pytest.approx(0.95 * 3e9)
 
 
