@@ -127,7 +127,7 @@ def measured(figures: Figures, what: str) -> Iterator[None]:
 def schedule(scale: Scale) -> Figures:
     """The program of one pipeline rank: order, check and lowering."""
     from deepspeed_ext.plan.schedules import schedule_named
-    from deepspeed_ext.runtime.executor import RankPrograms
+    from deepspeed_ext.runtime.rank_programs import RankPrograms
 
     shape = PipelineShape(scale.stages, 1, scale.token_slices)
     programs = RankPrograms(

@@ -13,7 +13,7 @@ header of `_HEADER_LENGTH` numbers precedes the first message of each kind.
 from collections import deque
 from collections.abc import Callable, Hashable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -226,8 +226,7 @@ class RankLinks:
         self._phase: Hashable = ""
         self._parts: Callable[[int], TokenSlices] | None = None
         rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind.length))
-        self._incoming: dict[Channel, Incoming] = {}
-        self._outgoing: dict[Channel, Outgoing] = {}
+        self._ends: dict[Channel, Any] = {}  # `Incoming` or `Outgoing`
         numbers = communicators(shape)
         # A group spans the pipeline, though a rank uses it with one other: few groups for many pairs are made faster
         # than one for each pair.
@@ -241,25 +240,22 @@ class RankLinks:
             book, group = ShapeBook(rule if channel.result is OpKind.FORWARD else None), groups[number]
             other = channel.source + channel.target - own_rank
             peer = topology.get_rank(**coordinate._replace(pipe=other)._asdict())
-            if channel.target == own_rank:
-                self._incoming[channel] = Incoming(peer, group, book, device)
-            else:
-                self._outgoing[channel] = Outgoing(peer, group, book)
+            receives = channel.target == own_rank
+            self._ends[channel] = Incoming(peer, group, book, device) if receives else Outgoing(peer, group, book)
         self._warm_up(device)
 
     def _warm_up(self, device: torch.device) -> None:
         """Use every channel once, so that no rank waits for a connection within a step (ADR 22)."""
         number = torch.zeros(1, device=device)
         for channel in warm_up_order(self._shape):
-            if (incoming := self._incoming.get(channel)) is not None:
-                dist.recv(number, incoming.peer, group=incoming.group)
-            elif (outgoing := self._outgoing.get(channel)) is not None:
-                dist.send(number, outgoing.peer, group=outgoing.group)
+            if (end := self._ends.get(channel)) is not None:
+                use = dist.recv if isinstance(end, Incoming) else dist.send
+                use(number, end.peer, group=end.group)
 
     @property
     def num_messages(self) -> int:
         """Tensors sent by this rank, headers included."""
-        return sum(channel.num_messages for channel in self._outgoing.values())
+        return sum(end.num_messages for end in self._ends.values() if isinstance(end, Outgoing))
 
     def begin(self, phase: Hashable, shape: PipelineShape, parts: Callable[[int], TokenSlices]) -> None:
         """Start a batch of a phase, with shapes of its own. `parts` gives this rank's part of each token slice."""
@@ -269,42 +265,40 @@ class RankLinks:
 
     def forget_shapes(self) -> None:
         """Allow other shapes in the next batch."""
-        for end in (*self._incoming.values(), *self._outgoing.values()):
+        for end in self._ends.values():
             end.shapes.clear()
 
     def post(self, reader: Op) -> None:
         """Post the receive of the message that an op reads."""
-        self._incoming[self._channel(reader)].post(reader, self._kind(reader))
+        self._end(reader).post(reader, self._kind(reader))
 
     def wait(self, reader: Op) -> tuple[Tensor, ...]:
         """Wait for a message and return its tensors [...]. Activations that need a gradient are leaves."""
-        channel = self._channel(reader)
-        tensors = self._incoming[channel].wait(reader)
-        if channel.result is OpKind.FORWARD:
+        tensors: tuple[Tensor, ...] = self._end(reader).wait(reader)
+        if self._channel(reader).result is OpKind.FORWARD:
             self._note_gradients(reader, tensors)
         return tensors
 
     def send(self, reader: Op, tensors: tuple[Tensor, ...]) -> None:
         """Post a message of tensors [...] to the rank of an op."""
-        channel = self._channel(reader)
-        if channel.result is OpKind.FORWARD:
+        if self._channel(reader).result is OpKind.FORWARD:
             self._note_gradients(reader, tensors)
-        self._outgoing[channel].send(reader, self._kind(reader), tensors)
+        self._end(reader).send(reader, self._kind(reader), tensors)
 
     def complete(self, reader: Op) -> None:
         """Free a message after it has been sent."""
-        self._outgoing[self._channel(reader)].complete(reader)
+        self._end(reader).complete(reader)
 
     def over(self, reader: Op) -> Callable[[], bool] | None:
         """A function: whether a transfer is over, on the accelerator too; None if it is not posted yet."""
-        return self._end(self._channel(reader)).over(reader)
+        return self._end(reader).over(reader)
 
     def peer(self, reader: Op) -> int:
         """Global rank at the other end of a message."""
-        return self._end(self._channel(reader)).peer
+        return self._end(reader).peer
 
-    def _end(self, channel: Channel) -> Incoming | Outgoing:
-        return self._incoming[channel] if channel in self._incoming else self._outgoing[channel]
+    def _end(self, reader: Op) -> Any:
+        return self._ends[self._channel(reader)]
 
     def _channel(self, reader: Op) -> Channel:
         channel = channel_of(reader, self._shape)
@@ -318,7 +312,7 @@ class RankLinks:
         answer = needed._replace(kind=OpKind.INPUT_GRADIENT)
         trained = [tensor for tensor in activation if tensor.requires_grad]
         spec = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in trained)
-        self._end(self._channel(answer)).shapes.note(self._kind(answer), spec)
+        self._end(answer).shapes.note(self._kind(answer), spec)
 
     def _kind(self, reader: Op) -> _MessageKind:
         micro_batch = reader.micro_batch if self._dynamic_shape else None

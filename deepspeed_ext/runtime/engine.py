@@ -38,7 +38,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.channels import MessageSpec, RankLinks
 from deepspeed_ext.runtime.clocks import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observer, Observers, OpClock
-from deepspeed_ext.runtime.executor import INSTRUCTION_CLASSES, METHODS, Executor, ProgramSchedule, RankPrograms
+from deepspeed_ext.runtime.executor import METHODS, Executor
 from deepspeed_ext.runtime.first_batch_checks import check_same_data
 from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
@@ -58,8 +58,8 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.live_batch import Batch
 from deepspeed_ext.runtime.micro_batch import BatchLoss
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms
 from deepspeed_ext.runtime.saved_files import gathered_by_first_rank, only_safe_files
-from deepspeed_ext.runtime.stage_ops import StageOps
 
 __all__ = ["TokenSlicePipelineEngine"]
 
@@ -152,26 +152,18 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._loss = BatchLoss(self)
         shares_sequences = self.module.sequence_ranks.size > 1
-        ops = StageOps(
+        self._executor = Executor(
             self.module,
+            self._links,
             self.device,
             loss=self._loss,
             loss_scale=self._loss_scale,
+            around=self._around,
+            ledger=self.ledger,
             reductions=self._reductions,
             gathers=self._gathers,
             checks=check_token_slices and (len(self.module.token_slices) > 1 or shares_sequences),
             key_value_gradients=key_value_gradients,
-            keys_apart=host_copies is not None,
-        )
-        self._executor = Executor(
-            self.module,
-            ops,
-            self._links,
-            self.device,
-            next_batch=self._loss.take,
-            around=self._around,
-            ledger=self.ledger,
-            reductions=self._reductions,
             host_copies=host_copies,
         )
         self.batch = self._new_batch(None, training=True)

@@ -1,191 +1,84 @@
 """Runs the program of one pipeline rank, instruction by instruction, on the layers of its stages.
 
-Each method runs one instruction of `plan.programs`, for a token slice. Optimizers and replicas belong to the engine.
+Each method runs one instruction of `plan.programs`, for a token slice; `METHODS` names it for each kind. Optimizers and
+replicas belong to the engine.
 
-`RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` gives it to
-DeepSpeed's engine, with a class for each kind of instruction; `METHODS` names the method of `Executor` for each.
+A stage is computed in its forward, and autograd keeps the tensors for its backward. Or it is computed twice: in the
+forward without a graph, for its output and the keys and values of later token slices, and again in the backward, from
+its input.
 """
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads, ReduceTiedGrads
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, reader_of
-from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.ops import Op, OpKind, reader_of
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule, check_lowering, lower_rank, partners
-from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind, Program
-from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind
+from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.channels import RankLinks
-from deepspeed_ext.runtime.cuda_environment import hardware_queues
-from deepspeed_ext.runtime.gradients.reductions import GradientReductions
-from deepspeed_ext.runtime.gradients.weight_gradients import compute
+from deepspeed_ext.runtime.first_batch_checks import check_layers
+from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
+from deepspeed_ext.runtime.gradients.reductions import Entering, GradientReductions
+from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
 from deepspeed_ext.runtime.health.ledger import OpLedger
-from deepspeed_ext.runtime.live_batch import Batch, Buffer
-from deepspeed_ext.runtime.micro_batch import parts_on_device
+from deepspeed_ext.runtime.live_batch import Batch, Buffer, RandomState, bearing_gradients
+from deepspeed_ext.runtime.micro_batch import BatchLoss, detached, parts_on_device, to_device
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload import HostCopies
-from deepspeed_ext.runtime.stage_ops import StageOps
-
-
-class TokenSliceInstruction(PipeInstruction):
-    """A step of a program, with the instruction as its only keyword."""
-
-    def __init__(self, *, step: Instruction) -> None:
-        super().__init__(step=step)
-
-    def __repr__(self) -> str:
-        """Text of the instruction in DeepSpeed's log: `SendActivation(3F1.2 @0)`."""
-        return f"{self.name}({self.kwargs['step'].place})"
-
-
-def _instruction_class(kind: InstructionKind) -> type[TokenSliceInstruction]:
-    # DeepSpeed looks the handler up by exact class, so every kind has its own.
-    name = "".join(word.capitalize() for word in kind.name.split("_"))
-    return type(name, (TokenSliceInstruction,), {"__doc__": f"The plan's `{kind.value}`.", "__module__": __name__})
-
-
-INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
-    kind: _instruction_class(kind) for kind in InstructionKind
-}
-
-
-class ProgramSchedule(PipeSchedule):
-    """The program of a rank, one instruction per step; reductions and optimizer step follow if it `updates`."""
-
-    def __init__(self, program: Program, shape: PipelineShape, *, training: bool, updates: bool | None = None) -> None:
-        super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
-        self.program, self.shape, self.training = program, shape, training
-        self.updates = training if updates is None else updates
-        self.defers_weight_gradients = any(
-            instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
-        )
-
-    def num_pipe_buffers(self) -> int:
-        """Buffers that the program names."""
-        return self.program.num_buffers
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The program, then the end of the batch."""
-        for instruction in self.program.instructions:
-            yield [INSTRUCTION_CLASSES[instruction.kind](step=instruction)]
-        if self.updates:
-            yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-
-    def without_update(self) -> "ProgramSchedule":
-        """Return the same program without reductions and optimizer step."""
-        return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)
-
-
-class RankPrograms:
-    """A rank's programs by their shape.
-
-    Args:
-        schedule: order of the ops when training. One that was simulated before is not simulated again.
-        shape: shape of the pipeline, for any number of micro-batches and token slices.
-        settles: whether in the first program of a shape no message travels under an op, since on an accelerator every
-            rank then loads kernels, and may have to wait for its device (ADR 22). None: with an asynchronous
-            accelerator.
-        host_copies: settings of the copies to the host; None for no copies.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        *,
-        rank: int,
-        shape: PipelineShape,
-        loading_ranks: Container[int],
-        settles: bool | None = None,
-        host_copies: HostCopySettings | None = None,
-    ) -> None:
-        self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
-        self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
-        self._host_copies = host_copies
-        self._settled: set[tuple[bool, PipelineShape]] = set()
-        self._training = SimulatedSchedule.of(schedule)
-        self._evaluation = SimulatedSchedule(forward_order, complete=False)
-        self._rank, self._shape = rank, shape
-        self._loads = rank in loading_ranks
-        self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
-
-    def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
-        """Return the shape for a number of micro-batches, and of token slices; None for those of the module."""
-        num_token_slices = num_token_slices or self._shape.num_token_slices
-        return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
-
-    def mark_completed(self, schedule: ProgramSchedule) -> None:
-        """Mark a program as completed."""
-        self._settled.add((schedule.training, schedule.shape))
-
-    def program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
-        """Return the program of a training step, or of an evaluation, which has forwards only."""
-        under_ops = not self._settles or (training, shape) in self._settled
-        key = training, shape, under_ops
-        if key not in self._lowered:
-            if training:
-                # The trainer has done so before it made the process group.
-                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
-            spans = (self._training if training else self._evaluation).spans(shape)
-            messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
-            program = lower_rank(
-                self._rank,
-                messages,
-                shape,
-                loads=self._loads,
-                under_ops=under_ops,
-                host_copies=self._host_copies if training else None,
-            )
-            self._lowered[key] = ProgramSchedule(program, shape, training=training)
-        return self._lowered[key]
-
 
 Around = Callable[[Op], AbstractContextManager[None]]
-"""Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""
+"""Surrounds the computation of an op: measures it, and accumulates its gradients."""
 
 
 class Executor:
-    """Runs the stages of one pipeline rank, one batch after the other.
+    """Runs the stages of one pipeline rank, batch by batch.
 
     Args:
-        around: surrounds the computing of each op.
+        loss_scale: scales the loss of a token slice before backward.
+        around: surrounds the computation of each op.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
+        checks: whether to compare each stage in token slices with the whole, at its first token slice.
+        key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
         host_copies: settings of the copies to the host; None for no copies.
     """
 
     def __init__(
         self,
         module: TokenSlicePipelineModule,
-        ops: StageOps,
         links: RankLinks,
         device: torch.device,
         *,
-        next_batch: Callable[[], Any],
+        loss: BatchLoss,
+        loss_scale: Callable[[Tensor], Tensor],
         around: Around,
         ledger: OpLedger,
         reductions: GradientReductions | None = None,
+        gathers: ParameterGathers | None = None,
+        checks: bool = False,
+        key_value_gradients: torch.dtype | None = None,
         host_copies: HostCopySettings | None = None,
     ) -> None:
-        self._module, self._ops, self._links, self._device = module, ops, links, device
-        self._next_batch, self._around = next_batch, around
-        self._ledger, self._reductions, self._attached = ledger, reductions, False
-        self._host_copies = host_copies
+        self._module, self._links, self._device = module, links, device
+        self._batch_loss, self._loss_scale, self._around, self._ledger = loss, loss_scale, around, ledger
+        self._reductions, self._gathers, self._attached = reductions, gathers, False
+        self._key_value_gradients, self._host_copies = key_value_gradients, host_copies
+        self._weight_gradients = WeightGradients()
         self.copies = None if host_copies is None else HostCopies(device, host_copies)
         """Copies in the memory of the host."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
+        self._unchecked = set(self._stages) if checks else set()
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
 
     def begin(self, batch: Batch, *, defers_weight_gradients: bool) -> None:
         """Start a batch."""
         self.batch = batch
-        self._ops.begin(batch)
         if self._host_copies is not None and self.copies is not None:
             self.copies.begin(self._host_copies.fitting(batch.shape))
         if defers_weight_gradients:
@@ -194,7 +87,7 @@ class Executor:
     def attach_weight_gradients(self) -> None:
         """Attach the weight gradients to the module: products may be deferred, and add to sums in place."""
         if not self._attached:
-            self._ops.weight_gradients.attach(self._module)
+            self._weight_gradients.attach(self._module)
             self._attached = True
 
     def finish(self, batch: Batch) -> None:
@@ -208,7 +101,7 @@ class Executor:
     def load(self, step: Instruction) -> None:
         """Take a micro-batch, cut it, and copy the stages' inputs to the device, so that no op waits for the host."""
         try:
-            batch = self._next_batch()
+            batch = self._batch_loss.take()
         except StopIteration:
             raise UserError(
                 f"the data iterator ended at micro-batch {step.micro_batch} of a batch of "
@@ -241,10 +134,13 @@ class Executor:
         op, held = step.op, self.batch.buffers[step.buffer]
         if op.stage:
             held.inputs = self._read(op)
-        inputs, entries = self._ops.given(op, held)
-        self._ops.check(op, inputs, entries)
+        inputs, entries = self._given(op, held)
+        self._check(op, inputs, entries)
         with self._around(op):
-            self._ops.forward(op, held, inputs, entries)
+            if self._computes_again:
+                self._pass_through(op, held, inputs, entries)
+            else:
+                self._compute(op, held, inputs, entries)
         if not self.batch.training and op.token_slice == self.batch.shape.last_token_slice:
             self._forget(op, last_stage=self._stages[-1])
 
@@ -255,13 +151,13 @@ class Executor:
         gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
         self._take_fetched(op, held)
         with self._around(op):
-            self._ops.backward(op, held, gradients)
+            self._backward(op, held, gradients)
         if op.token_slice == 0:
             self._forget(op, last_stage=self._stages[0])
 
     def input_gradient(self, step: Instruction) -> None:
         """Compute the gradients of inputs; defer the products of weights."""
-        with self._ops.weight_gradients.deferring() as deferred:
+        with self._weight_gradients.deferring() as deferred:
             self.backward(step)
         self.batch.buffers[step.buffer].deferred_wgrads = deferred
 
@@ -383,6 +279,151 @@ class Executor:
         del self.batch.states[op.stage, op.micro_batch]
         if op.stage == last_stage:
             self.batch.forget_data(op.micro_batch)
+
+    # ------------------------------------------------------------------ computing a stage
+
+    def _given(self, op: Op, held: Buffer) -> tuple[Any, Mapping[str, Any]]:
+        """The input of a stage, and the entries that its layers take by name, on their device."""
+        if op.stage == 0:
+            inputs = self.batch.parts[op.micro_batch][op.token_slice].inputs
+            return (self._entries(op), {}) if isinstance(inputs, Mapping) else (inputs, {})
+        return held.inputs[0] if len(held.inputs) == 1 else held.inputs, self._entries(op)
+
+    def _check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
+        """Compare a stage in token slices with the whole, once, on a token slice with enough tokens."""
+        if op.stage not in self._unchecked:
+            return
+        length = self.batch.parts_of(op.micro_batch).lengths[op.token_slice]
+        if isinstance(inputs, Mapping):
+            entries, inputs = inputs, inputs[self._module.data_entries.first]
+        layers = self._module.stage_layers(op.stage)
+        if check_layers(layers, inputs, entries, modules=self._module, seq_length=length):
+            self._unchecked.discard(op.stage)
+
+    def _backward(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> None:
+        """Compute the gradients of a stage's inputs and weights, given those [...] of its outputs that need one."""
+        if self._computes_again:
+            gradients = self._compute_again(op, held, gradients)
+        roots, held.roots = held.roots, ()
+        if op.stage == self.batch.shape.last_stage:
+            # 1, or NaN if the loss is not finite, so that no gradient of it is finite.
+            gradients = tuple(root.detach() * 0 + 1 for root in roots)
+            roots = tuple(self._loss_scale(root) for root in roots)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    @property
+    def _computes_again(self) -> bool:
+        """Whether backwards compute stages again, without a graph of the forward."""
+        return self.batch.training and self._module.recomputation.stages
+
+    def _compute(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
+        """Compute a stage, and keep the roots of its backward, and the outputs for the next stage."""
+        outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
+        if op.stage == self.batch.shape.last_stage:
+            held.roots = self._loss(outputs, op)
+        else:
+            held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
+
+    def _pass_through(self, op: Op, held: Buffer, inputs: Any, entries: Mapping[str, Any]) -> None:
+        """Compute a stage without a graph, for keys and values, and the outputs for the next stage."""
+        state, keeps = self._state(op), self._module.recomputation.keeps_random_state
+        held.random_state = RandomState.now(self._device) if keeps else None
+        is_last = op.stage == self.batch.shape.last_stage
+        with torch.no_grad():
+            outputs = self._module(
+                *(inputs, state, op.token_slice, op.stage, entries, self._entering(op)),
+                # Head and loss follow in the backward, unless the head might draw random numbers.
+                up_to_past=is_last and not keeps,
+            )
+        state.forget_shared(op.token_slice)
+        if not is_last:
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            bear = bearing_gradients(outputs, held.inputs, self._module.parameters_of(op.stage))
+            held.outputs = tuple(
+                output.detach().requires_grad_(bears) for output, bears in zip(outputs, bear, strict=True)
+            )
+            held.bear_gradients = tuple(bear)
+
+    def _compute_again(self, op: Op, held: Buffer, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute a stage with a graph, and return the gradients of outputs that are part of the graph."""
+        random_state, held.random_state = held.random_state, None
+        with nullcontext() if random_state is None else random_state.restored():
+            self._compute(op, held, *self._given(op, held))
+        self._state(op).forget_shared(op.token_slice)
+        outputs, held.outputs = held.outputs, ()
+        bearing = [output for output, bears in zip(outputs, held.bear_gradients, strict=True) if bears]
+        return tuple(gradient for output, gradient in zip(bearing, gradients, strict=True) if output.requires_grad)
+
+    def _entries(self, op: Op) -> dict[str, Any]:
+        """Entries that the layers of a stage take by name, copied to the device for one token slice."""
+        parts = self.batch.parts.get(op.micro_batch)
+        if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
+            return {}
+        return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
+
+    def _entering(self, op: Op) -> Entering | None:
+        """The function that a forward calls with each layer it enters; None if there are no listeners."""
+        listeners = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
+        if self._reductions is not None and self.batch.updates:
+            reduced = self._reductions.entering(op, self._defer)
+            listeners += [reduced] if reduced is not None else []
+
+        def entering(layer: int, inputs: Any) -> None:
+            for listener in listeners:
+                listener(layer, inputs)
+
+        return entering if listeners else None
+
+    def _defer(self, action: Callable[[], None]) -> bool:
+        """Add a function to the deferred products; False if products are not deferred."""
+        if self._weight_gradients.collecting:
+            self._weight_gradients.add(action)
+            return True
+        return False
+
+    def _state(self, op: Op) -> SequenceState:
+        """State of a micro-batch on a stage; empty at its first forward there."""
+        key = op.stage, op.micro_batch
+        if key not in self.batch.states:
+            self.batch.states[key] = SequenceState(
+                self.batch.token_slices_of(op.micro_batch),
+                ranks=self._module.sequence_ranks,
+                seed=self._module.base_seed,
+                sequences=self.batch.sequences(op.micro_batch),
+                documents=self.batch.documents.get(op.micro_batch),
+                forward_only=not self.batch.training,
+                keys_apart=self._host_copies is not None,
+                key_value_gradients=self._key_value_gradients,
+            )
+        return self.batch.states[key]
+
+    def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
+        """Add a token slice's share to the loss, and return the roots of its backward."""
+        if self.batch.keeps_outputs:
+            with torch.no_grad():
+                given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
+            self.batch.outputs[op.micro_batch][op.token_slice] = detached(given)
+            self.batch.labels[op.micro_batch][op.token_slice] = self.batch.parts[op.micro_batch][op.token_slice].labels
+        if not self.batch.computes_loss:
+            return ()
+        part, loss_fn = self.batch.parts[op.micro_batch][op.token_slice], self._module.loss_fn
+        if loss_fn is None:
+            loss = outputs
+        elif isinstance(part.labels, Mapping):
+            labels = self._module.data_entries.given_to_loss(part.labels)
+            loss = loss_fn(outputs, **to_device(labels, self._device))
+        else:
+            loss = loss_fn(outputs, part.labels)
+        loss = self._batch_loss.weigh(loss * part.loss_weight, op.micro_batch)
+        self.batch.add_loss(op.micro_batch, loss)
+        if self.batch.training and not loss.requires_grad:
+            raise UserError(
+                f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
+                "gradients back through it: if no token counts, return outputs.sum() * 0"
+            )
+        return (loss,)
 
 
 METHODS = {

@@ -1,6 +1,4 @@
-"""What CUDA runs need is set before torch starts, a user's value stays, and ranks that differ say so."""
-
-import os
+"""Variables of CUDA runs are set before torch starts, a user's value stays, and ranks that differ are reported."""
 
 import pytest
 
@@ -14,8 +12,6 @@ from deepspeed_ext.runtime.cuda_environment import (
     prepare_cuda_environment,
     will_use_cuda,
 )
-from megatron_terapipe.training.build_engine import compare_environments
-from tests.distributed import run_distributed
 
 OURS = {variable.name: variable.value for variable in VARIABLES}
 
@@ -24,7 +20,7 @@ def prepared(environment: dict[str, str], num_pipeline_ranks: int = 2) -> list[s
     return prepare_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks, has_device=True)
 
 
-def test_what_nobody_has_set_is_set_and_said_in_one_line() -> None:
+def test_unset_variables_are_set_and_listed() -> None:
     environment = {"PATH": "/bin"}
     assert prepared(environment) == [
         "CUDA environment: set CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER, "
@@ -33,7 +29,7 @@ def test_what_nobody_has_set_is_set_and_said_in_one_line() -> None:
     assert environment == OURS | {"PATH": "/bin"}
 
 
-def test_a_users_value_stays_under_whichever_name() -> None:
+def test_a_users_value_stays_under_either_name() -> None:
     users = {HARDWARE_QUEUES: "16", "PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_HIGH_PRIORITY": "0"}
     environment = dict(users)
     assert prepared(environment) == [
@@ -59,7 +55,7 @@ def test_a_repeatable_run_needs_more() -> None:
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "makes every release of memory wait for the device"),
     ],
 )
-def test_values_with_which_a_run_locks_or_is_not_repeatable_are_refused(name: str, value: str, fault: str) -> None:
+def test_values_that_lock_or_are_not_repeatable_are_refused(name: str, value: str, fault: str) -> None:
     environment = {name: value}
     with pytest.raises(UserError, match=rf"^{name}='?{value}'? {fault}.*: unset it, or "):
         prepare_cuda_environment(environment, num_pipeline_ranks=2, deterministic=True, has_device=True)
@@ -110,7 +106,7 @@ def test_unwise_values_are_warned_of_where_ranks_exchange_messages(name: str, va
     assert len(prepared({name: value}, num_pipeline_ranks=1)) == 1
 
 
-def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_told() -> None:
+def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_listed() -> None:
     mine = compared_variables(OURS | {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"})
     assert mine == OURS
     assert check_same_environment([mine] * 3) == []
@@ -120,23 +116,3 @@ def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_to
     assert "TORCH_NCCL_BLOCKING_WAIT=1 on rank 1 and TORCH_NCCL_BLOCKING_WAIT unset on rank 0" in line
     with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}=8 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but"):
         check_same_environment([mine, mine | {HARDWARE_QUEUES: "8"}])
-
-
-def _compared(cases: list[list[str]]) -> list[str]:
-    """What this rank says of each case, which has a number of queues for each rank."""
-    lines = []
-    for queues in cases:
-        os.environ.update(OURS | {HARDWARE_QUEUES: queues[int(os.environ["RANK"])]})
-        try:
-            compare_environments()
-            lines.append("")
-        except UserError as error:
-            lines.append(str(error))
-    return lines
-
-
-def test_ranks_compare_what_they_have() -> None:
-    first, second = run_distributed(_compared, 2, [["32", "32"], ["32", "4"]])
-    assert first == second
-    assert first[0] == ""
-    assert first[1].startswith(f"{HARDWARE_QUEUES}=4 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but the check")

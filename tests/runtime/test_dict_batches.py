@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime import stage_ops
+from deepspeed_ext.runtime import executor
 from deepspeed_ext.runtime.attention.sequence_state import Past
 from deepspeed_ext.runtime.micro_batch import to_device
 from tests.distributed import run_distributed
@@ -184,7 +184,7 @@ def _moves() -> list[tuple[int, list[str]]]:
             moves.append((*lengths, sorted(tensors)))
         return to_device(tensors, device)
 
-    with patch.object(stage_ops, "to_device", recorded):
+    with patch.object(executor, "to_device", recorded):
         engine.train_batch(iter(dict_batches(setup, 0, torch.float32)))
     return moves
 

@@ -1,10 +1,11 @@
-"""The one place where DeepSpeed learns of our engine."""
+"""Engines are made of DeepSpeed's configuration, and settings that cannot be followed are refused."""
 
-import logging
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import deepspeed.ops
@@ -47,7 +48,7 @@ def test_an_unknown_schedule_is_refused_before_anything_is_made() -> None:
         initialize(None, {}, schedule="dualpipe")
 
 
-def test_deepspeeds_engine_is_put_back_even_after_a_failure() -> None:
+def test_deepspeeds_engine_is_restored_after_a_failure() -> None:
     with pytest.raises(ZeroDivisionError), initialize_module._engine_class(TokenSlicePipelineEngine):
         assert deepspeed.PipelineEngine is TokenSlicePipelineEngine
         raise ZeroDivisionError
@@ -78,7 +79,7 @@ def module(ranks: int = 1) -> TokenSlicePipelineModule:
     return TokenSlicePipelineModule(models.layers(), layout=layout, token_slices=TokenSlices(CUT))
 
 
-def _said(call: Callable[[], Any]) -> str:
+def _error(call: Callable[[], Any]) -> str:
     try:
         call()
     except (UserError, PlanError) as error:
@@ -93,17 +94,17 @@ def _refusals(directory: str) -> dict[str, str]:
     engine.save_checkpoint(directory, tag="saved")
     get_accelerator().is_fp16_supported = lambda: True
     return {
-        "deepspeed.initialize": _said(lambda: deepspeed.initialize(model=module(), config=CONFIG)),
-        "stock module": _said(lambda: initialize(stock, CONFIG)),
-        "plain module": _said(lambda: initialize(nn.Linear(4, 4), CONFIG)),
-        "no config": _said(lambda: initialize(module())),
-        "layout": _said(lambda: module(ranks=4)),
-        "model chunks": _said(lambda: build(Setup(cut=CUT, model_chunks=2, schedule="zero-bubble"))),
-        "costs": _said(lambda: build(setup, engine_keywords={"costs": lambda shape: None})),
-        "tag": _said(lambda: engine.load_checkpoint(directory, tag="other")),
-        "directory": _said(lambda: engine.load_checkpoint(directory + "/none", tag="other")),
+        "deepspeed.initialize": _error(lambda: deepspeed.initialize(model=module(), config=CONFIG)),
+        "stock module": _error(lambda: initialize(stock, CONFIG)),
+        "plain module": _error(lambda: initialize(nn.Linear(4, 4), CONFIG)),
+        "no config": _error(lambda: initialize(module())),
+        "layout": _error(lambda: module(ranks=4)),
+        "model chunks": _error(lambda: build(Setup(cut=CUT, model_chunks=2, schedule="zero-bubble"))),
+        "costs": _error(lambda: build(setup, engine_keywords={"costs": lambda shape: None})),
+        "tag": _error(lambda: engine.load_checkpoint(directory, tag="other")),
+        "directory": _error(lambda: engine.load_checkpoint(directory + "/none", tag="other")),
         # DeepSpeed divides gradients by a loss scale that it never applied (U3).
-        "fp16": _said(lambda: build(setup, config={"fp16": {"enabled": True}})),
+        "fp16": _error(lambda: build(setup, config={"fp16": {"enabled": True}})),
     }
 
 
@@ -121,22 +122,11 @@ EXPECTED = {
 }
 
 
-class Lines(logging.Handler):
-    """Remembers what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _warnings() -> list[str]:
-    lines = Lines()
-    logger.addHandler(lines)
-    build(Setup(cut=CUT, schedule="interleaved"), config={"activation_checkpointing": {"profile": False}})
-    return [line for line in lines.lines if "without effect" in line or "interleaved" in line]
+    with patch.object(logger, "log") as logged:
+        build(Setup(cut=CUT, schedule="interleaved"), config={"activation_checkpointing": {"profile": False}})
+    lines = [str(call.args[1]) for call in logged.call_args_list]
+    return [line for line in lines if "without effect" in line or "interleaved" in line]
 
 
 def _all(directory: str) -> tuple[dict[str, str], list[str], dict[str, Any]]:
@@ -148,28 +138,28 @@ def found_by_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, s
     return run_distributed(_all, 1, str(tmp_path_factory.mktemp("checkpoint")))[0]
 
 
-def test_each_is_refused_in_one_line(found_by_rank) -> None:
+def test_mistakes_are_refused_in_one_line(found_by_rank) -> None:
     found = found_by_rank[0]
     assert found.keys() == EXPECTED.keys()
-    for name, said in EXPECTED.items():
-        assert said in found[name], name
+    for name, line in EXPECTED.items():
+        assert line in found[name], name
         assert "\n" not in found[name]
 
 
-def test_what_runs_instead_and_what_has_no_effect_is_said(found_by_rank) -> None:
+def test_settings_without_effect_are_logged(found_by_rank) -> None:
     effect, schedule = found_by_rank[1]
     assert "without effect in the DeepSpeed configuration: activation_checkpointing" in effect
     assert "the schedule 'interleaved' is '1f1b' with one model chunk" in schedule
 
 
-def test_both_engines_live_in_one_process(found_by_rank) -> None:
+def test_both_engines_in_one_process(found_by_rank) -> None:
     assert found_by_rank[2] == {"ours": True, "theirs": True, "restored": True, "compiles": False, "trains": True}
 
 
-def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
+def test_settings_are_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
-    path.write_text('{"train_batch_size": 8, "pipeline": {"stages": "auto"}}')
-    expected = {"train_batch_size": 8, "pipeline": {"stages": "auto"}}
+    expected = {"train_batch_size": 8, "pipeline": {"stages": "auto"}, "curriculum_learning": {"enabled": False}}
+    path.write_text(json.dumps(expected))
     assert read_settings(expected, {}) == expected
     assert read_settings(path, {}) == read_settings(str(path), {}) == expected
     assert read_settings(None, {"config_params": expected}) == expected
@@ -177,7 +167,7 @@ def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "line"),
     [
         (None, "initialize got no DeepSpeed configuration"),
         ("nowhere.json", "the DeepSpeed configuration nowhere.json cannot be read"),
@@ -194,23 +184,18 @@ def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
         ({"sequence_parallel_size": 2}, "ParallelLayout(sequence_parallel_size=...)"),
     ],
 )
-def test_what_is_not_done_here_is_refused_in_one_line(settings: Any, said: str) -> None:
+def test_settings_that_cannot_be_followed_are_refused(settings: Any, line: str) -> None:
     with pytest.raises(UserError) as refused:
         read_settings(settings, {})
-    assert said in str(refused.value)
+    assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_keywords_bring_no_second_configuration() -> None:
     brought = SimpleNamespace(deepspeed_config="settings.json", seed=1)
-    left = without_settings({"args": brought, "config_params": {}, "lr_scheduler": None})
-    assert left == {"args": SimpleNamespace(deepspeed_config=None, seed=1), "lr_scheduler": None}
+    others = without_settings({"args": brought, "config_params": {}, "lr_scheduler": None})
+    assert others == {"args": SimpleNamespace(deepspeed_config=None, seed=1), "lr_scheduler": None}
     assert brought.deepspeed_config == "settings.json"
-
-
-def test_what_is_switched_off_may_stand_there() -> None:
-    settings = {"curriculum_learning": {"enabled": False}, "train_batch_size": 8}
-    assert read_settings(settings, {}) == settings
 
 
 def test_sections_without_effect_are_listed_in_one_line() -> None:

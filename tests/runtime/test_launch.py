@@ -47,12 +47,10 @@ def test_every_launcher_is_understood(variables: dict[str, str], expected: Launc
         assert LaunchEnvironment.of_dry_run(variables, stated=None, least=2) == expected
 
 
-@pytest.mark.parametrize("inner", [recorded.DEEPSPEED, recorded.TORCHRUN], ids=["deepspeed", "torchrun"])
-@pytest.mark.parametrize(
-    "outer", [recorded.SLURM, recorded.BATCH_SCRIPT, recorded.OPEN_MPI, recorded.OPEN_MPI_IN_SLURM]
-)
-def test_the_launcher_nearest_to_the_process_counts(outer: dict[str, str], inner: dict[str, str]) -> None:
-    assert LaunchEnvironment.read(outer | inner) == OF_TORCH
+def test_the_launcher_nearest_to_the_process_counts() -> None:
+    for inner in (recorded.DEEPSPEED, recorded.TORCHRUN):
+        for outer in (recorded.SLURM, recorded.BATCH_SCRIPT, recorded.OPEN_MPI, recorded.OPEN_MPI_IN_SLURM):
+            assert LaunchEnvironment.read(outer | inner) == OF_TORCH
 
 
 @pytest.mark.parametrize(
@@ -65,23 +63,22 @@ def test_the_launcher_nearest_to_the_process_counts(outer: dict[str, str], inner
         (recorded.BATCH_SCRIPT, None, 4),
         (recorded.BATCH_SCRIPT | {"WORLD_SIZE": "8"}, None, 8),
     ],
-    ids=["the least", "stated", "by a variable", "stated in a script", "in a script", "by a variable in a script"],
 )
-def test_a_dry_run_is_the_first_of_ranks_that_nobody_launched(
+def test_a_dry_run_without_a_launcher_is_the_first_rank(
     variables: dict[str, str], stated: int | None, world_size: int
 ) -> None:
     found = LaunchEnvironment.of_dry_run(variables, stated=stated, least=2)
     assert found == place(0, world_size, 0, world_size)
 
 
-def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
+def test_the_flag_gives_the_local_rank_without_a_variable() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8"}
     assert LaunchEnvironment.read(variables, local_rank=3).local_rank == 3
     assert LaunchEnvironment.read(variables | {"LOCAL_RANK": "0"}, local_rank=3).local_rank == 0
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "line"),
     [
         ({"RANK": "1"}, f"WORLD_SIZE is not set, but RANK is: {START}"),
         ({"WORLD_SIZE": "2"}, f"RANK is not set, but WORLD_SIZE is: {START}"),
@@ -113,37 +110,36 @@ def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
         ),
     ],
 )
-def test_half_an_environment_or_two_that_contradict_are_refused(variables: dict[str, str], said: str) -> None:
+def test_half_an_environment_or_two_that_contradict_are_refused(variables: dict[str, str], line: str) -> None:
     with pytest.raises(UserError) as caught:
         LaunchEnvironment.read(variables)
-    assert str(caught.value) == said
+    assert str(caught.value) == line
 
 
-def test_what_is_exported_is_read_back_by_torch_and_deepspeed() -> None:
-    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    exported = dict(meeting)
-    OF_TORCH.export(exported)
-    assert exported == meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
-    assert LaunchEnvironment.read(exported) == OF_TORCH
+STATED = recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "10.88.0.2"}
+EXPORTED = {
+    "stated": ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"} | recorded.TORCHRUN, "10.88.0.1", "29400"),
+    "of the launcher": (recorded.SLURM, "tslice-29807-1-host1", "20100"),
+    "half stated": (recorded.SLURM | {"MASTER_ADDR": "ib0-host1"}, "ib0-host1", "20100"),
+    "not on the host of mpirun": (STATED, "10.88.0.2", "27841"),
+    "one process": ({"MASTER_PORT": "1234"}, "127.0.0.1", "1234"),
+    # Any free port: runs on one host must not meet.
+    "one process, not stated": ({}, "127.0.0.1", "0"),
+}
 
 
-def test_the_place_to_meet_is_the_launchers_where_nobody_says_it() -> None:
-    exported = dict(recorded.SLURM)
-    LaunchEnvironment.read(exported).export(exported)
-    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("tslice-29807-1-host1", "20100")
-    stated = recorded.SLURM | {"MASTER_ADDR": "ib0-host1"}
-    LaunchEnvironment.read(stated).export(stated)
-    assert (stated["MASTER_ADDR"], stated["MASTER_PORT"]) == ("ib0-host1", "20100")
-
-
-def test_the_first_rank_may_be_elsewhere_than_mpirun_if_somebody_says_where() -> None:
-    stated = recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "10.88.0.2"}
-    LaunchEnvironment.read(stated).export(stated)
-    assert (stated["MASTER_ADDR"], stated["MASTER_PORT"]) == ("10.88.0.2", "27841")
+@pytest.mark.parametrize(("variables", "address", "port"), EXPORTED.values(), ids=EXPORTED)
+def test_the_place_to_meet_is_exported(variables: dict[str, str], address: str, port: str) -> None:
+    exported = dict(variables)
+    place = LaunchEnvironment.read(exported)
+    place.export(exported)
+    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == (address, port)
+    again = LaunchEnvironment.read(exported)
+    assert (again.rank, again.world_size, again.local_rank) == (place.rank, place.world_size, place.local_rank)
 
 
 @pytest.mark.parametrize("number", ["1", "99999999", "2147483647"])
-def test_the_port_of_a_job_is_one_that_no_connection_is_given_by_chance(number: str) -> None:
+def test_the_port_of_a_job_is_none_of_outgoing_connections(number: str) -> None:
     for variables in (
         recorded.SLURM | {"SLURM_JOB_ID": number},
         recorded.OPEN_MPI | {"OMPI_MCA_ess_base_jobid": number},
@@ -151,16 +147,7 @@ def test_the_port_of_a_job_is_one_that_no_connection_is_given_by_chance(number: 
         assert LaunchEnvironment.read(variables).meeting[1] in PORTS
 
 
-def test_alone_a_place_to_meet_is_exported_unless_there_is_one() -> None:
-    exported = {"MASTER_PORT": "1234"}
-    LaunchEnvironment.read({}).export(exported)
-    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("127.0.0.1", "1234")
-    nowhere: dict[str, str] = {}
-    LaunchEnvironment.read({}).export(nowhere)
-    assert nowhere["MASTER_PORT"] == "0"  # any that is free: runs beside each other must not meet
-
-
-def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under MPICH. Where mpi4py is installed DeepSpeed finds out by itself."""
     monkeypatch.setattr(environment_module, "find_spec", lambda name: None)
     with pytest.raises(
@@ -186,14 +173,14 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_no_list_of_hosts_is_refused_in_one_line() -> None:
+def test_no_list_of_hosts_is_refused() -> None:
     for hosts in ("", "[", ",a", "[a-b]"):
         with pytest.raises(UserError, match=r"is not a list of hosts as Slurm writes it: set MASTER_ADDR"):
             first_host(hosts)
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 5)), min_size=1, max_size=5), st.data())
-def test_every_node_has_the_tasks_that_the_list_says(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_tasks_of_each_node(runs: list[tuple[int, int]], data: st.DataObject) -> None:
     text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else str(tasks) for tasks, nodes in runs)
     expanded = [tasks for tasks, nodes in runs for _ in range(nodes)]
     node = data.draw(st.integers(0, len(expanded) - 1))

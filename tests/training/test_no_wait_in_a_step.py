@@ -113,7 +113,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
     engine = build_engine(run_of(setup))
     engine.module.to(DEVICE)
-    engine._executor._device = engine._executor._ops._device = engine._links.device = DEVICE
+    engine._executor._device = engine._links.device = DEVICE
     engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
     engine.module.train()
     engine.batch = engine._new_batch(None, training=True, updates=True)

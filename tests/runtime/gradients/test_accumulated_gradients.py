@@ -1,4 +1,4 @@
-"""Gradients of bf16 weights that add up in fp32: what the sums are, and what they no longer cost."""
+"""Gradients of bf16 weights that are summed in fp32: the sums, and their cost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ def test_look_ups_touch_the_rows_they_used_and_in_fp32() -> None:
     assert torch.equal(total.view(8, IN), expected)
 
 
-def test_what_autograd_leaves_is_moved_and_nothing_else_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_autograd_are_moved_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulated_gradients, "_SMALL", 10)
     small, large, unused = (nn.Parameter(drawn(size, seed=size)) for size in (3, 20, 4))
     sums, (of_small, of_large, of_unused) = accumulated(small, large, unused)
@@ -98,7 +98,7 @@ def test_what_autograd_leaves_is_moved_and_nothing_else_is_touched(monkeypatch: 
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_whoever_watches_a_weight_sees_each_gradient_and_the_sum_has_them(register: str) -> None:
+def test_hooks_of_a_weight_get_each_gradient_and_the_sum_has_them(register: str) -> None:
     seen = []
     for watched in (False, True):
         module, calls = layer(torch.bfloat16), []
@@ -133,20 +133,28 @@ def _steps(way: str) -> tuple[list[float], dict[str, Any]]:
     return found, weights(engine)
 
 
-def _all_ways() -> list[tuple[list[float], dict[str, Any]]]:
-    return [_steps(way) for way in ("pass", "hooks", "products")]
+def _on_one() -> dict[str, Any]:
+    return {
+        "steps": [_steps(way) for way in ("pass", "hooks", "products")],
+        "written": [_written(token_slices, fused) for token_slices, fused in ((1, True), (4, True), (4, False))],
+    }
 
 
-def test_norm_clipping_and_step_are_those_of_both_of_deepspeeds_own_ways() -> None:
-    """Of one token slice to the bit: a sum of one product has nothing to round."""
-    (found, updated), *others = run_distributed(_all_ways, 1)[0]
-    assert found[1] > 0.1, "nothing was clipped"
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    return run_distributed(_on_one, 1)[0]
+
+
+def test_norm_clipping_and_step_are_those_of_both_of_deepspeeds_own_ways(on_one) -> None:
+    """Of one token slice to the bit: a sum of one product is not rounded."""
+    (found, updated), *others = on_one["steps"]
+    assert found[1] > 0.1, "the gradient was not clipped"
     for other_found, other_updated in others:
         assert other_found == found
         assert all((other_updated[name] == updated[name]).all() for name in updated)
 
 
-# ---------------------------------------------------------------------- what they cost
+# ---------------------------------------------------------------------- cost
 
 
 class FusedProducts(TorchDispatchMode):
@@ -183,24 +191,20 @@ def _written(token_slices: int, fused: bool) -> tuple[int, int]:
     with patch.object(accumulated_gradients, "_adds_products", lambda *_: fused):
         engine = trainer_engine.build_engine(run_of(setup))
     shapes = {weight.shape for weight in engine.module.parameters() if weight.dim() > 1}
-    for _ in range(2):  # the first one makes what later ones have
+    for _ in range(2):  # the first one allocates
         with FusedProducts(shapes) as counted:
             engine.train_batch(iter(batches(setup, 0)))
     return counted.written, counted.products
 
 
-def _all_written() -> list[tuple[int, int]]:
-    return [_written(token_slices, fused) for token_slices, fused in ((1, True), (4, True), (4, False))]
-
-
-def test_no_operation_but_products_goes_over_the_weights_for_each_token_slice() -> None:
-    (once, few), (often, many), (apart, none) = run_distributed(_all_written, 1)[0]
+def test_only_products_write_the_weights_for_each_token_slice(on_one) -> None:
+    (once, few), (often, many), (apart, none) = on_one["written"]
     assert (few, many, none) == (4 * 4 + 1, 4 * (4 * 4 + 1), 0)
     assert often == once
-    assert apart > once, "what counts does not see the sums that CPUs take apart from their products"
+    assert apart > once, "the sums of CPUs, which are apart from their products, must count"
 
 
-def test_a_device_that_adds_products_by_itself_is_handed_the_sum() -> None:
+def test_a_device_that_adds_products_gets_the_sum() -> None:
     """On tensors without numbers: the arguments fit the operation of this torch."""
     with patch.object(accumulated_gradients, "_adds_products", lambda *_: True):
         gradient = AccumulatedGradient(torch.zeros(2, OUT, IN, device="meta"), torch.bfloat16)
@@ -209,7 +213,7 @@ def test_a_device_that_adds_products_by_itself_is_handed_the_sum() -> None:
     assert gradient.total.shape == (2, OUT, IN)
 
 
-def test_this_host_has_no_such_operation_and_is_not_asked_for_it() -> None:
+def test_cpus_have_no_such_operation() -> None:
     assert not accumulated_gradients._adds_products(torch.device("cpu"), torch.bfloat16, torch.float32)
 
 

@@ -15,7 +15,7 @@ from tests.runtime.training import ROWS, Setup, build
 
 
 def steps_with_a_borrowed_weight() -> list[str]:
-    """What the step said of a weight that is held by one of the layers that use it, and by both."""
+    """Errors of a step with a weight that belongs to one of the layers that use it, and to both."""
     return [_step_with_a_borrowed_weight(registered) for registered in (False, True)]
 
 
@@ -44,7 +44,7 @@ def test_a_weight_that_an_earlier_layer_uses_must_be_its_own_too() -> None:
         assert of_both == ""
 
 
-def test_parts_that_lie_one_behind_the_other_are_one() -> None:
+def test_adjacent_parts_are_joined() -> None:
     buffer, other = torch.arange(10.0), torch.zeros(3)
     parts = [Part(buffer[4:6]), Part(other, 1), Part(buffer[0:3]), Part(buffer[6:10]), Part(buffer[3:4], 1)]
     joined = [(part.values.tolist(), part.owner) for part in reductions.adjacent(parts)]

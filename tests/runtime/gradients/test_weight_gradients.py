@@ -1,4 +1,4 @@
-"""Deferred weight gradients: the same bits as a whole backward, for layers that know nothing of it."""
+"""Deferred weight gradients: the same bits as a whole backward, for ordinary layers."""
 
 import copy
 import weakref
@@ -16,7 +16,7 @@ ROWS, TOKENS, WIDTH = 2, 3, 8
 
 
 class Layer(nn.Module):
-    """Layers as anybody writes them: linear ones, a norm, an embedding, and a weight used by hand."""
+    """Ordinary layers: linear ones, a norm, an embedding, and a weight of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,55 +57,45 @@ def deferred_by(module: nn.Module, weight_gradients: WeightGradients, step: int)
     return deferred
 
 
+def train(module: nn.Module, steps: int) -> None:
+    for step in range(steps):
+        module(tokens_of(step)).logsumexp(-1).sum().backward()
+
+
+def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+    assert gradients(found).keys() == gradients(expected).keys()
+    for name, gradient in gradients(expected).items():
+        assert torch.equal(found.get_parameter(name).grad, gradient), name
+
+
+@pytest.mark.parametrize("way", ["all deferred", "in turns", "repeated forward"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_sum_of_deferred_products_has_the_bits_of_whole_backwards(dtype: torch.dtype) -> None:
+def test_deferred_products_have_the_bits_of_whole_backwards(dtype: torch.dtype, way: str) -> None:
     whole, apart = layer(dtype), layer(dtype)
+    train(whole, 3)
+    weight_gradients, waiting = attached(apart), []
     for step in range(3):
-        whole(tokens_of(step)).logsumexp(-1).sum().backward()
-    weight_gradients = attached(apart)
-    waiting = [deferred_by(apart, weight_gradients, step) for step in range(3)]
+        if way == "in turns" and step % 2:
+            apart(tokens_of(step)).logsumexp(-1).sum().backward()
+            continue
+        repeated = way == "repeated forward"
+        output = checkpoint(apart, tokens_of(step), use_reentrant=False) if repeated else apart(tokens_of(step))
+        with weight_gradients.deferring() as deferred:
+            output.logsumexp(-1).sum().backward()
+        assert len(deferred) == 3
+        waiting.append(deferred)
+        if way == "in turns":
+            compute(deferred)
     for deferred in waiting:
         compute(deferred)
-    expected, found = gradients(whole), gradients(apart)
-    assert expected.keys() == found.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert deferred == []
+    assert_equal(apart, whole)
 
 
-def test_input_gradients_leave_the_weights_of_products_alone() -> None:
+def test_input_gradients_add_no_gradients_of_products() -> None:
     module = layer()
-    deferred = deferred_by(module, attached(module), 0)
+    deferred_by(module, attached(module), 0)
     assert gradients(module).keys() == {"words.weight", "up.bias", "norm.weight", "norm.bias"}
-    assert len(deferred) == 3
-    compute(deferred)
-    assert gradients(module).keys() == {name for name, _ in module.named_parameters()}
-    assert deferred == []
-
-
-def test_whole_and_deferred_backwards_may_take_turns() -> None:
-    whole, mixed = layer(), layer()
-    weight_gradients = attached(mixed)
-    for step in range(4):
-        whole(tokens_of(step)).logsumexp(-1).sum().backward()
-        if step % 2:
-            compute(deferred_by(mixed, weight_gradients, step))
-        else:
-            mixed(tokens_of(step)).logsumexp(-1).sum().backward()
-    for name, gradient in gradients(whole).items():
-        assert torch.equal(mixed.get_parameter(name).grad, gradient), name
-
-
-def test_a_repeated_forward_puts_off_as_the_first_one_did() -> None:
-    whole, apart = layer(), layer()
-    whole(tokens_of(0)).logsumexp(-1).sum().backward()
-    weight_gradients = attached(apart)
-    loss = checkpoint(apart, tokens_of(0), use_reentrant=False).logsumexp(-1).sum()
-    with weight_gradients.deferring() as deferred:
-        loss.backward()
-    assert len(deferred) == 3
-    compute(deferred)
-    for name, gradient in gradients(whole).items():
-        assert torch.equal(apart.get_parameter(name).grad, gradient), name
 
 
 def test_between_the_parts_a_product_keeps_its_input_and_the_gradient_of_its_output() -> None:
@@ -125,7 +115,7 @@ def test_between_the_parts_a_product_keeps_its_input_and_the_gradient_of_its_out
     assert sum(kept.values()) == ROWS * TOKENS * (WIDTH + 4 * WIDTH)
 
 
-def test_products_run_in_their_order_and_are_let_go_as_soon_as_they_are_computed() -> None:
+def test_products_run_in_their_order_and_are_freed_at_once() -> None:
     """Else the last one would still hold the memory of all."""
     tensors = [torch.tensor(number) for number in range(3)]
     alive = [weakref.ref(each) for each in tensors]
@@ -144,7 +134,7 @@ def test_products_run_in_their_order_and_are_let_go_as_soon_as_they_are_computed
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_weight_that_somebody_watches_gets_its_gradient_at_once(register: str) -> None:
+def test_a_weight_with_hooks_gets_its_gradient_at_once(register: str) -> None:
     module = layer()
     calls: list[Tensor] = []
     getattr(module.up.weight, register)(calls.append)
@@ -174,7 +164,7 @@ class Doubling(nn.Linear):
         return super().forward(inputs) * 2
 
 
-def test_products_that_do_not_ask_are_computed_at_once() -> None:
+def test_other_products_are_computed_at_once() -> None:
     bare, own, wrapped = nn.Parameter(torch.randn(WIDTH, WIDTH)), Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     wrapped.forward = lambda inputs: F.linear(inputs, wrapped.weight)
     weight_gradients = attached(nn.ModuleList([nn.ParameterList([bare]), own, wrapped]))
@@ -186,10 +176,10 @@ def test_products_that_do_not_ask_are_computed_at_once() -> None:
     torch.testing.assert_close(own.weight.grad, (2 * ROWS * bare.sum(0)).unsqueeze(1).expand(WIDTH, WIDTH))
 
 
-def test_attached_layers_are_the_layers_that_they_were() -> None:
+def test_attached_layers_compute_and_copy_as_before() -> None:
     module = layer()
     weight_gradients = attached(module)
-    weight_gradients.attach(module)  # once more changes nothing
+    weight_gradients.attach(module)  # twice has the same effect
     twin = copy.deepcopy(module)
     twin.up.weight.data.zero_()
     assert module.state_dict().keys() == layer().state_dict().keys()
@@ -209,7 +199,7 @@ def test_autocast_is_left_to_torch() -> None:
     assert module.weight.grad.dtype is torch.float32
 
 
-def test_after_an_error_nothing_is_deferred_any_more() -> None:
+def test_after_an_error_products_are_not_deferred() -> None:
     weight_gradients = WeightGradients()
     with pytest.raises(ValueError, match="broken"), weight_gradients.deferring():
         assert weight_gradients.collecting

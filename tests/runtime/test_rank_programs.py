@@ -13,7 +13,7 @@ from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import Schedule, backward_order, forward_order, gpipe, schedule_named, zero_bubble
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from deepspeed_ext.runtime.executor import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms
+from deepspeed_ext.runtime.rank_programs import INSTRUCTION_CLASSES, ProgramSchedule, RankPrograms
 from tests.strategies import schedule_names, shapes
 
 SHAPE = PipelineShape(2, 1, 2)

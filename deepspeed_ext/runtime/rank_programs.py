@@ -1,0 +1,131 @@
+"""The programs of one pipeline rank, as schedules of DeepSpeed's engine.
+
+`RankPrograms` lowers a schedule to this rank's program when it is first needed; `ProgramSchedule` gives it to
+DeepSpeed's engine, with a class for each kind of instruction.
+"""
+
+from collections.abc import Container, Iterator
+from dataclasses import replace
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads, ReduceTiedGrads
+
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.lowering import RankMessages, SimulatedSchedule, check_lowering, lower_rank, partners
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind, Program
+from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
+
+
+class TokenSliceInstruction(PipeInstruction):
+    """A step of a program, with the instruction as its only keyword."""
+
+    def __init__(self, *, step: Instruction) -> None:
+        super().__init__(step=step)
+
+    def __repr__(self) -> str:
+        """Text of the instruction in DeepSpeed's log: `SendActivation(3F1.2 @0)`."""
+        return f"{self.name}({self.kwargs['step'].place})"
+
+
+def _instruction_class(kind: InstructionKind) -> type[TokenSliceInstruction]:
+    # DeepSpeed looks the handler up by exact class, so every kind has its own.
+    name = "".join(word.capitalize() for word in kind.name.split("_"))
+    return type(name, (TokenSliceInstruction,), {"__doc__": f"The plan's `{kind.value}`.", "__module__": __name__})
+
+
+INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
+    kind: _instruction_class(kind) for kind in InstructionKind
+}
+
+
+class ProgramSchedule(PipeSchedule):
+    """The program of a rank, one instruction per step; reductions and optimizer step follow if it `updates`."""
+
+    def __init__(self, program: Program, shape: PipelineShape, *, training: bool, updates: bool | None = None) -> None:
+        super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
+        self.program, self.shape, self.training = program, shape, training
+        self.updates = training if updates is None else updates
+        self.defers_weight_gradients = any(
+            instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
+        )
+
+    def num_pipe_buffers(self) -> int:
+        """Buffers that the program names."""
+        return self.program.num_buffers
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The program, then the end of the batch."""
+        for instruction in self.program.instructions:
+            yield [INSTRUCTION_CLASSES[instruction.kind](step=instruction)]
+        if self.updates:
+            yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def without_update(self) -> "ProgramSchedule":
+        """Return the same program without reductions and optimizer step."""
+        return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)
+
+
+class RankPrograms:
+    """A rank's programs by their shape.
+
+    Args:
+        schedule: order of the ops when training. One that was simulated before is not simulated again.
+        shape: shape of the pipeline, for any number of micro-batches and token slices.
+        settles: whether in the first program of a shape no message travels under an op, since on an accelerator every
+            rank then loads kernels, and may have to wait for its device (ADR 22). None: with an asynchronous
+            accelerator.
+        host_copies: settings of the copies to the host; None for no copies.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        rank: int,
+        shape: PipelineShape,
+        loading_ranks: Container[int],
+        settles: bool | None = None,
+        host_copies: HostCopySettings | None = None,
+    ) -> None:
+        self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
+        self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        self._host_copies = host_copies
+        self._settled: set[tuple[bool, PipelineShape]] = set()
+        self._training = SimulatedSchedule.of(schedule)
+        self._evaluation = SimulatedSchedule(forward_order, complete=False)
+        self._rank, self._shape = rank, shape
+        self._loads = rank in loading_ranks
+        self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
+
+    def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
+        """Return the shape for a number of micro-batches, and of token slices; None for those of the module."""
+        num_token_slices = num_token_slices or self._shape.num_token_slices
+        return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
+
+    def mark_completed(self, schedule: ProgramSchedule) -> None:
+        """Mark a program as completed."""
+        self._settled.add((schedule.training, schedule.shape))
+
+    def program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
+        """Return the program of a training step, or of an evaluation, which has forwards only."""
+        under_ops = not self._settles or (training, shape) in self._settled
+        key = training, shape, under_ops
+        if key not in self._lowered:
+            if training:
+                # The trainer has done so before it made the process group.
+                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
+            spans = (self._training if training else self._evaluation).spans(shape)
+            messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
+            program = lower_rank(
+                self._rank,
+                messages,
+                shape,
+                loads=self._loads,
+                under_ops=under_ops,
+                host_copies=self._host_copies if training else None,
+            )
+            self._lowered[key] = ProgramSchedule(program, shape, training=training)
+        return self._lowered[key]
