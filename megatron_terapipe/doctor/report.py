@@ -96,7 +96,7 @@ def count(findings: Sequence[Finding], level: Level) -> int:
 
 
 COLUMNS = ("devices", "cores", "memory free", "disk free", "Python", "torch", "deepspeed", "clock", "next host")
-"""Columns of the table of hosts, beside host, level and slots."""
+"""Columns of the table of hosts, after host, level and slots."""
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.OK: "green"}
 

@@ -21,13 +21,12 @@ from megatron_terapipe.training.records import (
     EvaluationMetrics,
     Event,
     IterationMetrics,
+    Line,
     Note,
     RunEnd,
     RunStart,
     Saved,
 )
-
-Line = IterationMetrics | EvaluationMetrics | Event
 
 EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
 """Kinds of events, by the value of the key `event`."""

@@ -1,7 +1,7 @@
-"""What a run searches for before it starts: the strategy of `--strategy auto`, and an optimised schedule.
+"""The search before a run: the strategy of `--strategy auto`, and an optimised schedule.
 
-Both are saved beside the checkpoints, and are the same on every rank. `without_files` gives the run to search for where
-files of it are absent, as a dry run does.
+Both are saved in the directory of the checkpoints, and are equal on all ranks. `without_files` returns the run of a dry
+run without its files.
 """
 
 import json
@@ -32,22 +32,22 @@ DATA_FILES = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
     "per_split_data_args_path",
 )
-"""Fields of the data section that name files."""
+"""Fields of the data section with files."""
 
 OUTPUTS = (
     *("metrics_file", "report", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
     *("timeline", "timeline_iterations", "ledger_directory"),
 )
-"""Fields of the logging section that name outputs, or belong to one."""
+"""Fields of the logging section with outputs."""
 
 ASSUMED_VOCABULARY = 50257
-"""Tokens of a vocabulary whose file is not here: those of GPT-2."""
+"""Tokens of a vocabulary without its file: those of GPT-2."""
 
 
 def without_files(config: Config) -> Config:
-    """Return the same run on random tokens, which reads no file of the run and writes none.
+    """Return the same run on random tokens, which reads and writes no files.
 
-    A vocabulary whose file is not here has the size that the model section says, or that of GPT-2.
+    A vocabulary without its file has the size of the model section, or that of GPT-2.
     """
     data, vocab_size = config.data, config.model.vocab_size
     if _tokenizer_files(config):
@@ -61,10 +61,10 @@ def without_files(config: Config) -> Config:
 
 
 def absent_files(config: Config) -> Iterator[str]:
-    """Yield what `without_files` leaves unchecked, in words."""
+    """Yield the files that `without_files` does not check."""
     files = _tokenizer_files(config)
     if files:
-        assumed = "" if config.model.vocab_size else f" (taken to have {ASSUMED_VOCABULARY} tokens)"
+        assumed = "" if config.model.vocab_size else f" (assumed to have {ASSUMED_VOCABULARY} tokens)"
         yield f"tokenizer {' '.join(files)}{assumed}"
     if config.data.prefixes:
         yield f"data {' '.join(config.data.prefixes)}"
@@ -81,22 +81,22 @@ def absent_files(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_files(config: Config) -> list[str]:
-    """Return the files of the tokenizer; some need none."""
+    """Return the files of the tokenizer."""
     return [getattr(config.data, field) for field in TOKENIZER_FILES[config.data.tokenizer_type]]
 
 
 STRATEGY_FILE = "strategy.json"
-"""File in the directory of the checkpoints, which the next start of the run reads, and `--strategy` takes."""
+"""File in the directory of the checkpoints, for the next start of the run and for `--strategy`."""
 
 
 def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> FoundStrategy:
-    """Return the strategy of a run: that of its checkpoint if it was chosen for as many ranks, else the best one."""
+    """Return the strategy of a run: that of its checkpoint if it has as many ranks, else the best one."""
     ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []
     if saved is not None:
         strategy, path = saved
         if strategy.world_size == ranks.all:
-            return FoundStrategy(strategy, path, (f"--strategy auto goes on with {path}",))
+            return FoundStrategy(strategy, path, (f"--strategy auto uses {path}",))
         notices.append(
             f"--strategy auto searches again: {path} is for {strategy.world_size} ranks, and this run has {ranks.all}"
         )
@@ -105,13 +105,13 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
 
 
 def keep_strategy(run: Run) -> None:
-    """Write the strategy that was found beside the checkpoints, on the first rank, for the next start of the run."""
+    """Write the strategy of `--strategy auto` into the directory of the checkpoints, on the first rank."""
     if run.config.parallel.strategy == AUTO:
         strategy = Strategy.of_config(run.config, run.layout.data_parallel_size)
-        _write_beside_checkpoints(run, STRATEGY_FILE, json.dumps(strategy.to_json(), indent=2) + "\n")
+        _write_to_checkpoints(run, STRATEGY_FILE, json.dumps(strategy.to_json(), indent=2) + "\n")
 
 
-def _write_beside_checkpoints(run: Run, name: str, text: str) -> None:
+def _write_to_checkpoints(run: Run, name: str, text: str) -> None:
     if run.config.checkpoint.save is not None and run.launch.rank == 0:
         directory = Path(run.config.checkpoint.save)
         directory.mkdir(parents=True, exist_ok=True)
@@ -140,16 +140,16 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def _ranks(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> Ranks:
-    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile, cluster or sizes do."""
+    """Return the numbers of ranks: of the launcher; in a dry run, of the hostfile, the cluster or the sizes."""
     training = config.training
     if not training.dry_run:
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
         return Ranks(launch.world_size, launch.local_size)
     if training.hostfile is not None:
         slots = [each for each in slots_of_hosts(training.hostfile, "--hostfile") if each]
-        # Unlike hosts are told of by the sum: it is no multiple of the largest.
+        # If hosts differ, the sum is no multiple of the largest.
         return Ranks(sum(slots), max(slots))
-    # As `stated_ranks` and `least_world_size` count where the layout is given: sizes that no flag states are 1.
+    # As `stated_ranks` and `least_world_size` of a given layout: sizes without a flag are 1.
     least = prod(constraints[each.name][0] for each in DIMENSIONS if each.ranks and each.name in constraints)
     stated = least if "data_parallel_size" in constraints else None
     if config.parallel.cluster is not None:
@@ -159,14 +159,13 @@ def _ranks(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> Ranks:
 
 
 SCHEDULE_FILE = "schedule.csv"
-"""File in the directory of the checkpoints, which `--pipeline-schedule` takes again."""
+"""File in the directory of the checkpoints, for `--pipeline-schedule`."""
 
 
 def check_agreement(run: Run) -> None:
-    """See that all ranks found the same; every rank must call it at the same time.
+    """Check that all ranks found the same strategy and schedule; a collective operation of all ranks.
 
-    They compute the same from the same flags. But if one had other flags, or another release of a package, they would
-    wait for each other for ever.
+    With other flags or another release of a package a rank may find another one, and the ranks would hang.
 
     Raises:
         ConfigError: on every rank, if two differ.
@@ -189,7 +188,7 @@ def check_agreement(run: Run) -> None:
 
 
 def notes(run: Run) -> list[str]:
-    """Return lines for the log: the token slices and the schedule that were found, for which machine."""
+    """Return lines for the log: the token slices and the schedule that were found, with their machine."""
     lines, machine = [], machine_in_words(run.config)
     if run.found_token_slices:
         lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")
@@ -197,17 +196,17 @@ def notes(run: Run) -> list[str]:
             lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
     if isinstance(run.schedule, FoundSchedule):
         found = run.schedule.found(run.pipeline)
-        # A bubble is 1 - work / (ranks x makespan), and no makespan is below the bound.
+        # A bubble ratio is 1 - work / (ranks x makespan), and no makespan is below the bound.
         least = 1 - (1 - found.bubble_ratio) * found.makespan / found.lower_bound
         lines.append(
-            f" found a schedule for {machine}: a predicted bubble of {found.bubble_ratio:.1%}, where no order has less "
-            f"than {max(least, 0.0):.1%}, and at most {max(found.peak_activation):.3g} activations of a micro-batch"
+            f" found a schedule for {machine}: a predicted bubble of {found.bubble_ratio:.1%}, with a lower bound of "
+            f"{max(least, 0.0):.1%}, and at most {max(found.peak_activation):.3g} activations of a micro-batch"
         )
     return lines
 
 
 def keep_schedule(run: Run) -> None:
-    """Write a schedule that was found beside the checkpoints, on the first rank, so that it can be run again."""
+    """Write a schedule that was found into the directory of the checkpoints, on the first rank."""
     if isinstance(run.schedule, FoundSchedule):
         order = write_schedule(rank_orders(run.schedule, run.pipeline))
-        _write_beside_checkpoints(run, SCHEDULE_FILE, f"# for --token-slices {run.config.token_slices()}\n{order}")
+        _write_to_checkpoints(run, SCHEDULE_FILE, f"# for --token-slices {run.config.token_slices()}\n{order}")

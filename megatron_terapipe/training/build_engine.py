@@ -43,18 +43,18 @@ from megatron_terapipe.training.recovery import LostRank, keep_traceback, remedy
 from megatron_terapipe.training.run import Run, reading_ranks
 
 LAUNCHER_NOTICES_S = 5
-"""Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
+"""Seconds in which a launcher detects that a rank has ended; DeepSpeed's polls every second."""
 
 REASON_KNOWN_S = 7.0
-"""Seconds in which it is surely known who is gone, where a connection is lost, also on another host."""
+"""Seconds in which the lost rank of a broken connection is known, also on another host."""
 
 
 @contextmanager
 def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[StallWatch]:
-    """Join the other ranks, each on its own device or cores; leave when done.
+    """Initialise the process group on this rank's own device or cores, and destroy it at the end.
 
     Raises:
-        LostRank: if another rank or a launcher is gone, and has been named.
+        LostRank: if another rank or a launcher has died, which has been printed.
     """
     run.launch.export()
     if run.config.training.compile_pointwise != "auto":
@@ -65,9 +65,9 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     else:
         index = own_device(run.launch.local_rank, accelerator.device_count())
         accelerator.set_device(index)
-        # DeepSpeed takes this for the index of the device, wherever it makes a tensor or binds the process group.
+        # DeepSpeed uses it as the index of the device of tensors and of the process group.
         os.environ["LOCAL_RANK"] = str(index)
-    # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
+    # DeepSpeed calls collectives by names that torch has renamed, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
     if rank_watch is not None and "MASTER_PORT" in os.environ:
@@ -77,24 +77,24 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         watch = watch_this_rank(
             _timeout(run),
             _ledgers(run),
-            # A store may outlive ranks that are started again.
+            # The store may remain when ranks are started again.
             name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             remedy=lambda: remedy(run.config.checkpoint.save),
             end=partial(_end, rank_watch),
             ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _not_met(run, error) from error
+        raise _rendezvous_error(run, error) from error
     # Also after an error the threads of the watch end before the process does.
     with watch:
         with _errors_explained(run, rank_watch):
             if accelerator.device_name() == "cuda":
                 compare_environments()
             yield watch
-        # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
+        # Not in a `finally`: after an error the other ranks may never arrive here, and the launcher ends them.
         with watch.ledger.phase("leaving the process group"):
             if rank_watch is not None and run.launch.world_size > 1:
-                # The rank that keeps the store may leave before the others.
+                # The rank with the store may leave before the others.
                 rank_watch.part()
                 dist.barrier()
             dist.destroy_process_group()
@@ -102,26 +102,26 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
 
 @contextmanager
 def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
-    """Give whoever is to say why ranks end the time to do so.
+    """Wait after an error, so that the rank or launcher with its cause can print it.
 
     Raises:
-        LostRank: if an error comes of a rank that is gone, and has been named.
+        LostRank: if the cause is a rank that has died, which has been printed.
     """
     try:
         yield
     except NumbersError:
-        # Every rank raises it, and the first one says it: it must come to that before a launcher ends it.
+        # Every rank raises it and the first one prints it, before a launcher ends that rank.
         if run.launch.rank:
             time.sleep(LAUNCHER_NOTICES_S)
         raise
     except UserError:
         raise
     except Exception as error:
-        # Perhaps another rank failed first: give the launcher time to see that one, and to exit with its code.
+        # Another rank may have failed first: the launcher needs time to detect it, and to exit with its code.
         until = time.monotonic() + LAUNCHER_NOTICES_S
         loss = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
         time.sleep(max(0.0, until - time.monotonic()))
-        # Where a rank is gone, gloo and NCCL raise RuntimeErrors, and torch kinds of them.
+        # After the death of a rank gloo, NCCL and torch raise RuntimeErrors.
         if loss is None or not isinstance(error, RuntimeError):
             raise
         with suppress(OSError):
@@ -137,7 +137,7 @@ def _end(rank_watch: RankWatch | None) -> None:
 
 
 def compare_environments() -> None:
-    """See that all ranks have the same CUDA environment; every rank must call it at the same time.
+    """Compare the CUDA environments of all ranks; a collective operation.
 
     Raises:
         UserError: on every rank, if two have different numbers of hardware queues.
@@ -150,32 +150,32 @@ def compare_environments() -> None:
 
 
 def own_device(local_rank: int, num_visible: int) -> int:
-    """Index of a rank's device among those that its process sees.
+    """Return the index of a rank's device among the visible ones.
 
-    A launcher lets every process see all devices of the host, or each its own alone, as srun with one GPU for a task.
+    A launcher makes all devices of the host visible to each process, or only its own, as srun with one GPU for a task.
     """
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
         raise ConfigError(
-            f"local rank {local_rank} has no device, because it sees {num_visible}: start {num_visible} ranks on a "
-            "host, or let each rank see one device of its own"
+            f"local rank {local_rank} has no device, because {num_visible} are visible: start {num_visible} ranks on "
+            "a host, or make one device visible to each rank"
         )
     return local_rank
 
 
-def _not_met(run: Run, error: Exception) -> BaseException:
-    """Return what to raise where the ranks could not meet: the port is taken, as by a second run, or one is missing."""
+def _rendezvous_error(run: Run, error: Exception) -> BaseException:
+    """Return the exception of a failed rendezvous: the port is in use, as by a second run, or a rank is missing."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if run.launch.rank == 0 and "EADDRINUSE" in str(error):
         return ConfigError(
-            f"port {port} of {host}, where the ranks meet, is in use, perhaps by another run: give the launcher "
+            f"port {port} of {host}, the rendezvous of the ranks, is in use, perhaps by another run: give the launcher "
             "another with --master_port, or set MASTER_PORT for mpirun and srun"
         )
     why = str(error).partition("\n")[0]
     print(
         f"error: the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
-        f"{run.config.parallel.distributed_timeout_minutes:g} ({why}): look for the rank or host that did not start",
+        f"{run.config.parallel.distributed_timeout_minutes:g} ({why}): find the rank or host that did not start",
         file=sys.stderr,
         flush=True,
     )
@@ -183,10 +183,10 @@ def _not_met(run: Run, error: Exception) -> BaseException:
 
 
 def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelineEngine:
-    """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one.
+    """Build this rank's stage and its engine, and load the checkpoint of the run, if there is one.
 
     Args:
-        watch: the watch over this rank; None to let the engine have its own.
+        watch: the stall watch of this rank; None = the engine makes its own.
     """
     with nullcontext() if watch is None else watch.ledger.phase("building the engine"):
         check_agreement(run)
@@ -199,12 +199,12 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
     if run.checkpoint is not None and saved is not None:
         with engine.ledger.phase("loading the checkpoint"):
             load_checkpoint(engine, *run.checkpoint, saved, run.config.checkpoint)
-            refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another, which --load-tag can name")
+            refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another with --load-tag")
     return engine
 
 
 def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
-    """Return the engine of this rank, with weights as they are drawn."""
+    """Return the engine of this rank, with new weights."""
     config, layout = run.config, run.layout
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     ranks = tensor_parallel_ranks(run)
@@ -214,7 +214,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
         own = length // ranks.size if ranks.sequence_parallel else length
         return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
-    # Weights are drawn where they will live. DeepSpeed prints its topology and every layer.
+    # Weights are drawn on the device. DeepSpeed prints its topology and every layer.
     device = torch.device(get_accelerator().current_device_name())
     vocabulary_stages, parts = config.parallel.vocabulary_stages, config.parallel.vocabulary_parts
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -232,7 +232,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
-                # Stages of the vocabulary pass more than hidden states on.
+                # Stages of the vocabulary send more than hidden states.
                 activation_spec=None if vocabulary_stages else hidden_state,
                 **_recomputation(config),
                 # Masks of dropout are a function of the position (docs/adr/0012): no layer draws from a generator.
@@ -240,7 +240,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
             )
-        assert module.reading_ranks == reading_ranks(config), "the run has built data where the module reads it"
+        assert module.reading_ranks == reading_ranks(config), "data is built on the ranks that read it"
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
@@ -250,7 +250,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
             watch=watch,
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
-            check_token_slices=False,  # The tests of these layers do.
+            check_token_slices=False,  # Tested with these layers.
             host_copies=run.host_copies,
             key_value_gradients=torch.bfloat16 if config.training.key_value_gradients == "bf16" else None,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
@@ -259,7 +259,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
 
 
 def _recomputation(config: Config) -> dict[str, Any]:
-    """Return the arguments of the module that say which layers are recomputed."""
+    """Return the arguments of the module for recomputation."""
     training = config.training
     if training.recompute_granularity != "full":
         return {"recompute_stages": training.recompute_granularity == "stage"}
@@ -274,7 +274,7 @@ def _recomputation(config: Config) -> dict[str, Any]:
 
 
 def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
-    """Return the ranks that share the matrices of this rank's layers. Every rank must call it at the same time."""
+    """Return the tensor-parallel ranks of this rank's layers; a collective operation of all ranks."""
     layout = run.layout
     if layout.tensor_parallel_size == 1:
         return TensorParallelRanks()

@@ -1,6 +1,5 @@
-"""The reporters that the flags of a run ask for, with the metrics file and its first line, the start of the run."""
+"""The reporters of a run, and the first line of its metrics file: the start of the run."""
 
-import json
 import os
 import platform
 import shlex
@@ -9,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -20,14 +18,14 @@ from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.instruments import peak_tflops_here
-from megatron_terapipe.training.records import EvaluationMetrics, Event, IterationMetrics, Machine, Note, RunStart
+from megatron_terapipe.training.records import IterationMetrics, Machine, RunStart
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
-    Reporter,
     Reporters,
     TensorBoard,
     WeightsAndBiases,
+    write_metrics,
 )
 from megatron_terapipe.training.run import Run
 
@@ -35,7 +33,7 @@ PACKAGES = ("megatron-terapipe", "torch", "deepspeed", "numpy")
 
 
 def run_start(run: Run) -> RunStart:
-    """Return what a run is at its start, as its first rank knows it."""
+    """Return the first line of the metrics file."""
     config, launch = run.config, run.launch
     model, logging = config.model, config.logging
     return RunStart(
@@ -66,7 +64,7 @@ def run_start(run: Run) -> RunStart:
 def _strategy(run: Run) -> dict[str, Any] | None:
     try:
         return Strategy.of_config(run.config, run.layout.data_parallel_size).to_json()
-    except ConfigError:  # A run is not less than it was because the search does not know its like.
+    except ConfigError:  # The search has no strategy for these settings.
         return None
 
 
@@ -85,57 +83,27 @@ def _device_name() -> str:
     return cuda.get_device_name() if kind == "cuda" else kind
 
 
-class MetricsFile(Reporter):
-    """Appends metrics and events to a file, one JSON object a line; after each iteration its readers may be told."""
-
-    def __init__(self, path: str, after_iteration: Callable[[], object] = lambda: None) -> None:
-        self._path, self._after_iteration = Path(path), after_iteration
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._iteration = 0
-
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Append an iteration."""
-        self._iteration = metrics.iteration
-        self._append(metrics)
-        self._after_iteration()
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Append an evaluation."""
-        self._append(metrics)
-
-    def note(self, line: str) -> None:
-        """Append it as an event."""
-        self.event(Note(iteration=self._iteration, text=line.strip()))
-
-    def event(self, event: Event) -> None:
-        """Append an event."""
-        self._iteration = event.iteration
-        self._append(event)
-
-    def _append(self, line: IterationMetrics | EvaluationMetrics | Event) -> None:
-        # Handed to the operating system at once: a killed run loses no line.
-        with self._path.open("a") as file:
-            file.write(json.dumps(line.as_json()) + "\n")
-
-
 def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters:
-    """Build what the run's configuration asks for, on the first rank alone.
+    """Return the reporters of the run's configuration, only on the first rank: loss and time are equal on all ranks.
 
-    Loss and time are the same on every rank, so one speaks for all.
+    Args:
+        refresh_report: called after each iteration of the metrics file.
     """
+    reporters = Reporters()
     if run.launch.rank != 0:
-        return Reporters()
-    logging = run.config.logging
-    reporters: list[Reporter] = [
-        ProgressBar(run.start.iteration, run.train_iters),
-        LogLines(logging.log_interval, run.train_iters, logging.timing_log_option),
-    ]
+        return reporters
+    logging, world_size = run.config.logging, run.launch.world_size
+    bar = ProgressBar(run.start.iteration, run.train_iters)
+    reporters.add(bar, bar.close)
+    reporters.add(LogLines(logging.log_interval, run.train_iters, logging.timing_log_option))
     if logging.metrics_file is not None:
-        metrics_file = MetricsFile(logging.metrics_file, refresh_report)
-        metrics_file.event(run_start(run))
-        reporters.append(metrics_file)
+        reporters.add(write_metrics(logging.metrics_file))
+        reporters(run_start(run))
+        reporters.add(lambda line: isinstance(line, IterationMetrics) and refresh_report())
     if logging.tensorboard_dir is not None:
-        reporters.append(TensorBoard(logging.tensorboard_dir, logging, run.launch.world_size))
+        board = TensorBoard(logging.tensorboard_dir, logging, world_size)
+        reporters.add(board, board.close)
     if logging.wandb_project is not None:
-        reporters.append(WeightsAndBiases(logging, asdict(run.config), run.launch.world_size))
-    return Reporters(reporters)
+        project = WeightsAndBiases(logging, asdict(run.config), world_size)
+        reporters.add(project, project.close)
+    return reporters

@@ -1,4 +1,4 @@
-"""Gives each rank on a host its own cores, when they compute on CPUs."""
+"""Cores and threads of ranks that compute on CPUs."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 def settle_on_cores(local_rank: int, local_size: int) -> None:
-    """Take a share of the cores and as many threads, and flush denormals.
+    """Use a share of the cores and as many threads, and flush denormals.
 
     A message between two ranks takes 20 us when each stays on its core and up to 2 ms when the scheduler moves them;
     threads of several ranks on one core wait for each other; denormals, common in fresh models, cost a factor of ten.

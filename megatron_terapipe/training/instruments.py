@@ -42,11 +42,11 @@ def peak_tflops_here(dtype: str) -> float | None:
 
 
 Timers = dict[str, tuple[float, ...]]
-"""By phase, seconds: the most of all ranks; or the least and the most; or of each rank."""
+"""Seconds by phase: the maximum over ranks, the minimum and the maximum, or those of each rank."""
 
 
 def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, option: TimingOption) -> Timers:
-    """Return the seconds that ranks spent in each phase since they were last asked; every rank must ask."""
+    """Return the seconds of ranks in each phase since the last call; a collective operation of all ranks."""
     own = torch.tensor(list(clock.take().values()), dtype=torch.float64, device=engine.device)
     if option == "all":
         each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -60,7 +60,7 @@ def seconds_over_ranks(clock: PhaseClock, engine: TokenSlicePipelineEngine, opti
 
 
 class Profiler:
-    """Records the iterations that the flags name, on the ranks that they name; ops and phases have names there."""
+    """Records the iterations and the ranks of the flags, with names of ops and phases."""
 
     def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._engine, self._note = engine, note
@@ -77,7 +77,7 @@ class Profiler:
 
     @contextmanager
     def around(self, iteration: int) -> Iterator[None]:
-        """Record an iteration, counted from 1, if it is one of those."""
+        """Record an iteration, counted from 1, if it is one of them."""
         if iteration not in self._iterations:
             yield
             return
@@ -90,7 +90,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Stop, if it records."""
+        """Stop recording."""
         if self._records:
             self._recorder.stop()
             self._records = False
@@ -98,7 +98,7 @@ class Profiler:
 
 
 class Instruments:
-    """Instruments that the flags ask for."""
+    """Instruments of the flags: profiler, timers, and the number of zeros in gradients."""
 
     def __init__(self, logging: LoggingConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._engine, self._option = engine, logging.timing_log_option
@@ -118,13 +118,13 @@ class Instruments:
             yield
 
     def timers(self) -> Timers | None:
-        """Return the seconds of each phase of the last iteration, if asked for; every rank must ask."""
+        """Return the seconds of each phase of the last iteration, if measured; a collective operation of all ranks."""
         return None if self._clock is None else seconds_over_ranks(self._clock, self._engine, self._option)
 
     def num_zero_gradients(self) -> int | None:
-        """Return the zeros in the gradient of the last iteration, if asked for."""
+        """Return the number of zeros in the gradient of the last iteration, if counted."""
         return None if self._zeros is None else self._zeros.number()
 
     def close(self) -> None:
-        """Keep what is recorded."""
+        """Stop the profiler."""
         self._profiler.close()

@@ -1,4 +1,4 @@
-"""The micro-batches that a rank reads, and how each is cut into the batches of its token slices."""
+"""The micro-batches that a rank reads, and their token slices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def split_batch_with_labels(batch: Batch, token_slices: TokenSlices) -> list[Tok
 
 
 def loss_tokens(batch: Batch) -> float:
-    """Return the number of tokens of a micro-batch that bear loss."""
+    """Return the number of tokens of a micro-batch in the loss mask."""
     return batch.loss_mask.sum(dtype=torch.float64).item()
 
 
@@ -72,7 +72,7 @@ def micro_batches(
 ) -> Iterator[Iterator[Any]]:
     """Read a dataset from `consumed_samples` on, if this rank's stage reads any.
 
-    Between the first and the last stage nothing is read, unless attention must know where documents begin.
+    Between the first and the last stage nothing is read, unless attention separates documents.
     """
     data = run.config.data
     if not engine.reads_data:
@@ -95,7 +95,7 @@ def micro_batches(
 
 
 def _named(loader: MicroBatchLoader, rank: int) -> Iterator[Any]:
-    """Yield the micro-batches; an error says which rank could not read its data, as others may read other files."""
+    """Yield the micro-batches; an error has the rank, because other ranks may read other files."""
     try:
         yield from loader
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Guards of the numbers of a run: NaN and infinity in losses, gradients and states, unequal copies, and spikes."""
+"""Checks of the numbers of a run: NaN and infinity in losses, gradients and states, unequal copies, and spikes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,67 +13,67 @@ from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.records import outlier_bound
 
 
-def refuse_bad_states(engine: TokenSlicePipelineEngine, what: str, remedy: str) -> None:
-    """See that weights and optimizer states are numbers, on every rank; every rank must ask."""
+def refuse_bad_states(engine: TokenSlicePipelineEngine, name: str, remedy: str) -> None:
+    """Raise an error if weights or optimizer states are NaN or infinite; a collective operation of all ranks."""
     if found := bad_states(engine):
-        raise NumbersError(f"{what} has NaN or infinity in {described(found)}: {remedy}")
+        raise NumbersError(f"{name} has NaN or infinity in {described(found)}: {remedy}")
 
 
 def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, equal_after: int) -> None:
-    """See that copies of weights and optimizer states are equal, on every rank; every rank must ask.
+    """Raise an error if copies of weights or optimizer states differ; a collective operation of all ranks.
 
     Args:
-        equal_after: iterations done when the copies were equal.
+        equal_after: iterations done at the last check, when the copies were equal.
     """
     if found := differences(engine):
         raise NumbersError(
-            f"after iteration {iteration} copies are not equal: {described(found)}: go on from the "
-            f"checkpoint of iteration {equal_after} or before, and look for a defect of those ranks' devices and links"
+            f"after iteration {iteration} copies are not equal: {described(found)}: resume from the "
+            f"checkpoint of iteration {equal_after} or before, and check the devices and links of those ranks"
         )
 
 
 class BadIteration(NumbersError):
-    """An iteration with bad numbers, whose update never reached the weights: they are those of the iteration before."""
+    """An iteration with bad numbers whose update was not applied: the weights are those of the previous iteration."""
 
 
 class RememberedBatches(Iterator[Any]):
-    """Micro-batches of a rank, of which those of the last iteration are kept."""
+    """Micro-batches of a rank; those of the last iteration are stored."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self.last: list[Any] = []
 
     def begin(self) -> None:
-        """Forget those of the iteration before."""
+        """Start an iteration: remove the stored micro-batches."""
         self.last = []
 
     def __next__(self) -> Any:
-        """The next micro-batch."""
+        """Return the next micro-batch."""
         self.last.append(next(self._batches))
         return self.last[-1]
 
 
 class BadNumbers:
-    """Checks the loss of each iteration and whether it was an update, which are read anyway; more if they are bad."""
+    """Checks the loss of each iteration and whether its update was applied; only if they are bad, all states."""
 
     def __init__(self, config: NumbersConfig, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
         self._config, self._engine, self._note = config, engine, note
         self._in_a_row = 0
         self._scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
         if getattr(self._scaler, "dynamic", False):
-            # At the lowest scale DeepSpeed would end with a traceback on every rank.
+            # DeepSpeed would raise an error on every rank at the lowest scale.
             self._scaler.raise_error_at_min_scale = False
         self._scaling = self._loss_scaling()
 
     def check(self, iteration: int, loss: float, batches: RememberedBatches) -> None:
-        """Look at an iteration; every rank must, with the same loss.
+        """Check an iteration; a collective operation of all ranks, with the same loss.
 
         Args:
-            batches: micro-batches of this rank, those of the iteration among them.
+            batches: micro-batches of this rank, with those of the iteration.
 
         Raises:
-            BadIteration: if its loss or its gradient is no number, and the run is to end.
-            NumbersError: if weights or states are none, too.
+            BadIteration: if its loss or its gradient is NaN or infinite, and the run ends.
+            NumbersError: if weights or states are, too.
         """
         applied, scaling = self._engine.was_step_applied(), self._loss_scaling()
         rescaled, self._scaling = scaling != self._scaling, scaling
@@ -85,68 +85,68 @@ class BadNumbers:
         if self._config.bad_numbers == "ignore":
             return
         at_scale = "" if scaling is None else f" at the lowest loss scale, {scaling[0]:g}"
-        what = f"loss is {loss:g}" if not isfinite(loss) else f"gradient is NaN or infinite{at_scale}"
-        said = f"iteration {iteration}: the {what}"
+        name = f"loss is {loss:g}" if not isfinite(loss) else f"gradient is NaN or infinite{at_scale}"
+        text = f"iteration {iteration}: the {name}"
         if found := bad_states(self._engine):
             raise NumbersError(
-                f"{said}, because of NaN or infinity in {described(found)}: go on from a checkpoint before it, "
-                "with a lower --lr, or without that rank's device"
+                f"{text}, because of NaN or infinity in {described(found)}: resume from a checkpoint before "
+                "it, with a lower --lr, or without the device of that rank"
             )
         if rescaled:
             return
         origin = find_origin(self._engine, batches.last)
         if origin is not None:
-            said += f"; the first NaN or infinity was in {origin}"
+            text += f"; the first NaN or infinity was in {origin}"
         elif self._engine.can_replay:
-            said += "; computed again it is a number, so look for a defect of a device"
-        if applied:  # Settings of DeepSpeed's can leave out the norm, by which an update is held back.
-            raise NumbersError(f"{said}; its update has reached the weights: go on from a checkpoint before it")
+            text += "; computed again it is finite, so check the devices"
+        if applied:  # With some settings DeepSpeed computes no norm, and so applies the update.
+            raise NumbersError(f"{text}; its update was applied to the weights: resume from a checkpoint before it")
         self._in_a_row += 1
         if self._config.bad_numbers == "stop":
-            raise BadIteration(f"{said}; the weights are those before it: lower --lr, or give --bad-numbers skip")
+            raise BadIteration(f"{text}; the weights are those before it: lower --lr, or use --bad-numbers skip")
         if self._in_a_row > self._config.max_bad_numbers_in_a_row:
             raise BadIteration(
-                f"{said}; it is number {self._in_a_row} in a row: lower --lr, or raise --max-bad-numbers-in-a-row "
+                f"{text}; it is number {self._in_a_row} in a row: lower --lr, or raise --max-bad-numbers-in-a-row "
                 f"{self._config.max_bad_numbers_in_a_row}"
             )
-        self._note(f" skipped {said}")
+        self._note(f" skipped {text}")
 
     def _loss_scaling(self) -> tuple[float, int] | None:
-        """What an overflow lowers in fp16: the scale, and the overflows until the scale falls. None if it is fixed."""
+        """Loss scale of fp16, and the overflows until it is lowered; None if it is fixed."""
         scaler = self._scaler
         if scaler is None or not scaler.dynamic:
             return None
         return scaler.cur_scale, scaler.cur_hysteresis
 
 
-def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, what: str, loss: float) -> str | None:
-    """Return a line for the log if the loss of an evaluation is NaN or infinite, else None; every rank must ask."""
+def check_evaluation(config: NumbersConfig, engine: TokenSlicePipelineEngine, name: str, loss: float) -> str | None:
+    """Return a line for the log if the loss of an evaluation is not finite, else None; a collective operation."""
     if isfinite(loss) or config.bad_numbers == "ignore":
         return None
     found = bad_states(engine)
-    cause = f"because of NaN or infinity in {described(found)}" if found else "and all weights are numbers"
-    said = f"{what}: the loss is {loss:g}, {cause}"
+    cause = f"because of NaN or infinity in {described(found)}" if found else "and all weights are finite"
+    text = f"{name}: the loss is {loss:g}, {cause}"
     if found or config.bad_numbers == "stop":
-        raise NumbersError(f"{said}: look at the samples, or go on from a checkpoint before it")
-    return f" {said}"
+        raise NumbersError(f"{text}: check the samples, or resume from a checkpoint before it")
+    return f" {text}"
 
 
 WINDOW = 100
-"""Values of which the bound is made."""
+"""Values from which the bound is computed."""
 
 LEAST_VALUES = 20
-"""Values below which there is no bound: the spread of fewer says little."""
+"""Least number of values for a bound."""
 
 SPREADS = 7.0
-"""Spreads above the median from which on a value is a spike. OLMo 2 (arXiv 2501.00656, section 3.1) counts losses that
-are 7 standard deviations from the mean of those before."""
+"""Spreads above the median at which a value is a spike. OLMo 2 (arXiv 2501.00656, section 3.1) counts losses that are 7
+standard deviations from the mean of the previous ones."""
 
 LEAST_SPIKY_LOSS, LEAST_LARGE_GRADS = 1.07, 3.0
-"""Parts of the median that a spike is at least. Losses of many iterations are nearly the same; norms never are."""
+"""Least multiples of the median of a spike. Losses of many iterations are nearly equal; norms vary more."""
 
 
 class SpikeGuard:
-    """Finds losses and gradient norms far above the median of those before."""
+    """Finds losses and gradient norms far above the median of the previous ones."""
 
     def __init__(self, config: NumbersConfig) -> None:
         self._watched: tuple[tuple[str, deque[float], float, str], ...] = (
@@ -156,8 +156,8 @@ class SpikeGuard:
         self._lines: list[str] = []
         self._stops = False
 
-    def look(self, iteration: int, loss: float, grad_norm: float | None) -> tuple[bool, bool]:
-        """Return whether the loss and the norm of the gradient of an iteration are spikes; NaN never is.
+    def check(self, iteration: int, loss: float, grad_norm: float | None) -> tuple[bool, bool]:
+        """Return whether the loss and the norm of the gradient of an iteration are spikes; NaN is not.
 
         Args:
             grad_norm: None if its update was skipped.
@@ -173,18 +173,18 @@ class SpikeGuard:
             spikes.append(value > bound)
             if value > bound:
                 line = (
-                    f"{name} of iteration {iteration} is {value:.4g}, above {bound:.4g}, the bound by those before it"
+                    f"{name} of iteration {iteration} is {value:.4g}, above {bound:.4g}, the bound of the previous ones"
                 )
                 self._lines.append(line)
                 self._stops |= policy == "stop"
         return spikes[0], spikes[1]
 
-    def tell(self, note: Callable[[str], None]) -> None:
-        """Note the spikes of the last iteration, or end the run."""
+    def report(self, note: Callable[[str], None]) -> None:
+        """Report the spikes of the last iteration, or end the run."""
         if self._stops:
             raise NumbersError(
-                f"{'; '.join(self._lines)}: go on from a checkpoint before it, with a lower --lr or another --seed, or "
-                "let it be noted only"
+                f"{'; '.join(self._lines)}: resume from a checkpoint before it, with a lower --lr or another --seed, "
+                "or only note it"
             )
         for line in self._lines:
             note(f" warning: {line}")

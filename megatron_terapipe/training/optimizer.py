@@ -1,4 +1,4 @@
-"""The optimizer, and what changes in it from step to step."""
+"""The optimizer, and its settings that change from step to step."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -26,9 +26,9 @@ def apex_fused_adam() -> Any | None:
 
 
 DECAY_FACTOR = "weight_decay_factor"
-"""Entry of a group of parameters: by what the weight decay is multiplied in it."""
+"""Entry of a group of parameters: factor of the weight decay."""
 APART = "learning_rate_apart"
-"""Entry of a group of parameters: whether it is that of the word embedding and of the output layer."""
+"""Entry of a group of parameters: whether it has the word embedding and the output layer."""
 
 
 def build_optimizer(
@@ -43,7 +43,7 @@ def build_optimizer(
         if parameter.requires_grad:
             apart = config.decoupled_lr is not None and hasattr(parameter, AT_AN_END)
             by_kind.setdefault((float(_decays(name, parameter)), apart), []).append(parameter)
-    # In one order on all ranks, whichever parameter comes first there.
+    # In the same order on all ranks.
     groups: list[dict[str, Any]] = [
         {
             "params": by_kind[decay, apart],
@@ -74,5 +74,5 @@ def set_step_sizes(
 
 
 def _decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter is a matrix. The bias of two matrices side by side has two axes, too."""
+    """Whether a parameter is a matrix. The bias of two adjacent matrices has two axes, too."""
     return parameter.dim() > 1 and not name.endswith("bias")

@@ -8,9 +8,9 @@ from megatron_terapipe.config.training import LearningRateSteps, OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRateSchedule:
-    """Rise on a line to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
+    """Linear warmup to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
 
-    Steps are iterations or samples, whichever the training is counted in.
+    Steps are iterations or samples, the unit of the training.
 
     Example:
         >>> schedule = LearningRateSchedule(
@@ -24,22 +24,22 @@ class LearningRateSchedule:
     """Highest learning rate."""
 
     min_lr: float
-    """Learning rate at the end of the decay, and from there on."""
+    """Learning rate from the end of the decay."""
 
     decay_style: str
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD."""
 
     warmup_steps: float
-    """Steps of the rise; a fraction of the decay's need not be whole."""
+    """Steps of the warmup; may be fractional."""
 
     decay_steps: float
     """Step at which the decay ends."""
 
     samples_per_step: int = 1
-    """Samples of a step, in which Megatron counts in any case; it shows where there is no warmup."""
+    """Samples of a step, the unit of Megatron; it has an effect without warmup."""
 
     init_lr: float = 0.0
-    """Learning rate that the rise starts from."""
+    """Learning rate at the start of the warmup."""
 
     wsd_decay_steps: int = 0
     """Steps of the decay at the end of WSD."""
@@ -51,7 +51,7 @@ class LearningRateSchedule:
     def from_config(
         cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
     ) -> "LearningRateSchedule":
-        """Read the schedule from the sections that decide it."""
+        """Return the schedule of a configuration."""
         in_samples = training.unit == "samples"
         samples_per_step = 1 if in_samples else global_batch_size
         steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
@@ -80,13 +80,13 @@ class LearningRateSchedule:
         if step > self.decay_steps:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
-            # Equal to max_lr where the warmup ends, whatever its length.
+            # Equal to max_lr at the end of the warmup, of any length.
             warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
             return max(self.min_lr, self.max_lr * sqrt(warmup / now))
         return self.min_lr + self._remaining(step) * (self.max_lr - self.min_lr)
 
     def _remaining(self, step: int) -> float:
-        """Share of the way from `min_lr` to `max_lr` that is left at a step of the decay."""
+        """Return the remaining part of the decay at a step, in [0, 1]."""
         if self.decay_style == "WSD":
             begin = self.decay_steps - self.wsd_decay_steps
             if step <= begin:
@@ -99,7 +99,7 @@ class LearningRateSchedule:
 
 
 def _remaining(style: str, progress: float) -> float:
-    """Share that is left of a decay in one of Megatron's shapes, at a progress in [0, 1]."""
+    """Return the remaining part of a decay in one of Megatron's shapes, at a progress in [0, 1]."""
     if style == "linear":
         return 1 - progress
     if style == "cosine":

@@ -1,7 +1,7 @@
 """Records of a run: its progress, the metrics of iterations and evaluations, and its events.
 
-Reporters are given them, and the metrics file holds them line by line. Lines of events have the key `event`; lines of
-iterations and of evaluations have no such key. Nothing here needs torch: the report reads them, too.
+Reporters are called with them, and the metrics file has a line for each. Lines of events have the key `event`; lines of
+iterations and of evaluations have no such key. Nothing here needs torch, because the report reads them, too.
 """
 
 import time
@@ -39,7 +39,7 @@ class Progress:
         )
 
     def schedule_step(self, unit: Literal["iters", "samples"]) -> int:
-        """Return the step of the learning rate's schedule, which as in Megatron only an update moves on."""
+        """Return the step of the learning rate's schedule, which as in Megatron counts only updates."""
         if unit == "iters":
             return self.iteration - self.skipped_iterations
         return self.consumed_samples - self.skipped_samples
@@ -79,23 +79,23 @@ class IterationMetrics(Record):
     skipped_iterations: int
     """Over all runs."""
     params_norm: float | None = None
-    """None unless asked for."""
+    """None without `--log-params-norm`."""
     decoupled_learning_rate: float | None = None
-    """Learning rate of the word embedding and of the output layer; None if it is not set apart."""
+    """Learning rate of the word embedding and of the output layer; None without `--decoupled-lr`."""
     num_zeros_in_grad: int | None = None
-    """Before clipping; None unless asked for."""
+    """Before clipping; None without `--log-num-zeros-in-grad`."""
     timers: Mapping[str, tuple[float, ...]] | None = None
-    """Seconds of each phase of the iteration, of the ranks that were asked for; None if none were."""
+    """Seconds of each phase of the iteration, over ranks; None without `--timing-log-level`."""
     peak_memory_bytes: tuple[int, ...] | None = None
-    """Most that a rank of each stage ever held; None in iterations in which it is not measured."""
+    """Peak memory of a rank of each stage since the start; None in iterations in which it is not measured."""
     spiky_loss: bool = False
-    """Whether the loss jumped above those before."""
+    """Whether the loss is far above the previous ones."""
     large_grads: bool = False
-    """Whether the norm of the gradient did; False unless asked for."""
+    """Whether the norm of the gradient is; False without `--large-grads`."""
 
     @property
     def skipped(self) -> bool:
-        """Whether a gradient that was no number kept the weights as they were."""
+        """Whether the update was skipped, because a gradient was NaN or infinite."""
         return self.grad_norm is None
 
     def as_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class EvaluationMetrics(Record):
 
     @property
     def perplexity(self) -> float:
-        """Perplexity e**loss. The loss is capped at 20 as in Megatron, because e**20 is as good as infinite."""
+        """Perplexity e**loss. As in Megatron the loss is capped at 20."""
         return exp(min(20.0, self.lm_loss))
 
     def as_json(self) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def _or_none(loss: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Machine of a run."""
+    """Hosts and devices of a run."""
 
     host: str
     """Name of the host of the first rank."""
     num_hosts: int
-    """Hosts."""
+    """Number of hosts."""
     num_devices: int
     """Devices of all hosts: one for each rank."""
     device: str
@@ -142,7 +142,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStart(Record):
-    """Start of a run, or of one more piece of it: what trains, where, and how."""
+    """Start of a run, or of a piece of it after a restart: its command, machine, model and strategy."""
 
     event = "start"
 
@@ -167,9 +167,9 @@ class RunStart(Record):
     precision: Literal["fp32", "fp16", "bf16"]
     """Type of matrix products."""
     strategy: Mapping[str, Any] | None
-    """Strategy, as `--strategy` reads it; null if the settings of the run make none that the search knows."""
+    """Strategy, as `--strategy` reads it; null if the search has no strategy for the settings of the run."""
     strategy_file: str | None = None
-    """File of the strategy, if it was read from one: the answer of the search lies beside it."""
+    """File of the strategy, if there is one: the answer of the search is in its directory."""
     timeline: str | None = None
     """Directory of measured timelines, if some are written."""
     peak_tflops_per_device: float | None = None
@@ -177,7 +177,7 @@ class RunStart(Record):
     restarts: int = 0
     """Starts before this one, as torch's elastic launcher counts them."""
     checkpoint: str | None = None
-    """Checkpoint that it goes on from."""
+    """Checkpoint from which it resumes."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
@@ -193,12 +193,12 @@ class Saved(Record):
     seconds: float
     """Seconds for which training waited."""
     time: float = field(default_factory=time.time)
-    """Seconds since 1970, in UTC, when training went on."""
+    """Seconds since 1970, in UTC, when training continued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note(Record):
-    """A line of the log that is about no iteration or evaluation alone."""
+    """A line of the log other than those of iterations and evaluations."""
 
     event = "note"
 
@@ -209,25 +209,30 @@ class Note(Record):
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of the metrics file; lines of the log begin with a space."""
+        return Record.as_json(self) | {"text": self.text.strip()}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd(Record):
-    """End of a run, or of one piece of it. A run that was killed as a whole has none."""
+    """End of a run, or of a piece of it. A run of which all processes were killed has none."""
 
     event = "end"
 
     iteration: int
     """Iterations done."""
     reason: str
-    """Why it ended, in words; empty = the last iteration was reached."""
+    """Reason of the end; empty = the last iteration was reached."""
     failed: bool
-    """Whether it ended because something was wrong."""
+    """Whether it ended by a failure."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970, in UTC."""
 
 
 Event = RunStart | Saved | Note | RunEnd
-"""Any of them."""
+Line = IterationMetrics | EvaluationMetrics | Event
+"""Any line of the metrics file."""
 
 
 SPREAD_OF_NORMAL = 1.4826
@@ -235,11 +240,11 @@ SPREAD_OF_NORMAL = 1.4826
 
 
 def outlier_bound(values: Iterable[float], spreads: float, least_ratio: float) -> float:
-    """Return the value above which one is far outside others.
+    """Return the value above which a value is far outside others.
 
     Args:
-        spreads: robust standard deviations above their median; at least as far is:
-        least_ratio: the bound over the median.
+        spreads: robust standard deviations of the bound above the median.
+        least_ratio: least bound, as a multiple of the median.
     """
     values = list(values)
     middle = median(values)

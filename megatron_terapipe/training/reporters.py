@@ -1,11 +1,14 @@
-"""Reporters of a run: log, progress bar, TensorBoard, and Weights & Biases.
+"""Reporters of a run: log, progress bar, metrics file, TensorBoard, and Weights & Biases.
 
-The log has Megatron's words and order, so that what reads its logs reads ours; the curves have Megatron's names.
+A reporter is called with each line of the metrics file. The log has Megatron's words and order, so that programs that
+read its logs can read ours; the curves have Megatron's names.
 """
 
+import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,93 +22,82 @@ from tqdm import tqdm
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.errors import ConfigError, not_installed
-from megatron_terapipe.training.records import EvaluationMetrics, Event, IterationMetrics
+from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics, Line, Note
+
+Reporter = Callable[[Line], object]
 
 
-class Reporter:
-    """Hears of everything, on the one rank that speaks, and passes on what it is there for."""
+class Reporters:
+    """The reporters of a run, which are called in their order. Ranks other than the first have none."""
 
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """An iteration is done."""
+    def __init__(self) -> None:
+        self._reporters: list[Reporter] = []
+        self._closing = ExitStack()
+        self._iteration = 0
 
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """An evaluation is done."""
+    def add(self, reporter: Reporter, close: Callable[[], object] | None = None) -> None:
+        """Add a reporter.
 
-    def note(self, line: str) -> None:
-        """Something happened that is told in words."""
+        Args:
+            close: called after the last line.
+        """
+        self._reporters.append(reporter)
+        if close is not None:
+            self._closing.callback(close)
 
-    def event(self, event: Event) -> None:
-        """Something happened that is told in figures."""
+    def __call__(self, line: Line) -> None:
+        """Call all reporters with a line."""
+        self._iteration = line.iteration
+        for report in self._reporters:
+            report(line)
 
-    def close(self) -> None:
-        """Close what is open; nothing more will be reported."""
-
-
-class Reporters(Reporter):
-    """Several as one. A rank that does not report has none."""
-
-    def __init__(self, reporters: Sequence[Reporter] = ()) -> None:
-        self._reporters = tuple(reporters)
-
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Pass it on."""
-        for each in self._reporters:
-            each.iteration(metrics)
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Pass it on."""
-        for each in self._reporters:
-            each.evaluation(metrics)
-
-    def note(self, line: str) -> None:
-        """Pass it on."""
-        for each in self._reporters:
-            each.note(line)
-
-    def event(self, event: Event) -> None:
-        """Pass it on."""
-        for each in self._reporters:
-            each.event(event)
+    def note(self, text: str) -> None:
+        """Report a line of the log."""
+        self(Note(iteration=self._iteration, text=text))
 
     def close(self) -> None:
-        """Pass it on."""
-        for each in self._reporters:
-            each.close()
+        """Close all reporters; there are no more lines."""
+        self._closing.close()
 
 
-class LogLines(Reporter):
-    """Prints a line every `interval` iterations, one after the first, and all that is not an iteration at once."""
+class LogLines:
+    """Prints a line every `interval` iterations, one after the first, and all other lines at once."""
 
     def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
         self._interval, self._train_iters, self._timing_option = interval, train_iters, timing_option
         self._since_last_line: list[IterationMetrics] = []
         self._any_line = False
 
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Print a line if one is due."""
-        self._since_last_line.append(metrics)
-        if metrics.iteration % self._interval == 0 or not self._any_line:
-            self.note(iteration_line(self._since_last_line, self._train_iters))
-            if metrics.timers is not None:
-                self.note("\n".join(timer_lines(self._since_last_line, self._timing_option)))
-            self._since_last_line.clear()
-            self._any_line = True
+    def __call__(self, line: Line) -> None:
+        """Print a line if one is due, above the progress bar if there is one."""
+        match line:
+            case IterationMetrics():
+                self._since_last_line.append(line)
+                if line.iteration % self._interval == 0 or not self._any_line:
+                    self._print_iterations()
+            case EvaluationMetrics():
+                _print(evaluation_line(line))
+            case Note():
+                _print(line.text)
 
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Print a line."""
-        self.note(evaluation_line(metrics))
+    def _print_iterations(self) -> None:
+        _print(iteration_line(self._since_last_line, self._train_iters))
+        if self._since_last_line[-1].timers is not None:
+            _print("\n".join(timer_lines(self._since_last_line, self._timing_option)))
+        self._since_last_line.clear()
+        self._any_line = True
 
-    def note(self, line: str) -> None:
-        """Print it, above the progress bar if there is one."""
-        tqdm.write(line)
-        sys.stdout.flush()
+
+def _print(text: str) -> None:
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str:
-    """Say how a few iterations went: means of loss and times, sums of what went wrong, the rest from the last."""
+    """Return the line of a few iterations: means of loss and times, numbers of faults, the rest of the last one."""
     last = metrics[-1]
     seconds = fmean(each.iteration_time_s for each in metrics)
-    # The share of the whole time, because iterations on a batch-size ramp differ.
+    # Means over time, because iterations on a batch-size ramp differ.
     tflops = fmean(each.tflops_per_device * each.iteration_time_s for each in metrics) / seconds
     tokens = fmean(each.tokens_per_second * each.iteration_time_s for each in metrics) / seconds
     losses = [each.lm_loss for each in metrics if not each.skipped and isfinite(each.lm_loss)]
@@ -142,7 +134,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
 
 
 def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> list[str]:
-    """Say how long ranks were in each phase of an iteration, as means over a few iterations."""
+    """Return the lines of the times of ranks in each phase of an iteration, as means over a few iterations."""
     measured = [each.timers for each in metrics if each.timers is not None]
     heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
     lines = [heads.get(option, "times across ranks (ms):")]
@@ -157,12 +149,12 @@ def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> li
 
 
 def _tenths(number: float) -> str:
-    """One digit after the point, as in Megatron, or the first two digits of what a CPU does."""
+    """Return a number with one decimal, as in Megatron, or the two significant digits of a small one."""
     return f"{number:.1f}" if number >= 1 else f"{number:.1e}"
 
 
 def evaluation_line(metrics: EvaluationMetrics) -> str:
-    """Say how an evaluation went."""
+    """Return the line of an evaluation."""
     where = " on test set" if metrics.part == "test" else ""
     return (
         f" validation loss at iteration {metrics.iteration}{where} | lm loss value: {metrics.lm_loss:.6E} |"
@@ -170,22 +162,20 @@ def evaluation_line(metrics: EvaluationMetrics) -> str:
     )
 
 
-class ProgressBar(Reporter):
-    """Moves on with every iteration; shows nothing where standard error is no terminal."""
+class ProgressBar:
+    """A bar on standard error with the loss; nothing where that is no terminal."""
 
     def __init__(self, done: int, train_iters: int) -> None:
         # Only threads of this process write. tqdm's own lock is for several, and may leave a semaphore in /dev/shm.
         tqdm.set_lock(threading.RLock())
         self._bar = tqdm(total=train_iters, initial=done, unit="iteration", disable=not sys.stderr.isatty())
+        self.close = self._bar.close
 
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Move on, and show the loss."""
-        self._bar.set_postfix(loss=f"{metrics.lm_loss:.3f}", refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        self._bar.close()
+    def __call__(self, line: Line) -> None:
+        """Advance the bar by an iteration."""
+        if isinstance(line, IterationMetrics):
+            self._bar.set_postfix(loss=f"{line.lm_loss:.3f}", refresh=False)
+            self._bar.update()
 
 
 def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
@@ -222,8 +212,17 @@ def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dic
     return points
 
 
-class TensorBoard(Reporter):
-    """Writes each curve over iterations, and once more over samples, by which runs of different batches compare."""
+def points_of(line: Line, logging: LoggingConfig, world_size: int) -> dict[str, float]:
+    """Return the points of a line, by the name of their curve; empty if none are due."""
+    if isinstance(line, EvaluationMetrics):
+        return evaluation_points(line, logging)
+    if isinstance(line, IterationMetrics) and line.iteration % logging.tensorboard_log_interval == 0:
+        return iteration_points(line, logging, world_size)
+    return {}
+
+
+class TensorBoard:
+    """Writes each curve over iterations, and again over samples, which compares runs of different batch sizes."""
 
     def __init__(self, directory: str, logging: LoggingConfig, world_size: int) -> None:
         # Imported here: the package is optional, and slow to import.
@@ -231,27 +230,18 @@ class TensorBoard(Reporter):
 
         self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
         self._logging, self._world_size = logging, world_size
+        self.close = self._writer.close
 
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Write the points of an iteration, if they are due."""
-        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
-            self._write(iteration_points(metrics, self._logging, self._world_size), metrics)
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Write the points of an evaluation."""
-        self._write(evaluation_points(metrics, self._logging), metrics)
-
-    def close(self) -> None:
-        """Write what is held back."""
-        self._writer.close()
-
-    def _write(self, points: dict[str, float], metrics: IterationMetrics | EvaluationMetrics) -> None:
-        for name, value in points.items():
-            self._writer.add_scalar(name, value, metrics.iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, metrics.consumed_samples)
+    def __call__(self, line: Line) -> None:
+        """Write the points of a line."""
+        if not isinstance(line, IterationMetrics | EvaluationMetrics):
+            return
+        for name, value in points_of(line, self._logging, self._world_size).items():
+            self._writer.add_scalar(name, value, line.iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, line.consumed_samples)
 
 
-class WeightsAndBiases(Reporter):
+class WeightsAndBiases:
     """Reports a run to a project."""
 
     def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
@@ -269,24 +259,33 @@ class WeightsAndBiases(Reporter):
             ) from error
         self._logging, self._world_size = logging, world_size
 
-    def iteration(self, metrics: IterationMetrics) -> None:
-        """Report the points of an iteration, if they are due."""
-        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
-            points = iteration_points(metrics, self._logging, self._world_size)
-            self._run.log(points | {"samples": metrics.consumed_samples}, step=metrics.iteration)
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Report the points of an evaluation."""
-        self._run.log(evaluation_points(metrics, self._logging), step=metrics.iteration)
+    def __call__(self, line: Line) -> None:
+        """Send the points of a line."""
+        if points := points_of(line, self._logging, self._world_size):
+            if isinstance(line, IterationMetrics):
+                points["samples"] = line.consumed_samples
+            self._run.log(points, step=line.iteration)
 
     def close(self) -> None:
-        """Send what is left, and wait until the process of W&B that writes the files has ended."""
+        """Send the remaining points, and wait until the process of W&B that writes the files has ended."""
         self._run.finish()
         self._wandb.teardown()
 
 
+def write_metrics(path: str) -> Reporter:
+    """Return the reporter that appends each line to a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+    def append(line: Line) -> None:
+        # Flushed at once, so that a killed run loses no line.
+        with Path(path).open("a") as file:
+            file.write(json.dumps(line.as_json()) + "\n")
+
+    return append
+
+
 def check_packages(logging: LoggingConfig) -> None:
-    """See that each package is installed that a flag needs."""
+    """Raise a `ConfigError` if a package that a flag needs is not installed."""
     needed = {
         "tensorboard": ("--tensorboard-dir", logging.tensorboard_dir),
         "wandb": ("--wandb-project", logging.wandb_project),

@@ -1,6 +1,6 @@
 """A prepared run: its plan, data and settings, with every check that needs no process group.
 
-`prepare` builds the `Run`; `with_whole_checkpoint` verifies its checkpoint, or falls back to the one before.
+`prepare` builds the `Run`; `with_whole_checkpoint` verifies its checkpoint, or falls back to an older one.
 """
 
 import os
@@ -43,10 +43,10 @@ from megatron_terapipe.training.reporters import check_packages
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A prepared run: all of it that a rank knows without the others."""
+    """A prepared run, without communication between ranks."""
 
     config: Config
-    """The configuration, its vocabulary size known."""
+    """The configuration, with the vocabulary size."""
     launch: LaunchEnvironment
     layout: ParallelLayout
     """The parallel axes over the ranks."""
@@ -56,17 +56,17 @@ class Run:
     deepspeed_settings: dict[str, Any]
     """The configuration of DeepSpeed."""
     checkpoint: tuple[Path, CheckpointInfo] | None
-    """Directory and contents of the checkpoint to go on from, if there is one."""
+    """Directory and contents of the checkpoint to resume from, if there is one."""
     found_token_slices: bool = False
-    """Whether the token slices of the configuration were found, and not given."""
+    """Whether the token slices of the configuration were found by the search."""
     found_stages: bool = False
-    """Whether the layers of its stages were, too."""
+    """Whether the layers of its stages were found by the search."""
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
     """Settings by which the tokenizer was built."""
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one iteration, once the ramp to it is over."""
+        """Samples of one iteration, after the ramp to it."""
         return self.batch_sizes.final
 
     @property
@@ -91,7 +91,7 @@ class Run:
 
     @cached_property
     def host_copies(self) -> HostCopySettings | None:
-        """What waits on the host; None for nothing."""
+        """Copies of activations to the host; None if there are none."""
         return host_copies(self.config, self.layout.data_parallel_size)
 
     @property
@@ -105,7 +105,7 @@ class Run:
         return _start(self.config, self.checkpoint)
 
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
-        """Return the facts that a checkpoint keeps of this run, once it has come so far."""
+        """Return the description of this run in a checkpoint."""
         return CheckpointInfo(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -122,12 +122,12 @@ class Run:
 
 
 def prepare(config: Config, launch: LaunchEnvironment) -> Run:
-    """Check a configuration against the ranks, the files and the packages that are really there.
+    """Check a configuration against the ranks, the files and the packages, and return the run.
 
-    A dry run is for devices that are not here, and reads no samples.
+    A dry run needs no devices, and reads no samples.
     """
     check_versions()
-    # At once: what is told here is told before a tokenizer's file is read.
+    # First, so that its errors come before those of the tokenizer's file.
     config.parallel.layout(launch.world_size)
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
     tokenizer = build_tokenizer(tokenizer_settings)
@@ -144,7 +144,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         config.model,
         layout,
         config.optimizer.optimizer,
-        # Found by one rank and told to all once they have met; on one host already now, where its end ends all.
+        # One rank reads the files, and sends the result later; on one host its error ends all ranks already now.
         looks_at_files=launch.rank == 0 and launch.local_size == launch.world_size,
     )
     run = Run(
@@ -177,21 +177,21 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for."""
-    asked = config.model.vocab_size
-    # NullTokenizer was told the size, and adds the end of a document to it, as in Megatron.
-    if asked is None or config.data.tokenizer_type == NullTokenizer.name:
+    """Return the size of the model's vocabulary: that of the tokenizer, or a larger one of `--vocab-size`."""
+    size = config.model.vocab_size
+    # NullTokenizer adds the end of a document to --vocab-size, as in Megatron.
+    if size is None or config.data.tokenizer_type == NullTokenizer.name:
         return tokenizer.vocab_size
-    if asked < tokenizer.vocab_size:
+    if size < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {asked} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
-            "raise it, or leave it out"
+            f"--vocab-size {size} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
+            "raise it, or drop it"
         )
-    return asked
+    return size
 
 
 def _hardware_queues() -> int | None:
-    """Queues that the streams of this process will share; None where there are no streams."""
+    """Return the hardware queues that the streams of this process share; None without streams."""
     return hardware_queues() if get_accelerator().device_name() == "cuda" else None
 
 
@@ -200,7 +200,7 @@ def _check_accelerator(config: Config) -> None:
         raise ConfigError("--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it")
     for_nsight = config.logging.profile and not config.logging.use_pytorch_profiler
     if for_nsight and get_accelerator().device_name() != "cuda":
-        raise ConfigError("--profile alone is for CUDA devices: add --use-pytorch-profiler and --tensorboard-dir")
+        raise ConfigError("--profile needs a CUDA device: add --use-pytorch-profiler and --tensorboard-dir")
     if config.precision.fp16 and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"--fp16 is not supported by DeepSpeed on this {get_accelerator().device_name()}: use --bf16, or drop it"
@@ -210,7 +210,7 @@ def _check_accelerator(config: Config) -> None:
 def _check_profiled_ranks(logging: LoggingConfig, world_size: int) -> None:
     wrong = [rank for rank in logging.profile_ranks if rank not in range(world_size)]
     if logging.profile and wrong:
-        raise ConfigError(f"--profile-ranks {wrong[0]} is no rank: give some of 0 to {world_size - 1}")
+        raise ConfigError(f"--profile-ranks {wrong[0]} is not a rank: give ranks from 0 to {world_size - 1}")
 
 
 def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:
@@ -226,12 +226,12 @@ def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Pr
 
 
 def _planned_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
-    """Iterations that data is prepared for."""
+    """Return the number of iterations for which data is prepared."""
     return training.train_iters or sizes.iterations_within(training.length)
 
 
 def _train_iters(config: Config, sizes: BatchSizes) -> int:
-    """Iterations until the run ends: those planned, or fewer if its tokens are reached before."""
+    """Return the last iteration: the planned one, or the one that reaches the tokens of the run."""
     planned, tokens = _planned_iters(config.training, sizes), config.training.train_tokens
     if tokens is None:
         return planned
@@ -239,9 +239,9 @@ def _train_iters(config: Config, sizes: BatchSizes) -> int:
 
 
 def reading_ranks(config: Config) -> set[int]:
-    """Return the pipeline ranks that read data: those of both ends, and all where attention keeps documents apart.
+    """Return the pipeline ranks that read data: those of both ends, or all if attention separates documents.
 
-    The stage behind the last transformer layers is the last one, or the first with a part of the vocabulary.
+    The stage after the last transformer layers is the last one, or the first with a part of the vocabulary.
     """
     pipeline = config.parallel.pipeline()
     ends = {0, config.parallel.num_stages, pipeline.last_stage} - {pipeline.num_stages}
@@ -250,7 +250,7 @@ def reading_ranks(config: Config) -> set[int]:
 
 
 def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
-    """Build as many samples as the run reads; where none are read, their numbers alone."""
+    """Build the samples that the run reads; on ranks that read none, only their numbers."""
     data = config.data
     ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
@@ -261,7 +261,7 @@ def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size:
     seq_length, seed = config.model.seq_length, config.training.seed
     if data.mock_data:
         drawn_from = config.model.vocab_size
-        assert drawn_from is not None, "the tokenizer's, where no flag says it"
+        assert drawn_from is not None, "set by vocab_size_of"
         num_samples = (train, valid, test)
         return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
 
@@ -278,14 +278,14 @@ def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size:
     try:
         return build(test)
     except DataError:
-        # The default keeps a thousandth for testing. Where that is too little, nobody has asked for a test.
+        # The default split has a thousandth for testing. If that is too little, there is no test.
         if not test or data.split != DEFAULT_SPLIT:
             raise
     return build(0)
 
 
 def _check_outputs(config: Config) -> None:
-    """Find out now that an output cannot be written, and not when the first checkpoint is due."""
+    """Check now that outputs can be written, and not at the first checkpoint."""
     outputs = {
         "--save": config.checkpoint.save,
         "--metrics-file": config.logging.metrics_file,
@@ -304,15 +304,15 @@ def _check_outputs(config: Config) -> None:
             reason = f"{above} is not a directory"
         elif path.exists() and path.is_dir() == (flag in ("--metrics-file", "--report")):
             reason = "it is a directory" if path.is_dir() else "it is a file"
-        elif not _lets_write(path if path.exists() else above):
-            reason = f"{path if path.exists() else above} does not let you write"
+        elif not _is_writable(path if path.exists() else above):
+            reason = f"{path if path.exists() else above} is not writable"
         else:
             continue
-        raise ConfigError(f"{flag} {name} cannot be written, because {reason}: name another")
+        raise ConfigError(f"{flag} {name} cannot be written, because {reason}: give another")
 
 
-def _lets_write(path: Path) -> bool:
-    """Whether a file can be written to, or made in a directory. Rights alone do not tell: root has them in /proc."""
+def _is_writable(path: Path) -> bool:
+    """Whether a file can be written, or made in a directory: tried, because root has all rights even in /proc."""
     if not path.is_dir():
         return os.access(path, os.W_OK)
     try:
@@ -322,24 +322,24 @@ def _lets_write(path: Path) -> bool:
         return False
 
 
-def with_whole_checkpoint(run: Run, given: Config, say: Callable[[str], None]) -> Run:
-    """Return a run whose checkpoint, if it has one, is what was saved; every rank must call it at the same time.
+def with_whole_checkpoint(run: Run, given: Config, note: Callable[[str], None]) -> Run:
+    """Return a run with a verified checkpoint, if it has one; a collective operation of all ranks.
 
     Raises:
-        AgreedCheckpointError: on every rank alike, if the checkpoint is damaged, and no other may or can be taken.
+        AgreedCheckpointError: on every rank alike, if the checkpoint is damaged, and no other can be used.
     """
     if run.checkpoint is None:
         return run
-    asked = run.config.checkpoint.tag
-    taken = _verified(run, given, say)
+    tag = run.config.checkpoint.tag
+    verified = _verified(run, given, note)
     if run.config.checkpoint.load_previous_if_damaged:
-        for line in from_first_rank(partial(_keep_damaged_aside, taken, asked)):
-            say(line)
-    return taken
+        for line in from_first_rank(partial(_keep_damaged_aside, verified, tag)):
+            note(line)
+    return verified
 
 
-def _verified(run: Run, given: Config, say: Callable[[str], None]) -> Run:
-    """Return the run, or one that goes on from an older checkpoint."""
+def _verified(run: Run, given: Config, note: Callable[[str], None]) -> Run:
+    """Return the run, or one that resumes from an older checkpoint."""
     assert run.checkpoint is not None
     directory, info = run.checkpoint
     config = run.config.checkpoint
@@ -357,24 +357,24 @@ def _verified(run: Run, given: Config, say: Callable[[str], None]) -> Run:
             before = from_first_rank(partial(previous_tag, directory.parent, directory.name))
         if before is None:
             raise
-        say(f" warning: {error}")
+        note(f" warning: {error}")
         older = replace(given, checkpoint=replace(given.checkpoint, load_tag=before, ckpt_step=None))
-        return _verified(prepare(older, run.launch), given, say)
+        return _verified(prepare(older, run.launch), given, note)
     if line is not None:
-        say(line)
+        note(line)
     return run
 
 
-def _keep_damaged_aside(run: Run, asked: str | None) -> list[str]:
-    """Take those that were passed over out of the way of later saves; return lines for the log."""
+def _keep_damaged_aside(run: Run, tag: str | None) -> list[str]:
+    """Rename damaged checkpoints, so that later saves do not replace them; return lines for the log."""
     assert run.checkpoint is not None
     taken, save = run.checkpoint[0], run.config.checkpoint.save
     if names_model_folder(taken):
         return []
-    # Nothing is changed where this run does not save.
+    # Only in the directory of --save.
     saves_here = save is not None and Path(save).resolve() == taken.parent.resolve()
     lines = []
-    for damaged in passed_over(taken, asked):
+    for damaged in passed_over(taken, tag):
         kept = keep_aside(damaged, taken) if saves_here else damaged
-        lines.append(f" warning: {damaged.name} is damaged, and kept as {kept}: going on from {taken}")
+        lines.append(f" warning: {damaged.name} is damaged, and kept as {kept}: resuming from {taken}")
     return lines

@@ -17,11 +17,11 @@ START = "start"
 """Row of the weights with which a run starts."""
 
 _MOST_STAGES_LISTED = 8
-"""Stages whose layers are listed one by one."""
+"""Most stages with their layers listed one by one."""
 
 
 def rows_of_run(run: Run) -> dict[str, str]:
-    """Return how a prepared run is laid out over ranks and over time, by what each row tells."""
+    """Return the model, layout, schedule and start of a prepared run, by the name of the row."""
     layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
     batch, model = run.config.batch, run.config.model
     lengths = ", ".join(map(str, run.config.token_slices().lengths)) + " tokens"
@@ -50,37 +50,37 @@ def rows_of_run(run: Run) -> dict[str, str]:
 
 
 def table(rows: dict[str, str]) -> list[str]:
-    """Return rows as lines, their texts below each other."""
+    """Return rows as lines, with aligned texts."""
     width = max(map(len, rows))
     return [f"  {name:<{width}}  {text}" for name, text in rows.items()]
 
 
 def start_of_log(run: Run) -> list[str]:
-    """Return the lines with which the log of a run starts."""
+    """Return the first lines of the log of a run."""
     return ["this run", *table(rows_of_run(run)), *warnings_of_run(run)]
 
 
 def warnings_of_run(run: Run) -> list[str]:
-    """Return lines about what is perhaps not meant: checkpoints elsewhere or in the way, and other vocabularies."""
+    """Return warnings: checkpoints in other directories, other tokenizers, and no iterations to train."""
     config, lines = run.config.checkpoint, []
     if config.load is not None and run.checkpoint is None and not _same(config.load, config.save):
         lines.append(
-            f"warning: --load {config.load} holds no checkpoint, and training starts from new weights: correct the "
-            "path if that is not meant; with --exit-on-missing-checkpoint such a run ends"
+            f"warning: --load {config.load} has no checkpoint, and training starts from new weights: correct the path "
+            "if that is wrong; --exit-on-missing-checkpoint makes it an error"
         )
     if config.save is not None and (run.checkpoint is None or not _same(run.checkpoint[0].parent, config.save)):
         there = _saved_before(config.save)
         if there is not None:
             lines.append(
-                f"warning: --save {config.save} holds {there.name} of an earlier run, and this run does not go on from "
-                f"it but may replace it: add --load {config.save} to go on, or save to another directory"
+                f"warning: --save {config.save} has {there.name} of an earlier run, which this run does not load "
+                f"but may replace it: add --load {config.save} to resume, or save to another directory"
             )
     if run.checkpoint is not None:
         then, now = run.checkpoint[1].tokenizer.get("tokenizer_type"), run.tokenizer_settings.tokenizer_type
         if then is not None and then != now:
             lines.append(
                 f"warning: the checkpoint was trained with --tokenizer-type {then}, this run has {now}: the same ids "
-                "may mean other words"
+                "may mean other tokens"
             )
     tokens, known = run.config.model.vocab_size or 0, run.tokenizer.vocab_size
     if tokens >= 2 * known and not run.config.data.mock_data:
@@ -90,8 +90,7 @@ def warnings_of_run(run: Run) -> list[str]:
         )
     if run.start.iteration >= run.train_iters and not run.config.training.skip_train:
         lines.append(
-            f"nothing is left to train: {run.start.iteration} of {run.train_iters} iterations are done; raise "
-            "--train-iters to train on"
+            f"no iterations to train: {run.start.iteration} of {run.train_iters} are done; raise --train-iters"
         )
     return lines
 
@@ -101,7 +100,7 @@ def _number(number: int, thing: str, plural: str = "s") -> str:
 
 
 def _same_as_1f1b(run: Run) -> str:
-    """Say so where a pipeline whose ranks have one stage each was asked to be interleaved."""
+    """Return a note on an interleaved schedule with one stage on each rank; empty for others."""
     parallel, ranks = run.config.parallel, run.layout.pipeline_parallel_size
     if (
         SCHEDULES.get(parallel.pipeline_schedule or "") is not interleaved
@@ -145,7 +144,7 @@ def _stages(run: Run) -> str:
 
 
 def _layers(bounds: tuple[int, ...]) -> str:
-    """Say which transformer layers each stage has: all alike in few words, others one by one."""
+    """Return the transformer layers of each stage: many equal stages as one number, others one by one."""
     numbers = [end - first for first, end in pairwise(bounds)]
     if len(numbers) > _MOST_STAGES_LISTED and len(set(numbers)) == 1:
         return f"{numbers[0]} transformer layers each"
@@ -154,12 +153,12 @@ def _layers(bounds: tuple[int, ...]) -> str:
 
 
 def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
-    """Lines that say what would run, once every check has passed."""
+    """Return the lines of a dry run after all its checks."""
     if not config.training.dry_run_without_files:
         run = prepare(config, launch)
         return [*_lines(rows_of_run(run), ["devices", "hosts"]), *warnings_of_run(run)]
     run = prepare(without_files(config), launch)
-    # Which weights it starts with is written in checkpoints, and they are not here.
+    # The weights at the start are those of checkpoints, which are not read.
     rows = {name: text for name, text in rows_of_run(run).items() if name != START}
     return _lines(rows, ["devices", "hosts", *absent_files(config)])
 

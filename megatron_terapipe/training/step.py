@@ -1,4 +1,4 @@
-"""An iteration: the settings before it, and its measurements."""
+"""A training iteration: its learning rate and batch size, and its measurements."""
 
 import resource
 import time
@@ -23,18 +23,18 @@ from megatron_terapipe.training.number_guards import BadNumbers, RememberedBatch
 from megatron_terapipe.training.optimizer import set_step_sizes
 from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule, weight_decay_at
 from megatron_terapipe.training.records import IterationMetrics, Progress
-from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 
 MEMORY_SETTLES_AFTER = 2
-"""Iterations of a run: the first makes the optimizer's state, the second the activations beside it."""
+"""Iterations of a run: the first allocates the optimizer's state, the second activations in addition to it."""
 
 
 class TrainingStep:
-    """Trains one iteration after another, and reports each."""
+    """Trains iterations, and reports each."""
 
-    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
-        self._run, self._engine, self._reporter = run, engine, reporter
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, report: Reporters) -> None:
+        self._run, self._engine, self._report = run, engine, report
         self._training, self._logging = run.config.training, run.config.logging
         self._learning_rates = LearningRateSchedule.from_config(
             run.config.optimizer,
@@ -44,9 +44,9 @@ class TrainingStep:
         )
         highest, last = run.config.optimizer.ends
         self._rates_of_ends = replace(self._learning_rates, max_lr=highest, min_lr=last)
-        self._bad_numbers = BadNumbers(run.config.numbers, engine, reporter.note)
+        self._bad_numbers = BadNumbers(run.config.numbers, engine, report.note)
         self._spikes = SpikeGuard(run.config.numbers)
-        self._instruments = Instruments(self._logging, engine, reporter.note)
+        self._instruments = Instruments(self._logging, engine, report.note)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
@@ -54,7 +54,7 @@ class TrainingStep:
         """Train on the next global batch.
 
         Raises:
-            NumbersError: on every rank, if its numbers are wrong and the run is to end.
+            NumbersError: on every rank, if its numbers are bad and the run ends.
         """
         learning_rate, rate_of_ends = self._set_step_sizes(progress)
         batch_size = self._set_batch_size(progress)
@@ -63,13 +63,13 @@ class TrainingStep:
             loss, seconds = self._train(progress.iteration + 1, batches)
         self._bad_numbers.check(progress.iteration + 1, loss, batches)
         skipped = not self._engine.was_step_applied()
-        # Of a skipped step it is no number, or still that of the step before.
+        # The norm of a skipped step is NaN or that of the previous step.
         grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
         progress = progress.after(batch_size, skipped=skipped)
         model = self._run.config.model
         tflops = tflops_per_device(model, batch_size, seconds, self._run.launch.world_size)
-        spiky_loss, large_grads = self._spikes.look(progress.iteration, loss, grad_norm)
-        self._reporter.iteration(
+        spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
+        self._report(
             IterationMetrics(
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
@@ -92,15 +92,15 @@ class TrainingStep:
                 large_grads=large_grads,
             )
         )
-        self._spikes.tell(self._reporter.note)
+        self._spikes.report(self._report.note)
         return progress
 
     def close(self) -> None:
-        """Keep what instruments have recorded."""
+        """Write the recordings of the profiler."""
         self._instruments.close()
 
     def _set_step_sizes(self, progress: Progress) -> tuple[float, float]:
-        """Set learning rates and weight decay, and return the former: of most weights, and of the model's ends."""
+        """Set learning rates and weight decay, and return the rates: of most weights, and of the model's ends."""
         step = progress.schedule_step(self._training.unit)
         learning_rate, of_ends = self._learning_rates.at(step), self._rates_of_ends.at(step)
         decay = weight_decay_at(step, self._run.config.optimizer, self._training)
@@ -114,7 +114,7 @@ class TrainingStep:
         return batch_size
 
     def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
-        """Return the loss, and the time it took in seconds."""
+        """Return the loss, and the seconds of the step."""
         start = time.perf_counter()
         if self._logging.timeline is None or not any(iteration in run for run in self._measured):
             loss = self._engine.train_batch(batches).item()
@@ -127,15 +127,15 @@ class TrainingStep:
         return loss, seconds
 
     def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:
-        """Write a measured iteration; draw only the last of them, which takes longer."""
+        """Write a measured iteration; draw only the last one, because drawing takes longer."""
         config = self._run.config
-        # Unknown where each micro-batch has its own.
+        # Unknown where each micro-batch has its own lengths.
         lengths = () if config.parallel.token_slices == BY_DOCUMENTS else config.token_slices().lengths
         step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"iteration_{iteration:06d}.json").write_text(step.to_json())
         if iteration == self._measured[-1][-1]:
-            self._reporter.note(write_drawings(step, directory))
+            self._report.note(write_drawings(step, directory))
 
     def _peak_memory(self, iteration: int) -> tuple[int, ...] | None:
         settles = iteration == self._run.start.iteration + MEMORY_SETTLES_AFTER
@@ -143,14 +143,14 @@ class TrainingStep:
             return None
         by_stage = peak_memory_by_stage(self._engine)
         if settles:
-            self._reporter.note(memory_line(MEMORY_SETTLES_AFTER, by_stage))
+            self._report.note(memory_line(MEMORY_SETTLES_AFTER, by_stage))
         return by_stage
 
 
 def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
-    """2-norm of the parameters, each counted once; every rank must ask.
+    """2-norm of the parameters, each counted once; a collective operation of all ranks.
 
-    Tied weights stand on several stages, and what tensor parallelism does not cut on each of its ranks.
+    Several stages have tied weights, and all tensor-parallel ranks the weights that are not divided.
     """
     first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -165,7 +165,7 @@ def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Most that this rank held: of tensors on its accelerator; on a CPU, of the whole process."""
+    """Peak memory of this rank: of tensors on its accelerator; on a CPU, of the whole process."""
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return int(accelerator.max_memory_allocated())
@@ -173,7 +173,7 @@ def peak_memory_bytes() -> int:
 
 
 def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
-    """Most that any rank of each stage held; every rank must ask."""
+    """Peak memory of any rank of each stage; a collective operation of all ranks."""
     peaks = torch.zeros(engine.num_stages, dtype=torch.int64, device=engine.device)
     peaks[engine.stage_id] = peak_memory_bytes()
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
@@ -181,13 +181,13 @@ def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
 
 
 def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
-    """Return the line of the log with the peak memory of each stage in MiB."""
+    """Return the line of the log with the peak memory of each stage, in MiB."""
     stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
     return f" peak memory after {iteration} iterations (MiB) | {stages} |"
 
 
 def write_drawings(step: StepRecord, directory: Path) -> str:
-    """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it."""
+    """Draw a measured iteration as a picture, a Chrome trace, and a page with its simulation; return a log line."""
     timeline = step.timeline
     title = f"{step.schedule}, iteration {step.iteration}, as executed"
     comparison = Comparison((timeline,))

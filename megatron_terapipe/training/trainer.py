@@ -38,16 +38,16 @@ from megatron_terapipe.training.number_guards import (
     refuse_different_copies,
 )
 from megatron_terapipe.training.records import EvaluationMetrics, Progress, RunEnd, Saved
-from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.step import TrainingStep
 
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
-"""A signal that never comes."""
+"""Default of a rank that handles no signal."""
 
 
 class ExitReason(Enum):
-    """Reason for the end of a run, in the words of the log."""
+    """Reason for the end of a run, as the log prints it."""
 
     SIGNAL = "a SIGTERM came"
     DURATION = "--exit-duration-in-mins have passed"
@@ -55,7 +55,7 @@ class ExitReason(Enum):
 
 
 def any_rank(mine: bool) -> bool:
-    """Whether it holds on any rank."""
+    """Whether a condition is true on any rank; a collective operation of all ranks."""
     flag = torch.tensor(mine, dtype=torch.int32, device=get_accelerator().current_device_name())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
@@ -63,23 +63,23 @@ def any_rank(mine: bool) -> bool:
 
 @dataclass
 class ExitConditions:
-    """Asks after every iteration whether the run ends with it, and gives every rank the same answer."""
+    """Conditions that end a run early, equal on all ranks."""
 
     training: TrainingConfig
     signalled: Callable[[], bool] = NEVER
-    """Whether this rank was told to end."""
+    """Whether this rank received SIGTERM."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds from some moment on; the run begins now."""
+    """Seconds since any moment; the run starts now."""
     agree: Callable[[bool], bool] = any_rank
-    """Takes whether this rank would end and returns whether any would; every rank calls it at the same time."""
+    """Whether a condition is true on any rank; a collective operation of all ranks."""
 
     def __post_init__(self) -> None:
         self._start = self.clock()
 
     def reason(self, iteration: int) -> ExitReason | None:
-        """Return why the run ends after this iteration, None if it goes on."""
+        """Return the reason to end the run after this iteration; None if it continues."""
         training = self.training
-        # Signals and clocks reach ranks at different times, and a rank that leaves alone leaves the others hanging.
+        # Ranks get signals at different times, and if only one of them ends, the others hang.
         if training.exit_signal_handler and self.agree(self.signalled()):
             return ExitReason.SIGNAL
         if training.exit_duration_in_mins is not None:
@@ -92,19 +92,19 @@ class ExitConditions:
 
 
 @contextmanager
-def heard_signal(wanted: bool) -> Iterator[Callable[[], bool]]:
-    """Take SIGTERM as a request, not as the end; what is yielded tells whether it came.
+def catch_sigterm(enabled: bool) -> Iterator[Callable[[], bool]]:
+    """Catch SIGTERM, and yield a function that returns whether it came.
 
     Args:
-        wanted: whether to; if not, SIGTERM ends the process as ever.
+        enabled: if not, SIGTERM ends the process as usual.
     """
-    if not wanted:
+    if not enabled:
         yield NEVER
         return
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        yield lambda: bool(heard)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -112,19 +112,15 @@ def heard_signal(wanted: bool) -> Iterator[Callable[[], bool]]:
 def evaluate(
     run: Run,
     engine: TokenSlicePipelineEngine,
-    reporter: Reporter,
+    report: Reporters,
     progress: Progress,
     part: Literal["validation", "test"] = "validation",
 ) -> None:
-    """Report the mean loss over the same samples every time, with the token slices of training.
-
-    Args:
-        part: part of the data; if there is none, nothing happens.
-    """
+    """Report the mean loss over the same samples every time, with the token slices of training, if there are any."""
     dataset = run.datasets.valid if part == "validation" else run.datasets.test
     if dataset is None:
         return
-    # Those of the full batch, also where training is still on the ramp to it.
+    # Of the full batch, also during the ramp to it.
     num_micro_batches = run.config.num_micro_batches(run.layout.data_parallel_size)
     per_token = run.config.training.calculate_per_token_loss
     losses, weights = [], []
@@ -138,46 +134,46 @@ def evaluate(
         part=part,
         lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
     )
-    reporter.evaluation(metrics)
-    what = f"{part} at iteration {progress.iteration}"
-    line = check_evaluation(run.config.numbers, engine, what, metrics.lm_loss)
+    report(metrics)
+    name = f"{part} at iteration {progress.iteration}"
+    line = check_evaluation(run.config.numbers, engine, name, metrics.lm_loss)
     if line is not None:
-        reporter.note(line)
+        report.note(line)
 
 
 class Saves:
-    """Saves the checkpoints of a run, at once or in the background; every rank must call each method.
+    """Saves the checkpoints of a run, at once or in the background; methods are collective operations of all ranks.
 
     Raises:
         SaveError: if the disk has no room for one checkpoint.
     """
 
-    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
-        self._run, self._engine, self._reporter, self._config = run, engine, reporter, run.config.checkpoint
-        # A run that starts has saved nothing, not even its initial weights.
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, report: Reporters) -> None:
+        self._run, self._engine, self._report, self._config = run, engine, report, run.config.checkpoint
+        # A new run has not saved even its initial weights.
         self._saved_iteration = run.start.iteration or None
         self._background = BackgroundSaves(engine.device) if self._config.async_save else None
         if self._config.save is not None and not run.config.training.skip_train:
-            self._look_ahead(Path(self._config.save))
+            self._check_room(Path(self._config.save))
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
         """Save a checkpoint, unless there is one of this iteration.
 
         Args:
-            last: whether no more will follow: then its failure ends the run in any case.
+            last: whether it is the last one: then its failure always ends the run.
 
         Raises:
-            SaveError: if it cannot be saved, nor the one before, and training does not go on without.
+            SaveError: if it or the previous one cannot be saved, without `--train-on-if-save-fails`.
         """
         if self._config.save is None or progress.iteration == self._saved_iteration:
             return
         start = time.perf_counter()
         # One at a time.
-        self._tell(self._finish_background, last=False)
+        self._report_lines(self._finish_background, last=False)
         refuse_bad_states(
             self._engine,
             f"the model after iteration {progress.iteration}",
-            "nothing was saved; go on from a checkpoint before it",
+            "it was not saved; resume from a checkpoint before it",
         )
         info = self._run.checkpoint_info(progress)
 
@@ -194,18 +190,18 @@ class Saves:
             self._background.start(unfinished)
             return [f" saving checkpoint {unfinished.directory} in the background"]
 
-        if self._tell(begin, last=last):
+        if self._report_lines(begin, last=last):
             self._saved_iteration = progress.iteration
-            self._reporter.event(Saved(iteration=progress.iteration, seconds=time.perf_counter() - start))
+            self._report(Saved(iteration=progress.iteration, seconds=time.perf_counter() - start))
 
     def after_iteration(self) -> None:
-        """See whether a save in the background is done, without waiting for it.
+        """Finish a save in the background if it is done, without waiting for it.
 
         Raises:
-            SaveError: if it failed, and training does not go on without.
+            SaveError: if it failed, without `--train-on-if-save-fails`.
         """
         if self._background is not None and self._background.is_done():
-            self._tell(self._finish_background, last=False)
+            self._report_lines(self._finish_background, last=False)
 
     def finish(self) -> None:
         """Wait for the last checkpoint.
@@ -213,81 +209,81 @@ class Saves:
         Raises:
             SaveError: if it cannot be saved.
         """
-        self._tell(self._finish_background, last=True)
+        self._report_lines(self._finish_background, last=True)
 
     def _finish_background(self) -> list[str]:
         return [] if self._background is None else self._background.finish()
 
-    def _tell(self, action: Callable[[], list[str]], *, last: bool) -> bool:
-        """Do something and tell what came of it; return whether it succeeded."""
+    def _report_lines(self, action: Callable[[], list[str]], *, last: bool) -> bool:
+        """Do something and report its lines; return whether it succeeded."""
         try:
             with self._engine.ledger.phase("saving"):
                 lines = action()
         except SaveError as error:
             if last or not self._config.train_on_if_save_fails:
                 raise
-            self._reporter.note(f" warning: {error}; training goes on")
+            self._report.note(f" warning: {error}; training continues")
             return False
         for line in lines:
-            self._reporter.note(line)
+            self._report.note(line)
         return True
 
-    def _look_ahead(self, save: Path) -> None:
-        """Find out now that the disk is too small, and not when days of training are to be saved."""
+    def _check_room(self, save: Path) -> None:
+        """Check now that the disk has room, and not after days of training."""
         optimizer = self._run.config.optimizer.optimizer
         size = bytes_to_save(self._engine, None if self._config.no_save_optim else optimizer)
 
-        def look() -> str | None:
+        def check() -> str | None:
             there = next(each for each in (save, *save.absolute().parents) if each.exists())
             check_room(there, size)
             return room_warning(there, size, self._num_new(), self._config.keep_last_n_checkpoints)
 
-        if line := from_first_rank(look, error=SaveError):
-            self._reporter.note(line)
+        if line := from_first_rank(check, error=SaveError):
+            self._report.note(line)
 
     def _num_new(self) -> int:
-        """Checkpoints that this run will save, its last one included."""
+        """Number of checkpoints that this run will save, the last one included."""
         interval, ahead = self._config.save_interval, self._run.train_iters - self._run.start.iteration
         regular = 0 if interval is None else math.ceil(ahead / interval)
         return max(regular, 1) + len(self._config.extra_save_iterations or ())
 
 
 class Trainer:
-    """Trains, evaluates, saves and reports, as the run's configuration says."""
+    """Trains, evaluates, saves and reports, as configured."""
 
     def __init__(
         self, run: Run, engine: TokenSlicePipelineEngine, refresh_report: Callable[[], object] = lambda: None
     ) -> None:
         self._run, self._engine = run, engine
-        self._reporters = build_reporters(run, refresh_report)
-        self._step = TrainingStep(run, engine, self._reporters)
-        self._evaluate = partial(evaluate, run, engine, self._reporters)
-        self._saves = Saves(run, engine, self._reporters)
+        self._report = build_reporters(run, refresh_report)
+        self._step = TrainingStep(run, engine, self._report)
+        self._evaluate = partial(evaluate, run, engine, self._report)
+        self._saves = Saves(run, engine, self._report)
         self._iteration, self._exit_reason = run.start.iteration, ""
 
     def run(self) -> None:
         """Train until the last iteration, or until something ends the run before."""
         training = self._run.config.training
         with ExitStack() as cleanup:
-            cleanup.callback(self._reporters.close)
-            cleanup.push(self._tell_end)
+            cleanup.callback(self._report.close)
+            cleanup.push(self._report_end)
             cleanup.callback(self._step.close)
             keep_schedule(self._run)
             keep_strategy(self._run)
             device = self._engine.device
-            # Its backward adds up in any order.
+            # The order of its sums in the backward is not fixed.
             flash_attention_3 = not training.deterministic_mode and activate_flash_attention_3(device)
             about_attention = attention_notes(self._run.config, device, flash_attention_3=flash_attention_3)
             for line in (*notes(self._run), *about_attention):
-                self._reporters.note(line)
+                self._report.note(line)
             if self._run.checkpoint is not None:
                 directory, info = self._run.checkpoint
-                self._reporters.note(f" loaded checkpoint {directory} of iteration {info.iteration}")
+                self._report.note(f" loaded checkpoint {directory} of iteration {info.iteration}")
             if training.skip_train:
                 self._evaluate(self._run.start)
                 self._evaluate(self._run.start, "test")
                 return
-            signalled = cleanup.enter_context(heard_signal(training.exit_signal_handler))
+            signalled = cleanup.enter_context(catch_sigterm(training.exit_signal_handler))
             exits = ExitConditions(training, signalled=signalled)
             self._train(exits, cleanup)
             self._saves.finish()
@@ -305,7 +301,7 @@ class Trainer:
             self._saves.after_iteration()
             reason = exits.reason(progress.iteration)
             last = reason is not None or progress.iteration == last_iteration
-            # Who was told to go, or has no time left, does not begin to evaluate.
+            # No evaluation after a signal, or when the time is over.
             hurried = reason in (ExitReason.SIGNAL, ExitReason.DURATION)
             interval = run.config.logging.eval_interval
             is_due = interval is not None and progress.iteration % interval == 0
@@ -315,7 +311,7 @@ class Trainer:
                 self._saves.save(progress, last=last)
             if reason is not None:
                 self._exit_reason = reason.value
-                self._reporters.note(f" exiting after iteration {progress.iteration}, because {reason.value}")
+                self._report.note(f" exiting after iteration {progress.iteration}, because {reason.value}")
                 return
             if last:
                 self._evaluate(progress, "test")
@@ -335,21 +331,23 @@ class Trainer:
             refuse_different_copies(self._engine, progress.iteration, equal_after)
         return progress
 
-    def _tell_end(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Tell the reporters why the run ends; what ends it goes on."""
+    def _report_end(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Report the reason of the end; an exception is raised further."""
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         if interrupted:
             reason = "interrupted by Ctrl-C"
         else:
             reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
         failed = kind is not None and not interrupted
-        # A disk that is full has ended the run already.
+        # A full disk may be the reason.
         with suppress(OSError):
-            self._reporters.event(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
+            self._report(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
 
 
 def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:
-    """Lines for the log: a kernel that was activated, and settings that keep a device from its speed."""
+    """Return lines for the log: an activated kernel, and settings that make a device slow."""
     if device.type == "cpu":
         return []
     lines = []
@@ -357,17 +355,17 @@ def attention_notes(config: Config, device: torch.device, *, flash_attention_3: 
         lines.append(" attention by FlashAttention-3")
     if config.precision.dtype == "fp32":
         lines.append(
-            " warning: fp32 leaves most of a GPU idle: train with --bf16, or let products round to TF32 with "
+            " warning: fp32 uses a small part of a GPU: train with --bf16, or round products to TF32 with "
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"
         )
     if config.model.attention_dropout:
         lines.append(
-            " warning: dropout in attention keeps it from flash kernels, and its scores are written out: give "
+            " warning: dropout in attention excludes flash kernels, so its scores are written to memory: use "
             "--attention-dropout 0 if you can"
         )
     if config.model.attention_softcap is not None:
         lines.append(
-            f" warning: no flash kernel knows --attention-softcap {config.model.attention_softcap:g}, and scores of "
-            "attention are written out: that is slower, and the model's to decide"
+            f" warning: no flash kernel has --attention-softcap {config.model.attention_softcap:g}, so its scores are "
+            "written to memory, which is slower"
         )
     return lines

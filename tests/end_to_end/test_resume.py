@@ -40,7 +40,7 @@ def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactor
     assert not run.wait_for_all(TIMEOUT_S)
     (line,) = error_lines(run.output())
     assert f"process {there['the launcher']}) is gone" in line
-    assert line.endswith("resume with --load checkpoints, which goes on from global_step3")
+    assert line.endswith("resume with --load checkpoints, from global_step3")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A launched run: it trains, says so, and token slices do not change what it learns."""
+"""A launched run: its metrics, files and log, and the same losses with other token slices."""
 
 import json
 import re
@@ -51,14 +51,14 @@ def test_the_loss_falls(trained: Trained, iterations: list[dict[str, Any]]) -> N
     assert evaluations[1]["validation_lm_loss"] < losses[5]
 
 
-def test_no_file_of_a_run_holds_a_secret_of_the_environment(trained: Trained) -> None:
-    """Log, metrics, timeline, checkpoints, and whatever else lies in its folder."""
+def test_no_file_of_a_run_has_a_secret_of_the_environment(trained: Trained) -> None:
+    """Log, metrics, timeline, checkpoints, and all other files in its folder."""
     files = [path for path in trained.folder.rglob("*") if path.is_file()]
     assert {"metrics.jsonl", "report.html", "run.json", "latest"} <= {path.name for path in files}
     assert not [path for path in files if b"secret-of-" in path.read_bytes()]
 
 
-def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None:
+def test_the_files_of_a_run_have_their_schemas(trained: Trained) -> None:
     timelines, checkpoint = trained.folder / "timeline", trained.checkpoints / "global_step6"
     for name, path in (
         *(("timeline", path) for path in timelines.glob("iteration_*.json")),
@@ -69,7 +69,7 @@ def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None
         validate("metrics", line)
 
 
-def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
+def test_the_report_of_a_run(trained: Trained) -> None:
     (report,) = read_report([str(trained.metrics)])
     start, end = report.run.start, report.run.end
     assert start is not None and end is not None
@@ -82,7 +82,7 @@ def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
     assert "wrote the report report.html" in trained.output
 
 
-def test_the_log_says_what_happened(trained: Trained) -> None:
+def test_the_log(trained: Trained) -> None:
     text = trained.output
     assert re.findall(r"^ iteration +(\d+)/ +6 \| consumed samples", text, re.MULTILINE) == ["1"]
     assert re.findall(r"^ saved checkpoint (\S+)$", text, re.MULTILINE) == [
@@ -115,7 +115,7 @@ def test_the_last_timeline_is_drawn(trained: Trained) -> None:
     assert len([each for each in events["traceEvents"] if each["ph"] == "X"]) == 2 * 2 * 4 * 4
 
 
-def test_what_is_measured_is_compared_with_its_simulation(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_steps_and_their_simulation(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(["--timeline", str(trained.folder / "timeline"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     validate("plan", figures)
@@ -126,8 +126,8 @@ def test_what_is_measured_is_compared_with_its_simulation(trained: Trained, caps
 
 
 @pytest.mark.parametrize("cut", ["--num-token-slices 1", "--num-token-slices 3 --token-slices 13,1,18"])
-def test_token_slices_leave_the_loss_curve_alone(trained: Trained, data: Path, tmp_path: Path, cut: str) -> None:
-    """Six updates on, the loss still agrees to a few units in the last place of fp32."""
+def test_token_slices_do_not_change_the_losses(trained: Trained, data: Path, tmp_path: Path, cut: str) -> None:
+    """After six updates the losses agree to a few units in the last place of fp32."""
     path = tmp_path / "metrics.jsonl"
     assert run_distributed(train_on_this_rank, 2, flags(data, "--metrics-file", path, *cut.split())) == [0, 0]
     found, expected = read_metrics(path), read_metrics(trained.metrics)
@@ -139,7 +139,7 @@ def test_token_slices_leave_the_loss_curve_alone(trained: Trained, data: Path, t
         assert mine["validation_lm_loss"] == pytest.approx(theirs["validation_lm_loss"], rel=1e-6)
 
 
-def test_another_seed_gives_others(trained: Trained, data: Path, tmp_path: Path) -> None:
+def test_another_seed_gives_other_losses(trained: Trained, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     one = ["--pipeline-model-parallel-size", 1, "--train-iters", 1, "--eval-iters", 0, "--seed", 7]
     assert run_distributed(train_on_this_rank, 1, flags(data, "--metrics-file", path, *one)) == [0]

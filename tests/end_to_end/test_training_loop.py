@@ -1,4 +1,4 @@
-"""What ends a run, what it goes on from in the middle of a ramp, and runs that only evaluate."""
+"""The end of runs, resuming during a ramp of the batch size, and runs that only evaluate."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_a_run_resumes_in_the_middle_of_the_ramp(data: Path, tmp_path: Path) -> 
 
 
 def test_a_ramp_reads_the_samples_that_a_constant_batch_reads(data: Path, tmp_path: Path) -> None:
-    """With a learning rate of nothing every sample has its own loss, whatever batch it is in."""
+    """With a learning rate near 0 the loss of a sample does not depend on its batch."""
     still = ["--lr", "1e-30", "--eval-iters", "0"]
     ramp, _ = run(data, tmp_path / "ramp.jsonl", *RAMP, "--train-iters", 8, *still)
     constant, _ = run(data, tmp_path / "constant.jsonl", "--global-batch-size", 4, "--train-iters", 16, *still)
@@ -62,23 +62,16 @@ def test_skip_train_only_evaluates(data: Path, tmp_path: Path) -> None:
     assert again == evaluations[-2:]
 
 
-def test_the_duration_ends_a_run_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
-    iterations, evaluations = run(
-        data, tmp_path / "metrics.jsonl", "--exit-duration-in-mins", "1e-6", "--save", tmp_path / "saved"
-    )
-    assert [each["iteration"] for each in iterations] == [1]
-    assert not evaluations, "who has no time left does not evaluate"
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
-
-
-def test_the_interval_ends_a_run_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
-    iterations, _ = run(data, tmp_path / "metrics.jsonl", "--exit-interval", 2, "--save", tmp_path / "saved")
-    assert [each["iteration"] for each in iterations] == [1, 2]
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+@pytest.mark.parametrize(("flag", "value", "last"), [("--exit-duration-in-mins", "1e-6", 1), ("--exit-interval", 2, 2)])
+def test_an_early_end_saves_a_checkpoint(data: Path, tmp_path: Path, flag: str, value: object, last: int) -> None:
+    iterations, evaluations = run(data, tmp_path / "metrics.jsonl", flag, value, "--save", tmp_path / "saved")
+    assert [each["iteration"] for each in iterations] == list(range(1, last + 1))
+    assert not evaluations or flag == "--exit-interval", "no evaluation when the time is over"
+    assert (tmp_path / "saved" / "latest").read_text() == f"global_step{last}"
 
 
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_exit_code_0(data: Path, tmp_path: Path) -> None:
-    """Whoever hears it first, all save the same iteration, and a next run goes on from there."""
+    """All ranks save the same iteration."""
     outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
     launched = Launch(tmp_path, flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler"))
     metrics = tmp_path / "metrics.jsonl"

@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_its_strategy(files: Path, monkeypatch: pytest.Monkey
     assert chosen(*MEASURED)[0] != other
     found, line = chosen(*MEASURED, "--load", "run")
     assert same(found, other)
-    assert line == f"--strategy auto goes on with run/{STRATEGY_FILE}"
+    assert line == f"--strategy auto uses run/{STRATEGY_FILE}"
     with pytest.raises(
         UserError, match=r"--micro-batch-size 4 contradicts --strategy run/strategy.json, where it is 1"
     ):

@@ -1,4 +1,4 @@
-"""Guards of the numbers of a run: NaN and infinity, and spikes."""
+"""Checks of the numbers of a run: NaN and infinity, and spikes."""
 
 import random
 from collections.abc import Iterator
@@ -41,11 +41,11 @@ AT = "at micro-batch 1, token slice 2"
 CASES: dict[str, dict[Fault, str]] = {
     PIPELINE: {
         Fault(kind="loss", rank=1, **HERE): f"{LOSS}{FIRST}the loss on rank 1, {AT}; the weights are those before it",
-        Fault(kind="loss", rank=1, once=True, **HERE): f"{LOSS}; computed again it is a number",
+        Fault(kind="loss", rank=1, once=True, **HERE): f"{LOSS}; computed again it is finite",
     },
     f"{PIPELINE} --recompute-granularity stage": {
         Fault(kind="loss", rank=1, **HERE): f"{LOSS}{FIRST}the loss on rank 1, {AT}; the weights are those before it",
-        # Of the final norm, which runs in the backward alone.
+        # Of the final norm, which is computed only in the backward.
         Fault(kind="output", rank=1, name="6", **HERE): f"{LOSS}{FIRST}the output of layer 6 on rank 1, {AT}",
         Fault(kind="gradient", rank=1, name="4", **HERE): (
             f"{GRADIENT}{FIRST}the gradient of the output of layer 4 on rank 1, {AT}"
@@ -78,13 +78,13 @@ CASES: dict[str, dict[Fault, str]] = {
         ),
     },
     f"{TENSOR} --num-token-slices 4": {
-        # No other rank of the model sees it, and the norm of the gradient counts rank 0's copy.
+        # It is on no other rank of the model, and the norm of the gradient counts the copy of rank 0.
         Fault(kind="weight gradient", rank=1, name="3.mlp_norm", **HERE): (
             f"{GRADIENT}{FIRST}the gradient of weight 3.mlp_norm.weight on rank 1, {AT}"
         ),
     },
 }
-"""Faults by the flags of the run, and how the line about each begins."""
+"""Faults by the flags of the run, and the first words of the error of each."""
 
 
 class Endless(Iterator[Any]):
@@ -129,7 +129,7 @@ def lines_and_differences(flags: str, faults: list[Fault]) -> tuple[list[str], i
         with Injection(training.engine, fault):
             try:
                 training.step()
-                raise AssertionError("a bad number, and nobody said so")
+                raise AssertionError("a bad number without an error")
             except BadIteration as error:
                 lines.append(str(error))
         # Moments may be made in the first step; then they are zero.
@@ -141,7 +141,7 @@ def lines_and_differences(flags: str, faults: list[Fault]) -> tuple[list[str], i
         training.step()
         refuse_different_copies(training.engine, 1, 0)
         return lines, changed
-    # The batch again, without the fault: as if it had never been there.
+    # The batch again without the fault, with equal results.
     sound = Training(flags)
     losses = [(training.step(), sound.step()) for _ in range(2)]
     changed += sum(of_this != of_sound for of_this, of_sound in losses)
@@ -153,7 +153,7 @@ def _lines_and_differences() -> list[tuple[list[str], int]]:
     return [lines_and_differences(flags, list(faults)) for flags, faults in CASES.items()]
 
 
-def test_the_first_bad_number_is_named_and_leaves_no_trace() -> None:
+def test_the_first_bad_number_is_reported_and_changes_no_state() -> None:
     for found in run_distributed(_lines_and_differences, 2):
         for (flags, expected), (lines, changed) in zip(CASES.items(), found, strict=True):
             for line, start in zip(lines, expected.values(), strict=True):
@@ -178,7 +178,7 @@ def test_bad_iterations_are_skipped_until_there_are_too_many_in_a_row() -> None:
     for lines, error, iteration in run_distributed(_skipping, 2):
         *skipped, evaluation = lines
         assert [line.partition(":")[0] for line in skipped] == [f" skipped iteration {each}" for each in (2, 3, 5, 6)]
-        assert evaluation == " test: the loss is nan, and all weights are numbers"
+        assert evaluation == " test: the loss is nan, and all weights are finite"
         assert iteration == 7
         assert "it is number 3 in a row" in error
 
@@ -194,13 +194,13 @@ def _bad_weight(flags: str, fault: Fault) -> list[str]:
         training.step()
     except NumbersError as error:
         lines.append(str(error))
-    for look in (
+    for check in (
         lambda: check_evaluation(NumbersConfig(), training.engine, "validation", float("nan") if lines else 1.0),
         lambda: refuse_bad_states(training.engine, "the model", "nothing was saved"),
         lambda: refuse_different_copies(training.engine, training.iteration, 0),
     ):
         try:
-            look()
+            check()
             lines.append("")
         except NumbersError as error:
             lines.append(str(error))
@@ -217,7 +217,7 @@ def _bad_weights() -> list[list[str]]:
     ]
 
 
-def test_bad_weights_and_states_are_named_and_copies_that_differ_too() -> None:
+def test_bad_weights_and_states_and_different_copies_are_reported() -> None:
     weight, state, replica, uncut, tied = run_distributed(_bad_weights, 2)[0]
     named = "NaN or infinity in weight 4.mlp.up.weight on rank 1 (1 of "
     assert weight[0].startswith(f"iteration 2: the loss is nan, because of {named}")
@@ -238,7 +238,7 @@ def test_bad_weights_and_states_are_named_and_copies_that_differ_too() -> None:
 def spikes_among(values: list[float]) -> list[int]:
     """Numbers of the values that are spikes, were they losses."""
     guard = SpikeGuard(NumbersConfig())
-    return [number for number, value in enumerate(values) if guard.look(number, value, None)[0]]
+    return [number for number, value in enumerate(values) if guard.check(number, value, None)[0]]
 
 
 def falling(count: int) -> list[float]:
@@ -258,42 +258,43 @@ def test_a_jump_is_a_spike_and_a_plateau_above_becomes_the_usual() -> None:
     assert spikes_among([2.0] * 200 + [4.0] * 200) == list(range(200, 250)), "until half of the last 100 are so high"
 
 
-def test_there_is_no_bound_by_a_few_values() -> None:
+def test_a_few_values_give_no_bound() -> None:
     assert spikes_among([1.0] * (LEAST_VALUES - 1) + [100.0]) == []
     assert spikes_among([1.0] * LEAST_VALUES + [100.0]) == [LEAST_VALUES]
 
 
-def test_what_hardly_varies_may_rise_by_the_least_ratio() -> None:
+def test_nearly_constant_values_may_rise_by_the_least_ratio() -> None:
     assert spikes_among([2.0] * 50 + [2.13]) == []
     assert spikes_among([2.0] * 50 + [2.15]) == [50]
 
 
-def test_spikes_are_noted_by_default_and_end_the_run_if_asked() -> None:
+def test_spikes_are_noted_or_end_the_run() -> None:
     noted: list[str] = []
     for policy in ("note", "stop", "ignore"):
         guard = SpikeGuard(NumbersConfig(spiky_loss=policy, large_grads="ignore"))
         for iteration in range(1, 31):
-            guard.look(iteration, 2.0, 1.0)
-        found = guard.look(31, 20.0, 99.0)
+            guard.check(iteration, 2.0, 1.0)
+        found = guard.check(31, 20.0, 99.0)
         assert found == (policy != "ignore", False)
         if policy == "stop":
             with pytest.raises(NumbersError, match=r"loss of iteration 31 is 20, above 2\.14"):
-                guard.tell(noted.append)
+                guard.report(noted.append)
         else:
-            guard.tell(noted.append)
-    assert noted == [" warning: the loss of iteration 31 is 20, above 2.14, the bound by those before it"]
+            guard.report(noted.append)
+    (line,) = noted
+    assert line.startswith(" warning: the loss of iteration 31 is 20, above 2.14, ")
 
 
-def test_large_gradients_are_found_where_asked_for() -> None:
+def test_large_gradients() -> None:
     guard = SpikeGuard(NumbersConfig(large_grads="note"))
     for iteration in range(1, 31):
-        guard.look(iteration, 2.0, 1.0)
-    assert guard.look(31, 2.0, 3.1) == (False, True) and guard.look(32, 2.0, 2.9) == (False, False)
+        guard.check(iteration, 2.0, 1.0)
+    assert guard.check(31, 2.0, 3.1) == (False, True) and guard.check(32, 2.0, 2.9) == (False, False)
 
 
-def test_what_is_no_number_or_was_skipped_is_no_spike_and_moves_no_bound() -> None:
+def test_nan_and_skipped_iterations_are_no_spikes_and_do_not_change_the_bound() -> None:
     guard = SpikeGuard(NumbersConfig(large_grads="note"))
     for iteration in range(1, 101):
-        guard.look(iteration, 2.0, 1.0)
-        assert guard.look(iteration, nan, None) == guard.look(iteration, inf, inf) == (False, False)
-    assert guard.look(101, 9.0, 9.0) == (True, True)
+        guard.check(iteration, 2.0, 1.0)
+        assert guard.check(iteration, nan, None) == guard.check(iteration, inf, inf) == (False, False)
+    assert guard.check(101, 9.0, 9.0) == (True, True)

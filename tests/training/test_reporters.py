@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,10 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.build_reporters import MetricsFile
-from megatron_terapipe.training.records import Saved
+from megatron_terapipe.training.records import Note, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
-    Reporter,
     Reporters,
     TensorBoard,
     WeightsAndBiases,
@@ -27,6 +26,7 @@ from megatron_terapipe.training.reporters import (
     iteration_line,
     iteration_points,
     timer_lines,
+    write_metrics,
 )
 from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
@@ -41,7 +41,7 @@ def test_a_line_has_megatrons_fields_in_its_order() -> None:
     )
 
 
-def test_in_fp32_the_scale_is_1_and_what_is_unknown_is_left_out() -> None:
+def test_in_fp32_the_scale_is_1_and_unknown_numbers_are_omitted() -> None:
     line = iteration_line([replace(ITERATION, mfu=None, tflops_per_device=0.00123, num_zeros_in_grad=1234)], 100)
     assert "| loss scale: 1.0 | grad norm: 1.250 | num zeros: 1234 | number of skipped" in line
     assert "(TFLOP/s/GPU): 1.2e-03 |" in line
@@ -60,7 +60,7 @@ def test_a_line_of_several_is_their_mean_by_time() -> None:
     assert f"lm loss: {(ITERATION.lm_loss + 3) / 2:.6E} |" in line
 
 
-def test_what_was_skipped_or_no_number_is_counted_and_not_averaged() -> None:
+def test_skipped_and_nan_iterations_are_counted_and_not_averaged() -> None:
     nan = replace(ITERATION, lm_loss=float("nan"))
     line = iteration_line([ITERATION, nan, SKIPPED], 100)
     assert "| number of skipped iterations:   1 | number of nan iterations:   1 |" in line
@@ -82,18 +82,18 @@ def test_evaluations() -> None:
 def test_a_line_comes_after_the_first_iteration_and_then_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     log = LogLines(4, 20)
     for iteration in range(6, 14):
-        log.iteration(replace(ITERATION, iteration=iteration))
-        log.note(f"after {iteration}")
+        log(replace(ITERATION, iteration=iteration))
+        log(Note(iteration=iteration, text=f"after {iteration}"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
     assert [int(re.match(r" iteration +(\d+)/", line)[1]) for line in lines] == [6, 8, 12]
 
 
 def test_timers_are_means_in_megatrons_words(capsys: pytest.CaptureFixture[str]) -> None:
     log = LogLines(2, 100)
-    log.iteration(replace(ITERATION, timers={"optimizer": (0.25, 1.0)}))
+    log(replace(ITERATION, timers={"optimizer": (0.25, 1.0)}))
     capsys.readouterr()
     for seconds in (1.0, 3.0):
-        log.iteration(replace(ITERATION, iteration=8, timers={"optimizer": (seconds / 2, seconds)}))
+        log(replace(ITERATION, iteration=8, timers={"optimizer": (seconds / 2, seconds)}))
     _, head, line = capsys.readouterr().out.splitlines()[:3]
     assert head == "(min, max) time across ranks (ms):"
     assert line == f"    optimizer {'.' * 38}: (500.00, 1000.00)"
@@ -111,13 +111,13 @@ class Terminal(io.StringIO):
 def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     bar = ProgressBar(done=6, train_iters=9)
-    bar.iteration(ITERATION)
-    LogLines(1, 9).note("a line above the bar")
+    bar(ITERATION)
+    LogLines(1, 9)(Note(iteration=7, text="a line above the bar"))
     bar.close()
     return stream.getvalue()
 
 
-def test_a_terminal_shows_the_bar_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = drawn(monkeypatch, Terminal())
     assert "6/9" in text and "7/9" in text
     assert drawn(monkeypatch, io.StringIO()) == ""
@@ -163,10 +163,8 @@ def test_tensorboard_files_hold_the_curves_over_iterations_and_over_samples(tmp_
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoard(str(tmp_path / "board"), LoggingConfig(tensorboard_log_interval=2), 1)
     for iteration in range(1, 6):
-        board.iteration(
-            replace(ITERATION, iteration=iteration, consumed_samples=8 * iteration, lm_loss=float(iteration))
-        )
-    board.evaluation(EVALUATION)
+        board(replace(ITERATION, iteration=iteration, consumed_samples=8 * iteration, lm_loss=float(iteration)))
+    board(EVALUATION)
     board.close()
     found = accumulator.EventAccumulator(str(tmp_path / "board")).Reload()
 
@@ -180,13 +178,13 @@ def test_tensorboard_files_hold_the_curves_over_iterations_and_over_samples(tmp_
 
 
 def test_weights_and_biases_writes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network it keeps them, to be sent later."""
+    """Without a network the files are for a later upload."""
     pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     reporter = WeightsAndBiases(LoggingConfig(wandb_project="thin", wandb_save_dir=str(tmp_path)), {"seed": 7}, 1)
-    reporter.iteration(ITERATION)
-    reporter.evaluation(EVALUATION)
+    reporter(ITERATION)
+    reporter(EVALUATION)
     reporter.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     written = file.read_bytes()
@@ -209,7 +207,7 @@ def test_weights_and_biases_without_a_login_ends_in_one_line(monkeypatch: pytest
 
 
 class RecordedRun:
-    """Stands where Weights & Biases would send, because its own file cannot be read back point by point."""
+    """A run that records its points, because the file of Weights & Biases cannot be read back by point."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings, self.logged, self.finished = settings, [], False
@@ -227,9 +225,9 @@ def test_weights_and_biases_gets_the_same_points(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(RecordedRun(**settings)) or runs[-1])
     logging = LoggingConfig(wandb_project="thin", wandb_exp_name="first", tensorboard_log_interval=7)
     reporter = WeightsAndBiases(logging, {"seed": 7}, 1)
-    reporter.iteration(ITERATION)
-    reporter.iteration(SKIPPED)
-    reporter.evaluation(EVALUATION)
+    reporter(ITERATION)
+    reporter(SKIPPED)
+    reporter(EVALUATION)
     reporter.close()
     (run,) = runs
     assert run.settings == {"project": "thin", "name": "first", "dir": None, "config": {"seed": 7}}
@@ -240,61 +238,47 @@ def test_weights_and_biases_gets_the_same_points(monkeypatch: pytest.MonkeyPatch
     assert run.finished
 
 
-def test_every_reporter_hears_everything() -> None:
-    class Listener(Reporter):
-        def __init__(self) -> None:
-            self.heard: list[object] = []
-
-        def iteration(self, metrics: object) -> None:
-            self.heard.append(metrics)
-
-        def evaluation(self, metrics: object) -> None:
-            self.heard.append(metrics)
-
-        def note(self, line: str) -> None:
-            self.heard.append(line)
-
-        def close(self) -> None:
-            self.heard.append("closed")
-
-    listeners = [Listener(), Listener()]
-    reporters = Reporters(listeners)
-    reporters.iteration(ITERATION)
-    reporters.evaluation(TEST)
-    reporters.note("said")
+def test_every_reporter_gets_every_line() -> None:
+    found: list[list[object]] = [[], []]
+    reporters = Reporters()
+    for lines in found:
+        reporters.add(lines.append, partial(lines.append, "closed"))
+    reporters(ITERATION)
+    reporters(TEST)
+    reporters.note("text")
     reporters.close()
-    assert [each.heard for each in listeners] == [[ITERATION, TEST, "said", "closed"]] * 2
+    first, second, note, closed = found[0]
+    assert (first, second, note.iteration, note.text, closed) == (ITERATION, TEST, 7, "text", "closed")
+    assert found[1] == found[0]
 
 
 def objects(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_each_line_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "metrics.jsonl"
-    read: list[dict] = []
-    file = MetricsFile(str(path), lambda: read.extend(objects(path)))
-    file.iteration(ITERATION)
-    assert objects(path) == read == [ITERATION.as_json()]
+    file = write_metrics(str(path))
+    file(ITERATION)
+    assert objects(path) == [ITERATION.as_json()]
     assert {"iteration": 7, "lm_loss": 5.123456789012345, "mfu": 0.25, "loss_scale": None}.items() <= objects(path)[
         0
     ].items()
-    file.evaluation(EVALUATION)
-    file.evaluation(TEST)
+    file(EVALUATION)
+    file(TEST)
     assert objects(path)[1:] == [{"iteration": 7, "validation_lm_loss": 1000.0}, {"iteration": 7, "test_lm_loss": 2.0}]
-    file.iteration(replace(SKIPPED, lm_loss=nan))
+    file(replace(SKIPPED, lm_loss=nan))
     assert (objects(path)[3]["grad_norm"], objects(path)[3]["lm_loss"]) == (None, None)
     assert "NaN" not in path.read_text()
 
 
-def test_events_stand_between_them_and_a_resumed_run_appends(tmp_path: Path) -> None:
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(str(path))
-    file.event(Saved(iteration=3, seconds=0.5, time=1e9))
-    file.iteration(ITERATION)
-    file.note(" something was said")
-    MetricsFile(str(path)).evaluation(EVALUATION)
-    saved, _, note, _ = objects(path)
+    file = write_metrics(str(path))
+    file(Saved(iteration=3, seconds=0.5, time=1e9))
+    file(Note(iteration=7, text=" something happened"))
+    write_metrics(str(path))(EVALUATION)
+    saved, note, _ = objects(path)
     assert saved == {"event": "save", "iteration": 3, "seconds": 0.5, "time": 1e9}
     assert note.pop("time") > 1e9
-    assert note == {"event": "note", "iteration": 7, "text": "something was said"}
+    assert note == {"event": "note", "iteration": 7, "text": "something happened"}

@@ -2,14 +2,14 @@
 
 import os
 import signal
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import TrainingConfig
-from megatron_terapipe.training.trainer import ExitConditions, ExitReason, any_rank, attention_notes, heard_signal
+from megatron_terapipe.training.trainer import ExitConditions, ExitReason, any_rank, attention_notes, catch_sigterm
 from tests.distributed import run_distributed
 
 REQUIRED = (
@@ -18,7 +18,7 @@ REQUIRED = (
 )
 
 
-def test_a_device_is_told_of_what_slows_it_down() -> None:
+def test_notes_about_attention() -> None:
     slow = parse_arguments((REQUIRED + "--attention-dropout 0.1").split())
     capped = parse_arguments((REQUIRED + "--bf16 --attention-softcap 50").split())
     fast = parse_arguments((REQUIRED + "--bf16 --attention-dropout 0").split())
@@ -33,7 +33,7 @@ def test_a_device_is_told_of_what_slows_it_down() -> None:
 
 
 def reasons(training: TrainingConfig, *, minutes: float = 0.0, signalled: bool = False) -> list[ExitReason | None]:
-    """The reasons after iterations 1 to 4, one rank alone; each iteration takes so many minutes."""
+    """The reasons after iterations 1 to 4 on one rank; each iteration takes so many minutes."""
     now = [0.0]
     exits = ExitConditions(training, signalled=lambda: signalled, clock=lambda: now[0], agree=bool)
     found = []
@@ -50,31 +50,31 @@ def test_each_condition() -> None:
     assert reasons(TrainingConfig(train_iters=9, exit_duration_in_mins=2.5), minutes=1) == late
 
 
-def test_a_signal_counts_only_where_it_is_asked_for() -> None:
+def test_a_signal_needs_its_flag() -> None:
     assert reasons(TrainingConfig(train_iters=9), signalled=True) == [None] * 4
     with_handler = TrainingConfig(train_iters=9, exit_signal_handler=True, exit_interval=2)
     assert reasons(with_handler, signalled=True) == [ExitReason.SIGNAL] * 4
     assert reasons(with_handler)[1] is ExitReason.INTERVAL
 
 
-def test_a_signal_is_heard_inside_and_ends_the_process_outside() -> None:
+def test_sigterm_is_caught_in_the_context_only() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with heard_signal(True) as signalled:
+    with catch_sigterm(True) as signalled:
         assert not signalled()
         os.kill(os.getpid(), signal.SIGTERM)
         assert signalled()
     assert signal.getsignal(signal.SIGTERM) is before
-    with heard_signal(False) as signalled:
+    with catch_sigterm(False) as signalled:
         assert signal.getsignal(signal.SIGTERM) is before
         assert not signalled()
 
 
-def _end_of_a_rank(told: int | None) -> tuple[int, ExitReason]:
+def _end_of_a_rank(signalled_rank: int) -> tuple[int, ExitReason | None]:
     """The iteration after which this rank ends, if one of them gets a signal in its second iteration."""
-    with heard_signal(True) as signalled:
+    with catch_sigterm(True) as signalled:
         exits = ExitConditions(TrainingConfig(train_iters=9, exit_signal_handler=True), signalled=signalled)
         for iteration in range(1, 10):
-            if iteration == 2 and dist.get_rank() == told:
+            if iteration == 2 and dist.get_rank() == signalled_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
             reason = exits.reason(iteration)
             if reason is not None:
@@ -82,14 +82,10 @@ def _end_of_a_rank(told: int | None) -> tuple[int, ExitReason]:
     return 9, None
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_one_rank_is_told_and_all_end_with_the_same_iteration(told: int) -> None:
-    assert run_distributed(_end_of_a_rank, 2, told) == [(2, ExitReason.SIGNAL)] * 2
+def _agreements() -> list[Any]:
+    any_of_ranks = [any_rank(dist.get_rank() == 1), any_rank(False), any_rank(True)]
+    return [any_of_ranks, _end_of_a_rank(0), _end_of_a_rank(1)]
 
 
-def _whether_any() -> list[bool]:
-    return [any_rank(dist.get_rank() == 1), any_rank(False), any_rank(True)]
-
-
-def test_any_rank_is_enough() -> None:
-    assert run_distributed(_whether_any, 2) == [[True, False, True]] * 2
+def test_a_signal_of_one_rank_ends_all_ranks_after_the_same_iteration() -> None:
+    assert run_distributed(_agreements, 2) == [[[True, False, True], *[(2, ExitReason.SIGNAL)] * 2]] * 2

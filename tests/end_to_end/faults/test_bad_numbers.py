@@ -1,4 +1,4 @@
-"""A run that bad numbers end is resumed as if nothing had been, and two runs with one seed are equal to the bit."""
+"""A run that bad numbers end is resumed bit for bit, and two runs with one seed are equal to the bit."""
 
 import io
 from contextlib import redirect_stderr
@@ -12,22 +12,22 @@ from tests.end_to_end.launching import error_lines, flags, read_metrics, train_o
 from tests.faults.injection import Fault, injected
 
 RANDOM = "--hidden-dropout 0.1 --attention-dropout 0.1 --num-workers 3 --eval-iters 0 --train-iters 4".split()
-"""All in which chance or threads have a part."""
+"""All flags with randomness or threads."""
 
 
 def _train(words: list[str], fault: Fault | None) -> tuple[int, list[str]]:
     torch.set_num_threads(1)
     build_engine.LAUNCHER_NOTICES_S = 0  # there is none
-    said = io.StringIO()
-    with redirect_stderr(said), injected(fault):
-        return train_on_this_rank(words), error_lines(said.getvalue())
+    errors = io.StringIO()
+    with redirect_stderr(errors), injected(fault):
+        return train_on_this_rank(words), error_lines(errors.getvalue())
 
 
 def _weights(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob("layer_*"))}
 
 
-def test_a_run_stops_before_a_bad_update_and_goes_on_from_there_bit_for_bit(data: Path, tmp_path: Path) -> None:
+def test_a_run_stops_before_a_bad_update_and_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
     def train(name: str, *more: object, fault: Fault | None = None) -> list[tuple[int, list[str]]]:
         words = flags(data, *RANDOM, "--save", tmp_path / name, "--metrics-file", tmp_path / f"{name}.jsonl", *more)
         return run_distributed(_train, 2, words, fault)
@@ -39,11 +39,9 @@ def test_a_run_stops_before_a_bad_update_and_goes_on_from_there_bit_for_bit(data
     fault = Fault(kind="gradient", rank=1, name="4", iteration=3, micro_batch=1, token_slice=2)
     (first_code, lines), second = train("stopped", fault=fault)
     assert (first_code, second) == (2, (2, []))
-    assert lines == [
-        "error: iteration 3: the gradient is NaN or infinite; the first NaN or infinity was in the gradient of the "
-        "output of layer 4 on rank 1, at micro-batch 1, token slice 2; the weights are those before it: lower --lr, or "
-        "give --bad-numbers skip"
-    ]
+    (line,) = lines
+    assert line.startswith("error: iteration 3: the gradient is NaN or infinite; ")
+    assert "the output of layer 4 on rank 1, at micro-batch 1, token slice 2" in line and "--bad-numbers skip" in line
     assert numbers("stopped") == numbers("whole")[:2], "two runs with one seed"
     assert (tmp_path / "stopped" / "latest").read_text() == "global_step2"
     assert train("stopped", "--load", tmp_path / "stopped") == [(0, []), (0, [])]

@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher makes of a rank that fails."""
+"""DeepSpeed's launcher and a rank that fails."""
 
 import os
 import re
@@ -9,15 +9,6 @@ import pytest
 from tests.end_to_end.launching import DEEPSPEED, Launch, environment, error_lines, flags, read_metrics
 
 pytestmark = pytest.mark.skipif(not DEEPSPEED.exists(), reason=f"{DEEPSPEED} is not there")
-
-
-def test_bad_flags_end_the_launch(data: Path, tmp_path: Path) -> None:
-    run = Launch(tmp_path, flags(data, "--pipeline-model-parallel-size", 3, "--save", tmp_path / "save"))
-    assert run.wait() == 2, run.output()
-    assert len(error_lines(run.output())) == 1
-    assert "Traceback" not in run.output()
-    assert not run.survivors()
-    assert not (tmp_path / "save").exists()
 
 
 FAILING_RANK = """
@@ -35,10 +26,10 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_an_error_on_one_rank_ends_them_all(data: Path, tmp_path: Path) -> None:
-    """Rank 1 fails while rank 0 waits for its gradients: it says so, its code counts, and nobody is left waiting.
+def test_an_error_of_one_rank_ends_all_ranks(data: Path, tmp_path: Path) -> None:
+    """Rank 1 fails while rank 0 waits for its gradients: it prints its error, and its code is that of the launch.
 
-    Left alone, rank 0 would wait for `--distributed-timeout-minutes`, longer than this test does.
+    Otherwise rank 0 would wait for `--distributed-timeout-minutes`, longer than this test.
     """
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK)  # python runs it at its start
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
@@ -51,7 +42,7 @@ def test_an_error_on_one_rank_ends_them_all(data: Path, tmp_path: Path) -> None:
     assert error_lines(run.output()) == ["error: the text of iteration 3 is gone: bring it back"]
     assert not run.survivors()
     assert len(read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
-    # What rank 0 met, a lost connection, gives way to the cause.
+    # The cause follows the lost connection of rank 0.
     assert re.search(r"rank 1 \(host \S+, process \d+\) ended", (tmp_path / "r.html").read_text())
-    # On a busy host rank 0 comes to keep the traceback of its lost connection there, before the launcher ends it.
+    # On a busy host rank 0 may write its traceback there before the launcher ends it.
     assert not list((tmp_path / "save").glob("global_step*"))

@@ -95,7 +95,7 @@ CASES = (
     Case(
         "NaN once, as from a device",
         Fault(kind="loss", once=True, **HERE),
-        ("iteration 3: the loss is nan", "computed again it is a number"),
+        ("iteration 3: the loss is nan", "computed again it is finite"),
         only=LAST,
     ),
     Case(
@@ -114,7 +114,7 @@ CASES = (
     Case(
         "NaN in a weight in the last iteration",
         Fault(kind="state", name=LAYER, rank=1, iteration=6),
-        ("the model after iteration 6 has NaN or infinity in", f"exp_avg of {LAYER}", "nothing was saved"),
+        ("the model after iteration 6 has NaN or infinity in", f"exp_avg of {LAYER}", "was not saved"),
         becomes=ENDS,
         only=("pp 2", "tp 2", *PRECISIONS),
     ),

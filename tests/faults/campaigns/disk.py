@@ -90,9 +90,9 @@ def _read_only_for_a_while(folder: Path, data: Path) -> Result:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 200, *keep))
         run.wait_for(lambda: (disk / "latest").exists())
         _until_read_only(disk)
-        run.wait_for(lambda: "; training goes on" in run.output())
+        run.wait_for(lambda: "; training continues" in run.output())
         _mount(disk, "remount,rw")
-        code, lines = run.wait(), [line for line in run.output().splitlines() if "; training goes on" in line]
+        code, lines = run.wait(), [line for line in run.output().splitlines() if "; training continues" in line]
         broken = [] if code == 0 else [f"exit code {code}"]
         if (disk / "latest").read_text() != "global_step200":
             broken.append("the last checkpoint was not saved")

@@ -13,8 +13,8 @@ from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.records import EvaluationMetrics, Progress
-from megatron_terapipe.training.reporters import Reporter
+from megatron_terapipe.training.records import Progress
+from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.trainer import evaluate
 from tests.distributed import run_distributed
 from tests.training.equivalence.test_gpt_equivalence import WholePast
@@ -37,18 +37,12 @@ class Documents:
         return np.where(draw.random(SEQ + 1) < sample / 20, ByteTokenizer.eod, ids)
 
 
-class Kept(Reporter):
-    """Keeps what it is told."""
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        self.loss = metrics.lm_loss
-
-
 def evaluated(setup: Setup) -> float:
     run = replace(run_of(setup), datasets=DatasetSplits(train=None, valid=Documents(), test=None))
-    engine, kept = trainer_engine.build_engine(run), Kept()
-    evaluate(run, engine, kept, Progress())
-    return kept.loss
+    engine, reporters, lines = trainer_engine.build_engine(run), Reporters(), []
+    reporters.add(lines.append)
+    evaluate(run, engine, reporters, Progress())
+    return lines[0].lm_loss
 
 
 def expected(setup: Setup, *, per_token: bool) -> float:
