@@ -4,6 +4,8 @@ On an accelerator every operation is a launch, and a chain of pointwise operatio
 per link. Compiled, a chain is one kernel or two. On CPUs a launch costs little, and compiling costs seconds of every
 start, so functions run there as they are written. Both ways compute the same formula: it is written once.
 
+Functions take no numbers that change from call to call, or torch would compile them for every token slice.
+
     TERAPIPE_COMPILE_POINTWISE     where functions are compiled
     auto (default)                 on accelerators that have triton
     always                         on CPUs, too

@@ -5,7 +5,8 @@ Data, labels and outputs are tensors, or tuples, lists and dicts of such. Anythi
 The loss of a batch is the mean over its micro-batches and replicas. Where the module counts tokens (`loss_tokens`), it
 is the mean over all tokens of the batch with loss, on all replicas: micro-batch m with n_m of the N tokens has the
 weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N is needed before the first loss,
-because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead.
+because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead. To divide
+the gradients by N after the last op, as Megatron-LM does, is too late for reductions that already run.
 
 Losses and gradients are averaged over all ranks with the same weights, including the R sequence-parallel ranks of each
 replica. These compute parts of one loss, so each part counts R times.

@@ -1,4 +1,8 @@
-"""The files that users write or read, each with its JSON Schema, and the command `schema`, which prints one."""
+"""The files that users write or read, each with its JSON Schema, and the command `schema`, which prints one.
+
+Schemas come from the classes that read or write the files. They are closed: a new key fails the tests that compare them
+with real files.
+"""
 
 import argparse
 import json

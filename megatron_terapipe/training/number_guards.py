@@ -1,4 +1,10 @@
-"""Checks of the numbers of a run: NaN and infinity in losses, gradients and states, unequal copies, and spikes."""
+"""Checks of the numbers of a run: NaN and infinity in losses, gradients and states, unequal copies, and spikes.
+
+One number decides: the norm of the gradient of the whole model, which is computed and read anyway. A bad loss gets NaN
+as its gradient, so the norm covers it. A test of each micro-batch on the host, as in Megatron-LM, would make the host
+wait for the device within a step. Only after a bad norm, with the update skipped, are states scanned and the batch
+computed again to find the origin.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,4 +1,8 @@
-"""Documents packed in a sequence, and attention within each of them."""
+"""Documents packed in a sequence, and attention within each of them.
+
+Every stage reads the starts of documents from the data, which is deterministic: sent with activations, each layer would
+have to pass them on.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict

@@ -17,6 +17,9 @@ those after it are complete:
 
 Messages are posted in one order on all replicas, for any order of the hooks: by stage as they are completed, then by
 layer, last to first. Only the optimizer step waits for them, on an accelerator without the host.
+
+DeepSpeed's own overlap cannot be used: its hooks on parameters run at every backward, of which a step has one for each
+token slice and micro-batch. Hooks on parameters would also miss the products that add to gradients outside autograd.
 """
 
 from collections import defaultdict

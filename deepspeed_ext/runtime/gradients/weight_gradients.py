@@ -19,6 +19,10 @@ stage after each backward: about 20 bytes a parameter, for every token slice.
 
 Operations with support for it add to the attribute `accumulated_gradient` of their weight. All others leave a bf16
 gradient to autograd, and `collect` moves it to its sum.
+
+Autograd runs once, in BI. Two passes over a retained graph, as in torch's pipelining, would compute shared work twice,
+and the gradients of keys and values too. The `forward` of `nn.Linear` is replaced on the instances: a
+`TorchFunctionMode` would pass every call of torch through Python.
 """
 
 from collections.abc import Callable, Iterable, Iterator
