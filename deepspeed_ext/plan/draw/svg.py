@@ -11,7 +11,6 @@ it has any: copies to the host and back, and gradients summed over replicas.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from xml.sax.saxutils import escape
 
 from deepspeed_ext.plan.draw.elements import (
@@ -168,83 +167,71 @@ _LETTER = 6.6
 """Width of a letter of a name, in pixels."""
 
 
+_NAME = f'{SOFT} font-size="12" {MIDDLE}'
+_Mark = Callable[[float, float], Iterable[str]]
+"""Draws the mark of an entry of the legend at a left and an upper edge."""
+
+
 def legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> tuple[list[str], float]:
     """Return the legend of timelines, on as many lines as the width needs, and the height of the lines.
 
     `y` is the base line of the first line, which is not counted.
     """
     body: list[str] = []
-    x: float = PLOT_LEFT
-    first = y
-    for entry_width, draw in _entries(timelines, shape):
+    x, first = float(PLOT_LEFT), y
+
+    def placed(entry_width: float) -> float:
+        """Left edge of the next entry, on the next line where it does not fit."""
+        nonlocal x, y
         if x > PLOT_LEFT and x + entry_width > width - MARGIN:
             x, y = PLOT_LEFT, y + _LINE
-        body += draw(x, y)
+        left = x
         x += entry_width + _LEGEND_GAP
+        return left
+
+    for name, chips, continues in _chips(shape):
+        left = len(name) * _LETTER + 8
+        start = placed(left + 26 * len(chips) + (16 if continues else 0))
+        body.append(text(start, y, name, _NAME))
+        for number, (fill, label) in enumerate(chips):
+            at = start + left + 26 * number
+            body.append(rect(at, y - _CHIP / 2, 24, _CHIP, f'rx="3" fill="{fill}"'))
+            body.append(text(at + 12, y, label, f'{LABEL} font-size="11" {CENTRED}'))
+        if continues:
+            body.append(text(start + left + 26 * len(chips) + 4, y, "…", _NAME))
+    for name, mark in _swatches(timelines, shape):
+        start = placed(_SWATCH + 8 + len(name) * _LETTER)
+        body += [*mark(start, y - _CHIP / 2), text(start + _SWATCH + 8, y, name, _NAME)]
     return body, y - first
 
 
-_Entry = tuple[float, Callable[[float, float], Iterator[str]]]
-"""Width of an entry of the legend, and its drawing at a left edge and a middle."""
-
-
-def _entries(timelines: Sequence[Timeline], shape: PipelineShape) -> Iterator[_Entry]:
+def _chips(shape: PipelineShape) -> Iterator[tuple[str, list[tuple[str, str]], bool]]:
+    """Names of rows of chips; fill and label of each chip; and whether there are more than those shown."""
     shown = min(shape.num_micro_batches, _MAX_MICRO_BATCHES)
     chips = [(op_colour(micro_batch, 0, 1), str(micro_batch)) for micro_batch in range(shown)]
-    yield _chips("micro-batch", chips, goes_on=shown < shape.num_micro_batches)
+    yield "micro-batch", chips, shown < shape.num_micro_batches
     if shape.num_token_slices > 1:
-        yield _chips("token slice", _token_slice_chips(shape), goes_on=False)
-    neutral = op_colour(0, 0, 1)
+        yield "token slice", _token_slice_chips(shape), False
 
-    def op(kind: OpKind, x: float, y: float) -> Iterator[str]:
-        return swatch(kind, x, y, _SWATCH, _CHIP, neutral)
 
-    def lane(fill: str, x: float, y: float) -> Iterator[str]:
-        yield bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)
+def _swatches(timelines: Sequence[Timeline], shape: PipelineShape) -> Iterator[tuple[str, _Mark]]:
+    def op(kind: OpKind) -> _Mark:
+        return lambda x, y: swatch(kind, x, y, _SWATCH, _CHIP, op_colour(0, 0, 1))
+
+    def lane(fill: str) -> _Mark:
+        return lambda x, y: [bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)]
 
     there = {span.op.kind for timeline in timelines for rank in timeline.spans for span in rank}
-    for kind in (kind for kind in OpKind if kind in there):
-        yield _swatch(KIND_NAMES[kind], partial(op, kind))
+    yield from ((KIND_NAMES[kind], op(kind)) for kind in OpKind if kind in there)
     if last := shape.num_model_chunks - 1:
-        yield _swatch(
-            f"model chunk {last}",
-            lambda x, y: [
-                *op(OpKind.FORWARD, x, y),
-                rect(x, y, _SWATCH, stripe(last, last + 1, _CHIP), _STRIPE),
-            ],
-        )
-    lanes = [*zip(map("copy {}".format, LANES), COPY_FILLS, strict=True)]
-    lanes = lanes if any(timeline.host_copies for timeline in timelines) else []
+        height = stripe(last, last + 1, _CHIP)
+        forward = op(OpKind.FORWARD)
+        yield f"model chunk {last}", lambda x, y: [*forward(x, y), rect(x, y, _SWATCH, height, _STRIPE)]
+    if any(timeline.host_copies for timeline in timelines):
+        yield from ((f"copy {name}", lane(fill)) for name, fill in zip(LANES, COPY_FILLS, strict=True))
     if any(timeline.reductions for timeline in timelines):
-        lanes.append(("gradient reduction", REDUCTION))
-    for name, fill in lanes:
-        yield _swatch(name, partial(lane, fill))
-    yield _swatch("idle", lambda x, y: [rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')])
-
-
-def _chips(name: str, chips: Sequence[tuple[str, str]], *, goes_on: bool) -> _Entry:
-    """Coloured chips with their numbers, after their name."""
-    left = len(name) * _LETTER + 8
-
-    def draw(x: float, y: float) -> Iterator[str]:
-        yield text(x, y, name, f'{SOFT} font-size="12" {MIDDLE}')
-        for number, (fill, label) in enumerate(chips):
-            at = x + left + 26 * number
-            yield rect(at, y - _CHIP / 2, 24, _CHIP, f'rx="3" fill="{fill}"')
-            yield text(at + 12, y, label, f'{LABEL} font-size="11" {CENTRED}')
-        if goes_on:
-            yield text(x + left + 26 * len(chips) + 4, y, "…", f'{SOFT} font-size="12" {MIDDLE}')
-
-    return left + 26 * len(chips) + (16 if goes_on else 0), draw
-
-
-def _swatch(name: str, mark: Callable[[float, float], Iterable[str]]) -> _Entry:
-
-    def draw(x: float, y: float) -> Iterator[str]:
-        yield from mark(x, y - _CHIP / 2)
-        yield text(x + _SWATCH + 8, y, name, f'{SOFT} font-size="12" {MIDDLE}')
-
-    return _SWATCH + 8 + len(name) * _LETTER, draw
+        yield "gradient reduction", lane(REDUCTION)
+    yield "idle", lambda x, y: [rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')]
 
 
 def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterator[str]:
