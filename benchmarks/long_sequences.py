@@ -20,12 +20,12 @@ keeps its input of all tokens.
 
 Llama-3 with long sequences on H100: our best strategy beside ZeRO-3 with Ulysses, all predicted.
 
-python -m benchmarks.long_sequences table [--model NAME] [--rows FILE.jsonl] [--document FILE.md]
+python -m benchmarks.long_sequences table [--model NAME] [--rows FILE.jsonl] [--output FILE.csv]
 
 For each model, length and number of devices the search ranks strategies for one sequence a step, or for the smallest
 power of two of them with which a strategy fits. The rival gets the same sequences. Where it cannot use all devices with
 so few, a second line has as many as it needs. Rows are appended to a file, and an interrupted run goes on after the
-last. The tables are printed, and written into a document between its markers.
+last. All rows are written as a CSV beside the page, which shows some of them.
 
 Data of long sequences: seconds to order, read and prepare one sample, from short documents and from one long one.
 
