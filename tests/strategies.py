@@ -56,9 +56,9 @@ def pipelines(
 
 
 def random_orders(shape: PipelineShape, random: Random) -> Orders:
-    """Any orders that can be run, with whole backwards beside those in two parts, on any placement.
+    """Any orders that can be run, with whole backwards and those in two parts, on any placement.
 
-    Built as one global order in which every op comes after what it waits for: nothing can lock.
+    Built as one global order in which every op comes after its prerequisites: it cannot deadlock.
     """
     units = [
         (stage, micro_batch, token_slice)

@@ -1,4 +1,4 @@
-"""`--strategy auto` of the trainer trains what `rank` puts first."""
+"""`--strategy auto` of the trainer trains the first strategy of `rank`."""
 
 import json
 from dataclasses import replace
@@ -47,8 +47,8 @@ def launched_on(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(*words: str) -> tuple[Strategy, str]:
-    """What the trainer runs, and the line that it prints."""
-    # A null tokenizer adds a token to those that it is told of.
+    """The strategy of the trainer, and the line that it prints."""
+    # A null tokenizer adds a token.
     read = read_arguments([*MODEL.split(), "255", *TRAINER.split(), *words], find_strategy)
     parallel = read.config.parallel
     model = replace(read.config.model, vocab_size=256)
@@ -63,7 +63,7 @@ def first_of_rank(*words: str) -> Strategy:
 
 
 def same(mine: Strategy, theirs: Strategy) -> bool:
-    """Whether two strategies lay out a run alike, however they say so."""
+    """Whether two strategies are the same run."""
     lengths = theirs.cut(64).lengths
     bounds = WORKLOAD.partition(theirs.stage_partition, theirs.pipeline_parallel_size * theirs.num_model_chunks)
     mine_bounds = WORKLOAD.partition(mine.stage_partition, mine.pipeline_parallel_size * mine.num_model_chunks)
@@ -84,7 +84,7 @@ def same(mine: Strategy, theirs: Strategy) -> bool:
         ("--op-calibration trials.jsonl", "--calibrate trials.jsonl"),
     ],
 )
-def test_the_trainer_runs_what_rank_puts_first(trainer: str, rank: str, files: Path) -> None:
+def test_trainer_runs_the_first_of_rank(trainer: str, rank: str, files: Path) -> None:
     found, line = chosen(*MEASURED, *trainer.split())
     best = first_of_rank("--profile", "profile.json", *rank.split())
     assert same(found, best), (found, best)
@@ -92,7 +92,7 @@ def test_the_trainer_runs_what_rank_puts_first(trainer: str, rank: str, files: P
     assert "for the cluster cluster.json with the profile profile.json" in line
 
 
-def test_what_was_measured_is_used(files: Path) -> None:
+def test_profile_and_calibration_are_used(files: Path) -> None:
     seconds = []
     for words in (("--cluster", "cluster.json"), MEASURED, (*MEASURED, "--op-calibration", "trials.jsonl")):
         _, line = chosen(*words)
@@ -117,7 +117,7 @@ def test_without_a_cluster_hosts_are_those_of_the_launcher(files: Path) -> None:
         ("", 1),
     ],
 )
-def test_a_dry_run_that_nobody_launched_has_the_ranks_that_sizes_make(
+def test_ranks_of_a_dry_run_without_launcher(
     words: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,7 +128,7 @@ def test_a_dry_run_that_nobody_launched_has_the_ranks_that_sizes_make(
     assert f"for 1 host of {ranks} " in line
 
 
-def test_a_run_goes_on_with_its_strategy(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_with_its_strategy(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Strategy(data_parallel_size=2, micro_batch_size=1, global_batch_size=16, zero_stage=0)
     (files / "run").mkdir()
     path = files / "run" / STRATEGY_FILE
@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_its_strategy(files: Path, monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_does_not_go_with_a_search_is_said(words: str, line: str, files: Path) -> None:
+def test_flags_that_do_not_go_with_a_search(words: str, line: str, files: Path) -> None:
     (files / "large.json").write_text('{"nodes": [{"device": "cpu-core", "devices": 4}]}')
     with pytest.raises(UserError, match=f"^{line}") as caught:
         chosen("--cluster", "cluster.json", *words.split())

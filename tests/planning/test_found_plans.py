@@ -80,7 +80,7 @@ def test_ranks_that_share_tokens_get_multiples() -> None:
         ),
     ],
 )
-def test_what_cannot_be_found_ends_in_one_line(words: str, line: str) -> None:
+def test_too_many_token_slices_are_refused(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         found_for(f"--token-slices auto {words}")
     assert str(caught.value).startswith(line)

@@ -42,7 +42,7 @@ def parse(words: str = "") -> Config:
         ("--num-model-chunks 2 --pipeline-schedule optimised --model-chunk-placement v", "optimised", 2),
     ],
 )
-def test_what_follows_from_flags(words: str, schedule: str, num_model_chunks: int) -> None:
+def test_default_cluster_and_flags(words: str, schedule: str, num_model_chunks: int) -> None:
     parallel = parse(words).parallel
     assert (parallel.pipeline_schedule, parallel.num_model_chunks) == (schedule, num_model_chunks)
     assert parallel.num_stages == 2 * num_model_chunks
@@ -125,7 +125,7 @@ def test_a_schedule_too_large_to_play_on_a_model_of_the_device_needs_a_queue_for
         check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=hardware_queues)
 
 
-def test_a_strategy_says_model_chunks_and_schedule(tmp_path: Path) -> None:
+def test_strategy_sets_model_chunks_and_schedule(tmp_path: Path) -> None:
     path = tmp_path / "strategy.json"
     strategy = Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", num_token_slices=4)
     path.write_text(json.dumps(strategy.to_json()))
@@ -174,7 +174,7 @@ def test_bytes_of_a_token(
     assert found.windows == (windows or (9, 9, 9, None))
 
 
-def test_nothing_waits_unless_asked_for() -> None:
+def test_no_host_copies_without_offload() -> None:
     assert host_copies(config_of(PP2), 1) is None
 
 

@@ -26,7 +26,7 @@ DATA_PARALLEL_SIZE = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A run as the trainer and the search are told of it.
+    """A run, with its flags for the trainer and for the search.
 
     Attributes:
         model: flags of the model.
@@ -61,7 +61,7 @@ class Case:
 
 @pytest.fixture(params=["data sheets", "profile"])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    """The first is told of no cluster, and so the default counts; the second of one, and of a profile."""
+    """The first has no cluster, so that the default counts; the second has one, and of a profile."""
     cluster, measured = tmp_path / "cluster.json", tmp_path / "profile.json"
     sizes = {"micro_batch_size": 1, "global_batch_size": 4}
     if request.param == "data sheets":
@@ -131,7 +131,7 @@ def test_an_optimised_order_is_found_for_the_same_costs(case: Case, tmp_path: Pa
         ),
     ],
 )
-def test_files_that_do_not_fit_are_said(flags: str, line: str, tmp_path: Path) -> None:
+def test_files_of_other_runs_are_refused(flags: str, line: str, tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("small", "measured")}
     files["small"].write_text('{"nodes": [{"machine": "dgx-a100", "devices": 2}]}')
     write_profile(profile(), str(files["measured"]))

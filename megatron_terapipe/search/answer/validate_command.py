@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"note: fields that mean nothing here are left out: {', '.join(ignored)}", file=sys.stderr)
     folds = folds_of(trials, options.folds, options.leave_out)
     if options.leave_out and not calibrating:
-        _tell_alike(trials, folds, options.leave_out)
+        _note_equal_trials(trials, folds, options.leave_out)
     predicted = _predicted(options, trials, calibrating, folds)
     document = validation_document(
         predicted,
@@ -149,7 +149,7 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
     return sum(key(one) in seen for one in trials)
 
 
-def _tell_alike(trials: "Sequence[Trial]", folds: "Sequence[int] | None", what: str) -> None:
+def _note_equal_trials(trials: "Sequence[Trial]", folds: "Sequence[int] | None", what: str) -> None:
     """Print which files have no trials that the others could be predicted from."""
     values: dict[str, set[int]] = {}
     for one, value in zip(trials, folds or (), strict=True):

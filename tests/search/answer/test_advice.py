@@ -53,7 +53,7 @@ def parts_for(problem: SearchProblem) -> list[FewerDevicesPart]:
     return [fewer_devices_part(part, entry, winner, problem.cluster) for part, entry in found]
 
 
-def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
+def test_slow_machine_over_a_slow_link_is_left_out() -> None:
     useless = replace(SLOW, half_flops=2e12, memory_bandwidth=20e9)
     for device, network, said in ((useless, 0.05e9, True), (replace(FAST, name="other"), 400e9, False)):
         cluster = Cluster(nodes=(node("a", FAST, network=network), node("b", device, network=network)))
@@ -65,7 +65,7 @@ def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
             assert notes[0].endswith("add --devices-at-most 2 to rank them")
 
 
-def test_equal_nodes_behind_a_slow_link_are_worse_than_one_of_them() -> None:
+def test_equal_nodes_over_a_slow_link_are_left_out() -> None:
     for network, faster in ((0.02e9, True), (400e9, False)):
         nodes = tuple(node(f"host{index}", network=network) for index in range(4))
         problem = small_problem(Cluster(nodes=nodes), global_batch_size=64)
@@ -126,7 +126,7 @@ def test_notes(advice: dict[str, object], said: tuple[str, ...]) -> None:
     assert all(words in notes[0] for words in said), notes
 
 
-def test_what_is_missing_and_what_would_make_it_fit() -> None:
+def test_missing_memory_and_remedies() -> None:
     problem = small_problem(small_cluster(device=replace(FAST, memory_bytes=1e9)))
     found = distance_to_fit(problem, {}, Pricing)
     assert found is not None and found.memory["total"] > found.usable_bytes
@@ -162,7 +162,7 @@ def test_one_node_and_several_have_their_own_published_figures() -> None:
     assert best_published(mixed) is None
 
 
-def test_a_time_that_nobody_reached_is_doubted() -> None:
+def test_mfu_above_all_published_ones_is_doubted() -> None:
     pricing = Pricing(WORKLOAD, ONE_NODE)
     believable = Ranked(strategy=STRATEGY, prediction=pricing.predict(STRATEGY))
     assert check_utilization(believable, pricing.cost_model) is None
@@ -215,7 +215,7 @@ LONG = Pricing(read_workload("llama3-8b", {"seq_length": 131072}), DGX)
 
 
 def rival(seconds: float | None = None, *, needs: float = 1.0) -> RivalPart:
-    """A rival beside a winner of so many seconds, which needs so many times its memory."""
+    """A rival with many times its memory, compared with a winner of so many seconds."""
     found = best_rival(LONG, 1)
     assert found is not None
     found = replace(found, memory=replace(found.memory, working=needs * found.memory.working))

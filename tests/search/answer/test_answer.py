@@ -66,7 +66,7 @@ def test_the_document_of_a_ranking() -> None:
     assert predicted["memory_per_rank"][0]["total"] == pytest.approx(8e9)
 
 
-def test_the_question_in_a_document_can_be_asked_again() -> None:
+def test_question_of_a_document_round_trips() -> None:
     problem = small_problem()
     document = checked(document_text(PredictDocument(**ranking(problem, strategies(), (), global_batch_size=None))))
     assert parse_workload(document["model"]["settings"], "model").config == problem.workload.config
@@ -90,7 +90,7 @@ def test_the_schema_refuses_other_documents(fault: dict[str, object]) -> None:
         Draft202012Validator(json_schema()).validate(document | fault)
 
 
-def test_more_than_the_peak_is_said_to_be_impossible() -> None:
+def test_warning_about_more_than_the_peak() -> None:
     assert not any("peak" in note for note in answer().notes)
     first = strategies()[0]
     impossible = replace(first, prediction=replace(first.price, iteration_time_s=1e-9))
@@ -228,7 +228,7 @@ def op_costs(strategy: Strategy) -> OpCosts:
     return OpCosts((row,) * stages, (row,) * stages)
 
 
-def test_the_page_says_what_there_is_to_say() -> None:
+def test_sections_of_the_page() -> None:
     problem = small_problem("ours & <theirs>")
     page = render_page(answer(problem, notes=["given"]), problem, command="deepspeed <run>")
     parser = Nesting()
@@ -253,7 +253,7 @@ def test_the_page_says_what_there_is_to_say() -> None:
     assert "rank 3, layers 3" in page
 
 
-def test_bars_are_as_long_as_what_they_stand_for() -> None:
+def test_lengths_of_bars_are_times() -> None:
     page = render_page(answer(), small_problem())
     times = page[page.index("Where an iteration goes") : page.index("Memory of each")]
     rows = times.split('class="row"')[1:]
@@ -263,7 +263,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
     assert "compute: 1 s (71.4%)" in times
 
 
-def test_memory_bars_mark_what_the_device_has() -> None:
+def test_memory_bars_mark_the_capacity() -> None:
     page = render_page(answer(), small_problem())
     memory = page[page.index("Memory of each") : page.index("Rejected strategies")]
     assert memory.count('class="limit" style="left:100.000%"') == 4
@@ -292,7 +292,7 @@ def test_all_files(tmp_path: Path) -> None:
     assert read(tmp_path / "out" / "ranking.json")["entries"][0]["rank"] == 1
 
 
-def test_a_model_that_cannot_be_launched_gets_its_report_all_the_same(tmp_path: Path) -> None:
+def test_model_that_cannot_be_launched_has_a_report(tmp_path: Path) -> None:
     problem = with_workload(small_problem(), config=None)
     written = write_files(answer(problem), problem, op_costs, directory=str(tmp_path), html=None).launch
     assert written.why_not is not None and "given by layers" in written.why_not
@@ -310,7 +310,7 @@ def test_timelines_of_many_micro_batches_are_cut() -> None:
     assert timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())) is None
 
 
-def test_a_runner_up_that_is_a_twin_is_not_the_only_one_to_be_compared() -> None:
+def test_runner_up_of_another_layout_is_compared_too() -> None:
     first, twin, _ = strategies()
     changed = replace(first, rank=3, strategy=replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4))
     shown = answer(entries=[first, twin, changed])

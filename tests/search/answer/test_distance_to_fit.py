@@ -22,7 +22,7 @@ def short(memory_bytes: float, **model: int) -> SearchProblem:
     return small_problem(small_cluster(device=replace(FAST, memory_bytes=memory_bytes)), num_layers=8, **model)
 
 
-def test_nothing_needs_less_than_the_nearest() -> None:
+def test_nearest_strategy_needs_the_least_memory() -> None:
     problem = short(3e9)
     nearest = nearest_to_fitting(problem, FEW, Pricing)
     pricing = Pricing(problem.workload, problem.cluster)
@@ -103,5 +103,5 @@ def test_stages_that_are_computed_again_may_be_nearest() -> None:
     assert nearest.fullness == min(layers.fullness, stages.fullness) == stages.fullness < layers.fullness
 
 
-def test_where_other_rules_are_broken_there_is_no_distance() -> None:
+def test_no_distance_where_other_rules_are_broken() -> None:
     assert distance_to_fit(short(3e9), {"tensor_parallel_size": (3,)}, Pricing) is None

@@ -75,7 +75,7 @@ def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "hostfile").read_text() == "a-1 slots=8\na-2 slots=8\n"
 
 
-def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
+def test_script_equals_the_command(tmp_path: Path) -> None:
     launch = launched("fp16")
     launch.write(str(tmp_path))
     script = (tmp_path / "launch.sh").read_text()
@@ -107,7 +107,7 @@ def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program
     assert done.stdout.split()[-1] == (flags[-1] if flags else "--mock-data")
 
 
-def test_the_script_finds_the_trainer_or_says_how_to_name_it(tmp_path: Path) -> None:
+def test_script_finds_the_trainer(tmp_path: Path) -> None:
     launched().write(str(tmp_path / "plan"))
     script = tmp_path / "plan" / "launch.sh"
     (tmp_path / "python").write_text('#!/bin/sh\necho "$1"\n')
@@ -137,7 +137,7 @@ def test_one_machine_needs_no_hostfile() -> None:
     assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
 
 
-def test_hosts_stand_in_the_order_of_the_ranks() -> None:
+def test_hosts_are_in_the_order_of_the_ranks() -> None:
     cluster, _ = parse_cluster({"nodes": [{"hosts": ["a", "b", "c"], "device": "T4", "devices": 2}]}, "c.json")
     strategy = Strategy(pipeline_parallel_size=3, placement=(4, 0, 1))
     assert [(node.name, node.num_devices) for node in nodes_in_order(strategy, cluster)] == [("c", 1), ("a", 2)]
@@ -188,7 +188,7 @@ for word in "$@"; do
 done
 eval "echo sent ${words[*]}"
 """
-"""Stands for DeepSpeed's launcher: words with blanks between double quotes, all others as they are, read by a shell."""
+"""In place of DeepSpeed's launcher: words with blanks in double quotes, all others as they are, read by a shell."""
 
 
 def run(script: Path, *words: str, work: Path) -> subprocess.CompletedProcess[str]:
@@ -213,7 +213,7 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str)
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if "/" not in name])
-def test_an_output_folder_runs_nothing_here_or_on_other_hosts(tmp_path: Path, name: str) -> None:
+def test_output_folder_is_not_run_by_shells(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
         launched().command(str(folder))  # that people would copy

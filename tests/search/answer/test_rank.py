@@ -1,4 +1,4 @@
-"""`rank` answers as its contract says, its winner is trained as it is, and `predict` prices files of strategies."""
+"""`rank` keeps its contract, its winner is trainable, and `predict` prices files of strategies."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_constraints_and_explanations(files: list[str], tmp_path: Path, capsys: 
     assert "--schedule leaves it out: gpipe is not 1f1b." in printed
 
 
-def test_a_faster_strategy_that_flags_leave_out_is_said_to_be_faster(
+def test_explain_a_faster_strategy_outside_the_flags(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast, out = tmp_path / "fast.json", tmp_path / "free.json"
@@ -83,9 +83,7 @@ def test_a_faster_strategy_that_flags_leave_out_is_said_to_be_faster(
     assert "faster than the winner." in printed and "as fast as the winner" not in printed
 
 
-def test_why_an_impossible_strategy_did_not_win(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_an_impossible_strategy(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lost = tmp_path / "lost.json"
     lost.write_text(json.dumps({"pipeline_parallel_size": 4, "num_model_chunks": 2}))
     assert main(["rank", *files, *FEW, "--schedule", "1f1b", "--top", "1", "--explain", str(lost)]) == 0
@@ -137,7 +135,7 @@ def test_errors_are_one_line(
         (["--num-layers", "6000", "--hidden-size", "8192"], "need more memory than the devices have"),
     ],
 )
-def test_where_nothing_can_run_the_last_rule_is_named(
+def test_no_strategy_names_the_last_rule(
     files: list[str], constraints: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["--schedule", "1f1b", "--num-token-slices", "1", "--num-model-chunks", "1", "--recompute", "full"]
@@ -147,7 +145,7 @@ def test_where_nothing_can_run_the_last_rule_is_named(
     assert "none of the others can be faster" not in printed.out
 
 
-def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proposed_trials(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "proposed.jsonl"
     assert main(["rank", *files, *FEW, "--top", "1", "--propose-trials", str(out)]) == 0
     assert f"run them with `terapipe search trial --strategies {out}`" in " ".join(capsys.readouterr().out.split())
@@ -159,7 +157,7 @@ def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: 
     assert read_strategies(str(out)) == proposed
 
 
-def test_memory_that_nothing_leaves_free(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_headroom_without_any_strategy(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", *files, *FEW, "--memory-headroom", "99%", "--explain"]) == 1
     printed = capsys.readouterr()
     assert "fit the devices, but none keeps as much memory free as --memory-headroom asks for" in printed.err
@@ -201,7 +199,7 @@ def predict(files: list[str], tmp_path: Path, text: str, *flags: str) -> int:
     return main(["predict", *files[:2], "--strategies", str(tmp_path / "s.jsonl"), *flags])
 
 
-def test_all_are_there_in_the_order_of_the_file(files: list[str], tmp_path: Path) -> None:
+def test_predict_keeps_the_order_of_the_file(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     text = "\n\n".join(map(json.dumps, LINES)) + "\n"
     assert predict(files, tmp_path, text, "--json", str(out)) == 0
@@ -221,7 +219,7 @@ def test_all_are_there_in_the_order_of_the_file(files: list[str], tmp_path: Path
     assert "write schedule 'optimised'" in entries[6]["reason"]
 
 
-def test_a_batch_for_those_that_say_none(files: list[str], tmp_path: Path) -> None:
+def test_batch_for_strategies_without_one(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert predict(files, tmp_path, '{"data_parallel_size": 4}', "--json", str(out), "--global-batch-size", "16") == 0
     assert read(out)["entries"][0]["strategy"]["global_batch_size"] == 16
@@ -245,7 +243,7 @@ def test_a_line_that_is_no_strategy(
     assert error in message and message.count("\n") == 1
 
 
-def test_what_rank_writes_is_read(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_of_rank_are_read(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`strategy.json` and `ranking.json` are one document over many lines."""
     out = tmp_path / "out.json"
     for document, number in (

@@ -19,7 +19,7 @@ CLUSTER = {"nodes": [{"hosts": ["localhost"], "device": "cpu-core", "devices": 2
 
 
 def search(folder: Path, *words: object) -> str:
-    """Run a command of the search, and return what it printed."""
+    """Run a command of the search, and return its output."""
     path = os.pathsep.join([str(DEEPSPEED.parent), os.environ["PATH"]])
     done = subprocess.run(
         [sys.executable, "-m", "megatron_terapipe.search", *map(str, words)],
@@ -35,14 +35,14 @@ def search(folder: Path, *words: object) -> str:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with a profile of this machine and the plan that was found with it; what `rank` printed."""
+    """A folder with a profile of this machine and the plan that was found with it; the output of `rank`."""
     if not DEEPSPEED.exists():
         pytest.skip(f"{DEEPSPEED} is not there")
     folder = tmp_path_factory.mktemp("searched")
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "cluster.json").write_text(json.dumps(CLUSTER))
     sizes = ("--micro-batch-size", "1", "--num-token-slices", "1,2", "--tensor-parallel-size", "1")
-    # One process, because what two tell each other is tested elsewhere.
+    # One process: messages are measured elsewhere.
     search(folder, "measure", "model.json", *sizes, "--num-processes", "1", "--budget-s", "1", "--json", "profile.json")
     profile = ("--profile", "profile.json", "--global-batch-size", "4", "--pipeline-parallel-size", "2")
     printed = search(

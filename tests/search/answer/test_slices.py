@@ -79,7 +79,7 @@ def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
         (STRATEGY, ("--granularity", "0"), "--granularity 0 is not a number of tokens"),
     ],
 )
-def test_says_what_is_wrong(files, capsys, strategy, flags, message):
+def test_errors_of_slices(files, capsys, strategy, flags, message):
     assert run(files, *flags, strategy=strategy) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -1,4 +1,4 @@
-"""Trials: what came of a run is read rightly, written at once, and not run twice."""
+"""Trials: results are read from metrics and output, written at once, and not run twice."""
 
 import json
 import sys
@@ -58,14 +58,14 @@ def metrics(path: Path, times: list[float], peaks: list[int]) -> Path:
     return path
 
 
-def test_the_time_is_that_of_iterations_behind_the_warm_up(tmp_path: Path) -> None:
+def test_time_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
     path = metrics(tmp_path / "m.jsonl", [9.0, 5.0, 4.0, 1.0, 1.2, 1.1], [10, 20])
     assert outcome_of(0, "", path, iterations=6) == Outcome(iteration_time_s=1.1, peak_memory_bytes=20)
     short = metrics(tmp_path / "m.jsonl", [9.0, 1.0], [10])
     assert outcome_of(0, "", short, iterations=2).iteration_time_s == 1.0
 
 
-def test_a_rank_that_fails_once_all_is_done_does_not_undo_the_measurement(tmp_path: Path) -> None:
+def test_failure_after_the_last_iteration_keeps_the_measurement(tmp_path: Path) -> None:
     path = metrics(tmp_path / "m.jsonl", [9.0, 1.0], [10])
     assert outcome_of(250, "", path, iterations=2).iteration_time_s == 1.0
     assert outcome_of(250, "", path, iterations=3).iteration_time_s is None
@@ -100,7 +100,7 @@ def test_why_a_run_failed(exit_code: int, output: str, out_of_memory: bool, reas
     assert (outcome.reason or "").startswith(reason)
 
 
-def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
+def test_recorded_trials_are_not_run_again(tmp_path: Path) -> None:
     first = Strategy(pipeline_parallel_size=2, micro_batch_size=2, global_batch_size=8, num_token_slices=2)
     second, third = replace(first, zero_stage=0), replace(first, recompute="full")
     mine = journal(tmp_path / "new" / "trials.jsonl")
@@ -119,7 +119,7 @@ def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
     assert pending(other, first) == [first]
 
 
-def test_rounds_are_recorded_one_by_one_and_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+def test_interrupted_rounds_are_continued(tmp_path: Path) -> None:
     first, second = Strategy(pipeline_parallel_size=2, global_batch_size=8), Strategy(global_batch_size=8)
     mine = journal(tmp_path / "trials.jsonl")
     runs = [

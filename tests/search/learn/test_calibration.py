@@ -41,19 +41,19 @@ from megatron_terapipe.strategy import Strategy
 from tests.search.learn.synthetic import CLUSTER, STRATEGIES, WORKLOAD, a100s, failed, measured
 
 
-def test_a_quantile_holds_new_scores_as_often_as_it_says() -> None:
+def test_quantile_has_its_coverage() -> None:
     random = np.random.default_rng(1)
     for size in (3, 8, 40):
         inside = []
         for _ in range(400):
             scores = np.abs(random.normal(size=size + 1))
             inside.append(scores[-1] <= conformal_quantile(scores[:-1], COVERAGE))
-        # Never less than promised; with few scores more, for want of a better bound.
+        # Never less than stated; with few scores more.
         assert np.mean(inside) > COVERAGE - 0.04
         assert size < 40 or np.mean(inside) < COVERAGE + 0.05
 
 
-def test_a_strategy_unlike_those_measured_is_less_sure() -> None:
+def test_intervals_widen_with_distance_from_the_trials() -> None:
     intervals = Intervals(
         coverage=0.9, multiplier=2.0, residual_sd=0.1, covariance=np.diag([0.04, 0.0]), parameter_names=("a", "b")
     )
@@ -64,7 +64,7 @@ def test_a_strategy_unlike_those_measured_is_less_sure() -> None:
     assert (low, high) == pytest.approx((10 / np.exp(0.2), 10 * np.exp(0.2)))
 
 
-def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
+def test_intervals_contain_unseen_trials() -> None:
     true = HardwareEfficiency(launch_s=60e-6, inside_efficiency=0.5)
     trials = measured(efficiency=true, noise=0.05)
     calibration = calibrate(trials[::2])
@@ -98,8 +98,8 @@ def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
     assert half_width("A100") == half_width("H100") < half_width("V100") == half_width("T4")
 
 
-def test_few_groups_that_agree_narrow_nothing() -> None:
-    """Errors of a thousandth in each group: 4 groups cannot tell nine tenths, 40 can."""
+def test_few_groups_do_not_narrow_intervals() -> None:
+    """Errors of a thousandth in each group: 4 groups do not determine nine tenths, 40 do."""
     prior = Prior.of(HardwareEfficiency())
 
     def multiplier(num_groups: int) -> float:
@@ -126,7 +126,7 @@ def test_constants_of_another_cluster_are_found() -> None:
     assert (num_trials, residual_sd < 0.02) == (len(seen), True)
 
 
-def test_what_ran_out_of_memory_wanted_more_than_there_is() -> None:
+def test_runs_out_of_memory_are_lower_bounds() -> None:
     trials = [failed(trial) for trial in measured()[:6]]
     sample = MemorySample(trials)
     assert (sample.errors(MemoryOverheads()) <= 0).all()
@@ -177,7 +177,7 @@ def written(tmp_path: Path, *calibrations: Calibration, **changes: Any) -> str:
     return str(path)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path, calibration: Calibration) -> None:
+def test_calibration_files_round_trip(tmp_path: Path, calibration: Calibration) -> None:
     (again,) = read_calibrations(written(tmp_path, calibration))
     assert again.efficiency == calibration.efficiency and again.memory_overheads == calibration.memory_overheads
     assert (again.source, again.device, again.num_trials) == ("synthetic", DEVICE, 4)

@@ -76,13 +76,13 @@ def fitted() -> FittedEfficiency:
     return fit_efficiency(Sample(trials(sizes=(1, 2, 4))))
 
 
-def test_strategies_that_nobody_measured_are_predicted(fitted: FittedEfficiency) -> None:
+def test_strategies_without_trials_are_predicted(fitted: FittedEfficiency) -> None:
     assert errors(HardwareEfficiency()).mean() > 0.15
     assert errors(fitted.efficiency).mean() < 0.03
     assert 0.005 < fitted.residual_sd < 0.025
 
 
-def test_constants_are_found_and_are_surer_than_before(fitted: FittedEfficiency) -> None:
+def test_constants_are_found_with_less_uncertainty(fitted: FittedEfficiency) -> None:
     deviations = np.sqrt(np.diag(fitted.covariance))
     # Those of another group than the trials' are a little further off than those of the cluster.
     assert (deviations <= PRIOR.widths * (1 + 1e-9) * np.hypot(1, fitted.groups.share)).all()
@@ -140,7 +140,7 @@ def solve(rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return (covariance @ (unknown.T / VARIANCES[rows]) @ OBSERVED[rows])[:3], covariance[:3, :3]
 
 
-def test_a_group_that_was_not_seen_is_predicted_as_by_another_fit() -> None:
+def test_unseen_groups_are_predicted_as_by_another_fit() -> None:
     everything = list(range(12))
     errors = OBSERVED - SLOPES @ solve(everything)[0]
     unseen_errors, variances = GroupEffects(GROUPS, SHARE, OFFSET).unseen(errors, SLOPES, VARIANCES, WIDTHS)
@@ -160,7 +160,7 @@ def test_precision_and_whitening_agree() -> None:
     assert np.linalg.inv(precision) == pytest.approx(solve(list(range(12)))[1])
 
 
-def test_many_trials_of_one_group_say_less_than_one_trial_of_many() -> None:
+def test_trials_of_one_group_count_less() -> None:
     slopes, variances, widths = np.ones((50, 1)), np.full(50, 0.01), np.array([1.0])
     same = GroupEffects(["one"] * 50, SHARE).precision(slopes, variances, widths)
     apart = GroupEffects(list(range(50)), SHARE).precision(slopes, variances, widths)

@@ -46,7 +46,7 @@ STRATEGIES = [
 
 
 def slower(factor: float) -> Profile:
-    """What a machine would measure on which every op takes so much longer."""
+    """The profile of a machine with slower ops."""
     layers = [
         layer.model_copy(
             update={
@@ -127,7 +127,7 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     assert model(PROFILE, telling.factors).predict_time(slow).iteration_time_s > 1.25 * alone_s
 
 
-def test_intervals_hold_the_measurements_and_are_wider_where_trials_scatter() -> None:
+def test_intervals_contain_the_measurements_and_widen_with_scatter() -> None:
     calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
     slopes = calm.slopes(model(PROFILE, calm.factors), STRATEGIES)
     assert slopes.shape == (len(STRATEGIES), len(FACTORS.names)) and calm.intervals.parameter_names == FACTORS.names
@@ -206,7 +206,7 @@ def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture
     assert "ops take 1.3" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_command_trial_shows_what_its_trials_change(
+def test_trial_shows_errors_before_and_after_calibration(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trial", files["model.json"], files["cluster.json"], "--global-batch-size", "8"]

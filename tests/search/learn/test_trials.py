@@ -117,7 +117,7 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
         ([1], "is not an object"),
     ],
 )
-def test_errors_say_where_and_what(tmp_path: Path, document: Any, said: str) -> None:
+def test_errors_name_place_and_value(tmp_path: Path, document: Any, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, LINE, document)
     message = str(error.value)
@@ -155,5 +155,5 @@ def test_published_trials(name: str, trials: int, groups: int) -> None:
         ("someone", "", "megatron-lm"),
     ],
 )
-def test_publications_say_what_ran(source: str, named: str, software: str) -> None:
+def test_software_of_published_trials(source: str, named: str, software: str) -> None:
     assert published_software(source, named) == software

@@ -49,7 +49,7 @@ def validate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return document
 
 
-def test_what_predictions_made_is_predicted() -> None:
+def test_trials_made_by_the_model_have_no_error() -> None:
     trials = measured(STRATEGIES[:8])
     document = validation_document(
         predict_trials(trials, Calibrations()), calibrated_on=(), in_sample=0, num_folds=None
@@ -61,7 +61,7 @@ def test_what_predictions_made_is_predicted() -> None:
     assert len(document["predictions"]) == 8
 
 
-def test_what_ran_out_of_memory() -> None:
+def test_scores_of_runs_out_of_memory() -> None:
     trials = measured(STRATEGIES[:4])
     trials[0] = failed(trials[0])
     figures = validation_document(
@@ -80,8 +80,8 @@ def test_folds_keep_groups_whole() -> None:
     assert folds == deal_groups(trials, 3)
 
 
-def test_no_trial_is_predicted_by_a_fit_that_has_seen_it() -> None:
-    """A time that nobody could predict moves the predictions of all other groups, and not its own."""
+def test_trials_are_predicted_by_fits_without_them() -> None:
+    """An unpredictable time moves the predictions of all other groups, and not its own."""
     trials = measured(STRATEGIES[:4])
     before = [one.iteration_time_s for one in predict_in_folds(trials, deal_groups(trials, 2))]
     for index in (0, 1):
@@ -90,7 +90,7 @@ def test_no_trial_is_predicted_by_a_fit_that_has_seen_it() -> None:
     assert np.isclose(before, after, rtol=1e-6).tolist() == [True, True, False, False]
 
 
-def test_where_nothing_is_fitted_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clusters_without_calibration_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_trials(tmp_path / "a.jsonl", {1: 0.2, 2: 0.21})
     of_two = validate(capsys, "--trials", path, "--folds", "2")["sources"]["a"]
     assert (of_two["trials"], of_two["nothing_fitted"]) == (4, 0)
@@ -131,7 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "a" * 100 in capsys.readouterr().out
 
 
-def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_calibration_and_in_sample_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_trials(tmp_path / "a.jsonl", {1: 0.4, 2: 0.42, 4: 0.5, 8: 0.8})
     before = validate(capsys, "--trials", path)
     saved = str(tmp_path / "c.json")

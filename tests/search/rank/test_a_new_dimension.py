@@ -46,7 +46,7 @@ PATCH = {
         "",
     ),
 }
-"""By file, a text and what takes its place. CONTRIBUTING.md names the same three files."""
+"""By file, a text and its replacement. CONTRIBUTING.md names the same three files."""
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 257}
 CLUSTER = {"nodes": [{"device": "A100-SXM4-40GB", "devices": 2}]}
@@ -60,39 +60,39 @@ from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.answer.table import COLUMNS
 
 rank, trainer = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-said = {}
+answers = {}
 
 def run(name, words):
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         code = main(words)
-    said[name] = code, out.getvalue(), error.getvalue()
+    answers[name] = code, out.getvalue(), error.getvalue()
 
 run("ranked", [*rank, "--expert-model-parallel-size", "1", "--output", "out", "--explain"])
 run("refused", [*rank, "--expert-model-parallel-size", "2"])
 with open("two.jsonl", "w") as file:
     file.write(json.dumps({"expert_model_parallel_size": 2}))
 run("predicted", ["predict", *rank[1:3], "--strategies", "two.jsonl", "--global-batch-size", "2", "--json", "-"])
-said["columns"] = [name for _, name in COLUMNS]
-said["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.expert_model_parallel_size
+answers["columns"] = [name for _, name in COLUMNS]
+answers["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.expert_model_parallel_size
 for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--expert-model-parallel-size", "2"])):
     try:
         parse_arguments([*trainer, *words])
     except ConfigError as error:
-        said[name] = str(error)
-print(json.dumps(said))
+        answers[name] = str(error)
+print(json.dumps(answers))
 """
 
 
 def _not_needed(folder: str, names: list[str]) -> set[str]:
-    """What a search and the flags of the trainer do without: rooms of the package, not those within its rooms."""
-    rooms = {"training", "model", "data", "huggingface"} if Path(folder) == REPOSITORY / "megatron_terapipe" else set()
-    return {"__pycache__", *rooms} & set(names)
+    """Folders of the package that neither a search nor the flags of the trainer import."""
+    unused = {"training", "model", "data", "huggingface"} if Path(folder) == REPOSITORY / "megatron_terapipe" else set()
+    return {"__pycache__", *unused} & set(names)
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the patched package answers."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Answers of the patched package."""
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(
         REPOSITORY / "megatron_terapipe",
@@ -101,7 +101,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     )
     for path, (old, new) in PATCH.items():
         text = (folder / path).read_text()
-        assert text.count(old) == 1, f"{path} has no single {old!r}: mend the patch, and what the documents say of it"
+        assert text.count(old) == 1, f"{path} has no single {old!r}: fix the patch and the documents"
         (folder / path).write_text(text.replace(old, new))
     for name, document in (("model.json", MODEL), ("cluster.json", CLUSTER)):
         (folder / name).write_text(json.dumps(document))
@@ -126,25 +126,25 @@ def test_three_files_at_most() -> None:
     assert all(f"`{path}`" in text for path in PATCH)
 
 
-def test_the_search_knows_it(said: dict[str, object]) -> None:
-    code, table, _ = said["ranked"]
+def test_search_prices_the_new_dimension(answers: dict[str, object]) -> None:
+    code, table, _ = answers["ranked"]
     assert code == 0 and "to run the winner" in table
-    assert "ep" in said["columns"]
-    assert said["strategy.json"]["expert_model_parallel_size"] == 1
-    assert list(said["strategy.json"])[-2:] == ["expert_model_parallel_size", "placement"]
+    assert "ep" in answers["columns"]
+    assert answers["strategy.json"]["expert_model_parallel_size"] == 1
+    assert list(answers["strategy.json"])[-2:] == ["expert_model_parallel_size", "placement"]
 
 
-def test_the_launched_trainer_reads_it(said: dict[str, object]) -> None:
-    assert said["trained"] == 1
+def test_the_launched_trainer_reads_it(answers: dict[str, object]) -> None:
+    assert answers["trained"] == 1
 
 
-def test_what_is_not_allowed_is_refused_in_one_line(said: dict[str, object]) -> None:
-    code, _, error = said["refused"]
+def test_values_that_are_not_allowed_are_refused(answers: dict[str, object]) -> None:
+    code, _, error = answers["refused"]
     assert code == 2
     assert error == "error: --expert-model-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
-    code, answer, _ = said["predicted"]
+    code, answer, _ = answers["predicted"]
     (entry,) = json.loads(answer)["entries"]
     assert code == 0 and not entry["feasible"]
     assert entry["reason"] == "expert_model_parallel_size 2 is not one of 1"
-    assert said["strategy"] == "strategy: expert_model_parallel_size 2 cannot be trained yet: use 1"
-    assert said["flag"].startswith("--expert-model-parallel-size")
+    assert answers["strategy"] == "strategy: expert_model_parallel_size 2 cannot be trained yet: use 1"
+    assert answers["flag"].startswith("--expert-model-parallel-size")

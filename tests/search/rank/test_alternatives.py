@@ -56,7 +56,7 @@ def test_a_large_output_layer_is_cut_into_vocabulary_stages_at_the_price_that_th
 
 
 @pytest.mark.parametrize("model", [TIED, UNEVEN], ids=["tied to the embedding", "rows that cannot be dealt"])
-def test_an_output_layer_that_cannot_be_cut_stays_whole(model: ModelConfig) -> None:
+def test_output_layer_stays_whole_where_it_cannot_be_cut(model: ModelConfig) -> None:
     found, _, _ = found_for(model)
     assert found is None or not found.strategy.vocabulary_stages
 
@@ -67,7 +67,7 @@ def test_stages_that_flags_fix_stay() -> None:
     assert found is not None and found.strategy.stage_partition == bounds
 
 
-def test_nothing_is_looked_for_where_nothing_may_change() -> None:
+def test_no_order_is_searched_for_fixed_schedules() -> None:
     assert found_for(schedule=("1f1b",))[0] is None
     assert found_for(strategy=replace(STRATEGY, num_token_slices=64, global_batch_size=64))[0] is None
     _, winner, problem = found_for()
@@ -75,13 +75,13 @@ def test_nothing_is_looked_for_where_nothing_may_change() -> None:
     assert with_found_order(winner, others, {}, Pricing(problem.workload, problem.cluster, software=DEEPSPEED)) is None
 
 
-def test_what_does_not_fit_is_not_advised() -> None:
+def test_orders_without_headroom_are_not_advised() -> None:
     _, winner, problem = found_for()
     full = replace(problem, memory_headroom=0.999)
     assert with_found_order(winner, full, {}, Pricing(problem.workload, problem.cluster)) is None
 
 
-def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
+def test_found_order_is_in_notes_and_files(tmp_path: Path) -> None:
     found, winner, problem = found_for()
     assert found is not None
     winner_s = found.iteration_time_s / 0.8
@@ -99,7 +99,7 @@ def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [("--schedule", "1f1b,optimised"), ("--vocabulary-stages", "on")])
-def test_what_is_not_ranked_is_refused_with_where_it_is_said(flags: tuple[str, str]) -> None:
+def test_values_that_are_not_ranked_are_refused(flags: tuple[str, str]) -> None:
     name, text = flags
     (dimension,) = [each for each in DIMENSIONS if each.flag == name]
     with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank reports its saving for the winner"):
@@ -110,7 +110,7 @@ SLOWER = replace(SLOW, name="slower", half_flops=50e12)
 MIXED = Cluster(nodes=(node("a", SLOW), node("b", SLOWER), node("c", FAST), node("d", FAST)))
 
 
-def test_slow_kinds_are_left_out_first_and_equal_nodes_halved() -> None:
+def test_sizes_of_parts() -> None:
     assert sizes_of_parts(MIXED) == [6, 4, 2]
     assert [[each.name for each in MIXED.at_most(size).nodes] for size in (6, 4, 2)] == [
         ["a", "c", "d"],
@@ -123,7 +123,7 @@ def test_slow_kinds_are_left_out_first_and_equal_nodes_halved() -> None:
     assert sizes_of_parts(small_cluster(num_nodes=1, num_devices=1)) == []
 
 
-def test_a_part_has_whole_nodes_while_there_is_room() -> None:
+def test_part_has_whole_nodes() -> None:
     assert MIXED.at_most(5).num_devices == 4 and MIXED.at_most(100) == Cluster(nodes=MIXED.nodes)
     (alone,) = MIXED.at_most(1).nodes
     assert alone.name == "c" and alone.num_devices == 1

@@ -1,4 +1,4 @@
-"""Bounds in closed form never exceed what the simulator and the memory model say of a strategy, and are close to it."""
+"""Bounds in closed form never exceed the simulated time and memory of a strategy, and are close to them."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ LONG = {
     "micro_batch_size": (1, 2),
     "key_value_gradients": ("bf16",),
 }
-"""What is there for long sequences."""
+"""Values for long sequences."""
 
 
 def coarse(problem: SearchProblem, **others: Any) -> Choices:
@@ -76,7 +76,7 @@ def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, A
 @pytest.mark.parametrize(
     ("features", "others"), [({}, {}), (FEATURES, {}), (FEATURES, LONG)], ids=["plain", "windows", "long"]
 )
-def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any], others: dict[str, Any]) -> None:
+def test_strategies_rejected_for_memory_do_not_fit(features: dict[str, Any], others: dict[str, Any]) -> None:
     cluster = small_cluster(num_nodes=1, num_devices=4)
     (node,) = cluster.nodes
     small = replace(node, device=replace(node.device, memory_bytes=5.2e9))
@@ -101,7 +101,7 @@ def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any], 
         assert strategy in fitting or not fits, strategy
         rejected += strategy not in fitting
         wrong += strategy in fitting and not fits
-    # The bound is of use: it sees most of those that do not fit.
+    # The bound rejects most of those that do not fit.
     assert rejected > 20 and wrong < rejected / 4, (rejected, wrong, len(everything))
 
 
@@ -125,7 +125,7 @@ def test_live_token_slices_are_those_of_the_schedule(schedule: str) -> None:
                 assert float(live) == pytest.approx(peaks[0])
 
 
-def test_digits_are_not_sold_for_time() -> None:
+def test_bf16_gradients_are_added_up_in_fp32() -> None:
     problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=16)
     pricing = Pricing(problem.workload, problem.cluster)
     every = coarse(problem)

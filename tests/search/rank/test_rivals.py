@@ -1,6 +1,6 @@
-"""ZeRO 3 with Ulysses: its settings, its seconds, and its prices beside runs that others published.
+"""ZeRO 3 with Ulysses: its settings, its seconds, and its prices compared with published runs.
 
-Runs are lines of `published_long_sequences.jsonl`, with their sources; `checked` says whether the source was read, or
+Runs are lines of `published_long_sequences.jsonl`, with their sources; `checked`: whether the source was read; else
 the figure is from memory. A GB of a recipe's comment is 2^30 bytes, as DeepSpeed prints it. One constant is fitted to
 them: bytes of the host for a parameter.
 """

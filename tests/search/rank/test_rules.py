@@ -1,4 +1,4 @@
-"""What the space calls legal, the trainer takes; what it rejects, the trainer refuses."""
+"""The trainer accepts legal strategies, and refuses those that rules reject."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ def trains(strategy: Strategy, problem, **sections) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_trainer_takes_what_is_legal(seed: int) -> None:
+def test_trainer_accepts_legal_strategies(seed: int) -> None:
     problem = small_problem(small_cluster(num_nodes=3, num_devices=4), global_batch_size=12, num_layers=7 + seed)
-    # The trainer plays the whole schedule: few ops, so that many strategies can be held against it.
+    # The trainer plays the whole schedule: few ops, so that many strategies can be checked.
     choices = all_choices(problem).constrained({"num_token_slices": (1, 2, 3, 5)})
     for strategy in drawn(problem, 70, seed, choices):
         assert broken_rule(strategy, problem) is None
@@ -37,7 +37,7 @@ def test_the_trainer_takes_what_is_legal(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_trainer_takes_what_is_there_for_long_sequences(seed: int) -> None:
+def test_trainer_accepts_legal_strategies_of_long_sequences(seed: int) -> None:
     cluster = small_cluster(num_nodes=3, num_devices=8)
     problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, num_key_value_heads=2, seq_length=480)
     long = {
@@ -76,7 +76,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_trainer_refuses_what_a_rule_rejects(name: str) -> None:
+def test_trainer_refuses_strategies_that_rules_reject(name: str) -> None:
     problem = small_problem(small_cluster(num_nodes=16))
     strategy = Strategy(global_batch_size=8, **REFUSED[name])
     reason = broken_rule(strategy, problem)
@@ -109,12 +109,12 @@ def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
             assert run not in runs, (strategy, runs[run])
             runs[run] = strategy
     assert {strategy.schedule for strategy in runs.values()} == set(SCHEDULES) - {"breadth-first"}
-    # What a flag asks for stays, though another schedule would do the same.
+    # The only value of a flag stays, though another schedule equals it.
     asked = all_choices(problem).constrained({**plain, "schedule": ("gpipe",), "micro_batch_size": (2,)})
     assert any(legal.legal.any() for legal in legal_grids(problem, asked, SearchCounts()))
 
 
-def test_copies_of_stages_that_nobody_knows_yet_cannot_be_planned() -> None:
+def test_host_copies_need_known_stages() -> None:
     problem = small_problem()
     strategy = Strategy(pipeline_parallel_size=2, recompute="stage", offload=True, global_batch_size=8)
     assert broken_rule(strategy, problem) is None
@@ -133,8 +133,7 @@ def test_every_strategy_is_legal_or_counted() -> None:
     assert all(number > 0 for name, number in counts.lines() if name == "strategies of the space")
 
 
-def test_rules_say_the_same_of_a_grid_and_of_its_strategies() -> None:
-    """Rules say the same of a grid and of each of its strategies alone, as a grid of one."""
+def test_rules_of_a_grid_equal_rules_of_each_strategy() -> None:
     problem = small_problem(num_layers=5, seq_length=96)
     choices = all_choices(problem).constrained(
         {

@@ -1,21 +1,16 @@
-"""What any cost model must say: better machines are no slower, and the order of things changes nothing."""
+"""Sanity of the cost model: better machines are no slower, and the order of nodes does not matter."""
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_terapipe.planning import check_trainable
 from megatron_terapipe.search.machine.cluster import Cluster, Node
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.rank.node_orders import better_order, kind_key, node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
 from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.rank.space import SearchProblem, all_choices
-from tests.search.problems import drawn, mixed_cluster, small_cluster, small_problem
-
-FEW = settings(max_examples=6)
+from megatron_terapipe.search.rank.space import all_choices
+from tests.search.problems import drawn, mixed_cluster, small_problem
 
 
 def answer(cluster: Cluster, batch: int = 8) -> SearchResult:
@@ -30,39 +25,25 @@ def answer(cluster: Cluster, batch: int = 8) -> SearchResult:
     return search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=3, refine=False)
 
 
-def winner_s(cluster: Cluster) -> float:
-    prediction = answer(cluster).entries[0].prediction
-    assert prediction is not None
-    return prediction.iteration_time_s
-
-
-def better(node: Node, factor: float, what: str) -> Node:
-    if what == "network":
+def better(node: Node, factor: float, part: str) -> Node:
+    if part == "network":
         return replace(node, network=replace(node.network, bandwidth=node.network.bandwidth * factor))
-    if what == "inside":
+    if part == "inside":
         return replace(node, inside=replace(node.inside, bandwidth=node.inside.bandwidth * factor))
-    if what == "latency":
+    if part == "latency":
         return replace(node, network=replace(node.network, latency_s=node.network.latency_s / factor))
-    values = {what: getattr(node.device, what) * factor}
+    values = {part: getattr(node.device, part) * factor}
     return replace(node, device=replace(node.device, **values))
 
 
 PARTS = ["network", "inside", "latency", "half_flops", "memory_bandwidth", "memory_bytes"]
 
 
-@FEW
-@given(factor=st.floats(1.0, 8.0), what=st.sampled_from(PARTS))
-def test_better_machines_are_no_slower(factor: float, what: str) -> None:
-    cluster = small_cluster(num_nodes=2)
-    improved = Cluster(nodes=tuple(better(node, factor, what) for node in cluster.nodes))
-    assert winner_s(improved) <= winner_s(cluster) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("what", PARTS)
-def test_better_machines_make_no_strategy_slower(what: str) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_better_machines_make_no_strategy_slower(part: str) -> None:
     problem = small_problem()
     cluster = problem.cluster
-    improved = Cluster(nodes=tuple(better(node, 3.0, what) for node in cluster.nodes))
+    improved = Cluster(nodes=tuple(better(node, 3.0, part) for node in cluster.nodes))
     before, after = Pricing(problem.workload, cluster), Pricing(problem.workload, improved)
     for strategy in drawn(problem, 12, seed=5):
         slower, faster = before.predict(strategy), after.predict(strategy)
@@ -70,7 +51,7 @@ def test_better_machines_make_no_strategy_slower(what: str) -> None:
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
-def test_the_order_of_nodes_changes_nothing(order: tuple[int, ...]) -> None:
+def test_order_of_nodes_in_the_hostfile_does_not_matter(order: tuple[int, ...]) -> None:
     cluster = mixed_cluster()
     shuffled = Cluster(nodes=tuple(cluster.nodes[index] for index in order))
     first, second = (answer(each) for each in (cluster, shuffled))
@@ -78,7 +59,7 @@ def test_the_order_of_nodes_changes_nothing(order: tuple[int, ...]) -> None:
     for one, other in zip(first.entries, second.entries, strict=True):
         assert one.prediction.iteration_time_s == pytest.approx(other.prediction.iteration_time_s, rel=1e-9)
         assert replace(one.strategy, placement=None) == replace(other.strategy, placement=None)
-        # Ranks stand on the same kinds of nodes, whatever the numbers of the devices.
+        # Ranks are on the same kinds of nodes.
         kinds = [
             [kind_key(nodes.nodes[nodes.node_of_device[place]]) for place in entry.strategy.placement or range(8)]
             for entry, nodes in ((one, cluster), (other, shuffled))
@@ -101,7 +82,7 @@ def test_a_dominated_strategy_never_ranks_above() -> None:
     assert ranked == ranked_in_order(reversed([infeasible, *entries]))
 
 
-def test_orders_of_nodes_are_each_there_once() -> None:
+def test_orders_of_nodes_are_unique() -> None:
     cluster = mixed_cluster()
     orders = node_orders(cluster)
     kinds = {tuple(map(kind_key, order.nodes)) for order in orders}
@@ -125,11 +106,3 @@ def test_a_local_search_improves_an_order() -> None:
     assert {node.name for node in best.nodes[:2]} == {"a", "c"}
     assert sorted(rank[node.name] for node in best.nodes) == [0, 1, 2, 3]
     assert score(better_order(cluster, score, evaluations=1)) == score(cluster)
-
-
-def test_what_is_called_feasible_is_trainable() -> None:
-    problem: SearchProblem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=8)
-    choices = all_choices(problem)
-    result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
-    for entry in result.entries:
-        check_trainable(entry.strategy, problem.workload.config)

@@ -39,7 +39,7 @@ def enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed):
 
 
 def objective(partition: StagePartition, layers, num_micro_batches, cuts, blocking):
-    """What the returned partition really costs."""
+    """The cost of the returned partition."""
     allowed = np.zeros((partition.num_stages, *[layers.shape[1] + 1] * 2), dtype=bool)
     for stage in range(partition.num_stages):
         allowed[stage, partition.bounds[stage], partition.bounds[stage + 1]] = True
@@ -107,7 +107,7 @@ def test_fewer_layers_than_stages_are_refused():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_many_thresholds_the_best_is_found(seed):
+def test_best_of_many_thresholds(seed):
     # Devices and cuts differ so much that a looser threshold buys a much smaller sum: the best lies in between.
     values = np.random.default_rng(seed)
     layers = values.random((4, 1)) * values.random((4, 11)) ** 2
@@ -119,7 +119,7 @@ def test_of_many_thresholds_the_best_is_found(seed):
 
 
 def slowest_s(times: np.ndarray, bounds: tuple[int, ...], model_chunks: int) -> float:
-    """Seconds of the slowest rank; the layer before the dealt ones is on the first, those behind on the last."""
+    """Seconds of the slowest rank; the layer before the dealt ones is on the first, those after them on the last."""
     ranks = len(times)
     loads = np.zeros(ranks)
     for stage in range(len(bounds) - 1):
@@ -153,7 +153,7 @@ def test_layers_that_differ() -> None:
     assert slowest_s(times, found.bounds, 1) == min(slowest_s(times, bounds, 1) for bounds in others)
 
 
-def test_a_heavy_head_has_fewer_layers_beside_it() -> None:
+def test_stage_of_a_heavy_head_has_fewer_layers() -> None:
     problem = small_problem(num_layers=9)
     times = np.ones((3, 12))
     times[:, -1] = 3.0

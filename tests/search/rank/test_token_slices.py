@@ -56,7 +56,7 @@ pipeline = partial(Strategy, tensor_parallel_size=2, pipeline_parallel_size=4, g
     ],
     ids=["1f1b", "zero-bubble", "interleaved", "recompute"],
 )
-def test_tables_hold_what_the_cost_model_says(software, strategy):
+def test_tables_equal_the_cost_model(software, strategy):
     cost_model, cut = model(software), TokenSlices((1536, 1024, 512, 1024))
     table = TabulatedCosts.of(cost_model, strategy, CutGrid(4096, 512, 512))
     shape = PipelineShape(
@@ -138,7 +138,7 @@ def test_the_trainer_takes_the_cut(seq_length, count):
     assert config.token_slices().lengths == solved.token_slices
 
 
-def test_what_cannot_be_cut_is_left_whole():
+def test_sequences_without_causal_attention_stay_whole():
     cost_model = model()
     block = cost_model.workload.layers[1]
     windows = replace(block, attention=replace(block.attention, causal=False))
