@@ -1,4 +1,4 @@
-"""Files that attack who reads them: a pickle that makes a file, in each form that readers of pickles take."""
+"""Files that attack their reader: a pickle that makes a file, in each form that readers of pickles take."""
 
 import io
 import pickle
@@ -21,10 +21,10 @@ class Touch:
 
 
 def poison(path: Path, hit: Path) -> None:
-    """Rewrite a file of torch so that what it holds comes first, and reading it makes `hit`.
+    """Rewrite a file of torch so that reading it makes `hit`, after its content.
 
     Args:
-        path: the file, whose objects stay as they are.
+        path: the file; its objects are unchanged.
         hit: file that is made.
     """
     objects = torch.load(path, map_location="cpu", weights_only=False)

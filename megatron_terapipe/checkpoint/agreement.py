@@ -1,4 +1,4 @@
-"""What the first rank does for all, and faults that every rank learns of at the same time."""
+"""Actions of the first rank for all ranks, and faults that all ranks raise at the same time."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ def from_first_rank(
     group: dist.ProcessGroup | None = None,
     error: type[AgreedCheckpointError] = AgreedCheckpointError,
 ) -> Result:
-    """Return on every rank what an action returns on the first; every rank must call it at the same time.
+    """Return on every rank the result of an action on the first; every rank must call it at the same time.
 
     Args:
         group: of all ranks; None for that of the run.

@@ -85,7 +85,7 @@ def export_checkpoint(
         family: name of the family to write it as; None for the one that it was imported from, or else for the first
             that can express it.
         dtype: type of the weights; None as they were saved.
-        eod: id of the token that ends a document, if it is known.
+        eod: id of the token that ends a document; None if it is unknown.
     """
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
@@ -100,7 +100,7 @@ def export_checkpoint(
     tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted, written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
-    # Null where it is not known: what a family takes where it is left out may not be in the vocabulary.
+    # Null where it is unknown: the default of a family may not be in the vocabulary.
     ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
@@ -109,10 +109,10 @@ def export_checkpoint(
 
 
 def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -> Family:
-    """The family that is asked for, or that the model came from, or the first that can express it."""
+    """The family of the flag, or the one that the model was imported from, or the first that can express it."""
     if wanted is not None:
         if wanted not in FAMILIES:
-            raise ConfigError(f"--family {wanted} is not known: choose {one_of(list(FAMILIES))}")
+            raise ConfigError(f"--family {wanted} is unknown: choose {one_of(list(FAMILIES))}")
         family = FAMILIES[wanted]
         check_expressible(family, model)
         return family

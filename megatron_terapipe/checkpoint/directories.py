@@ -102,7 +102,7 @@ def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
 
 
 def no_checkpoint(load: str | Path) -> str:
-    """Return the error for a directory that holds no checkpoint: some name the checkpoint itself."""
+    """Return the error for a directory without checkpoints, which may be a checkpoint itself."""
     path = Path(load)
     if (path / RUN_FILE).is_file():
         return f"--load {load} is one checkpoint: give --load {path.parent} --load-tag {path.name}"
@@ -110,11 +110,11 @@ def no_checkpoint(load: str | Path) -> str:
 
 
 def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool) -> tuple[Path, CheckpointInfo] | None:
-    """Directory and facts of a checkpoint, these held against its manifest; None if there is no checkpoint.
+    """Directory and facts of a checkpoint, checked with its manifest; None if there is no checkpoint.
 
     Args:
         tag: name of the checkpoint; None for the newest.
-        or_previous: take the newest before it whose facts can be read, if its own cannot.
+        or_previous: take the newest readable one before it, if its own facts cannot be read.
     """
     while True:
         try:
@@ -145,27 +145,27 @@ def previous_tag(load: str | Path, tag: str | None) -> str | None:
     Args:
         tag: of the checkpoint that cannot be used; None for the one that `latest` names, if any.
     """
-    before = _asked_iteration(Path(load), tag)
+    before = _requested_iteration(Path(load), tag)
     older = [number for number, _ in _with_iteration(Path(load), RUN_FILE) if before is None or number < before]
     return checkpoint_tag(max(older)) if older else None
 
 
-def passed_over(taken: Path, tag: str | None) -> list[Path]:
-    """Directories of the checkpoints after one that was taken, up to the one that was asked for.
+def skipped_checkpoints(taken: Path, tag: str | None) -> list[Path]:
+    """Directories of the checkpoints after the one that was loaded, up to the one that was requested.
 
     Args:
-        tag: that was asked for; None for the one that `latest` names, if any.
+        tag: that was requested; None for the one that `latest` names, if any.
     """
-    asked, first = _asked_iteration(taken.parent, tag), _iteration(taken.name)
+    requested, first = _requested_iteration(taken.parent, tag), _iteration(taken.name)
     found = [(number, path) for path in taken.parent.iterdir() if (number := _iteration(path.name)) is not None]
     return [
         path
         for number, path in sorted(found)
-        if first is not None and first < number and (asked is None or number <= asked)
+        if first is not None and first < number and (requested is None or number <= requested)
     ]
 
 
-def _asked_iteration(load: Path, tag: str | None) -> int | None:
+def _requested_iteration(load: Path, tag: str | None) -> int | None:
     """Iteration of a tag, or of that in `latest`; None if there is none."""
     try:
         name = _read_tag(load / LATEST) if tag is None else tag
@@ -192,7 +192,7 @@ def _read_tag(latest: Path) -> str | None:
 
 
 def _directory(load: Path, tag: str) -> Path | None:
-    """Directory of a tag, which lies under `.replaced` where a run died while another took its name."""
+    """Directory of a tag, or the one with `.replaced` if a run died while it was replaced."""
     try:
         return next((path for path in (load / tag, load / f"{tag}{REPLACED}") if path.is_dir()), None)
     except OSError:  # The name is longer than any.
@@ -226,7 +226,7 @@ def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], tex
 def put_in_place(partial: Path, directory: Path) -> None:
     """Give a whole checkpoint its name, in place of an older one of that name, and let `latest` point to it.
 
-    A death in between leaves a whole one that is found: under the name, or beside it with `.replaced`.
+    If the process dies in between, a whole one is found: under the name, or with `.replaced`.
     """
     replaced = directory.with_name(f"{directory.name}{REPLACED}")
     if directory.exists():
@@ -239,7 +239,7 @@ def put_in_place(partial: Path, directory: Path) -> None:
 
 
 def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
-    """Keep so many whole checkpoints up to an iteration, and nothing of those that were never done.
+    """Remove whole checkpoints before the newest `keep_last` up to an iteration, and all partial ones.
 
     Later ones, of a run that was set back, and others' files stay. One that is not whole does not count, and stays.
 
@@ -258,7 +258,7 @@ def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
     }
     whole = [each for each in sorted(saved) if each <= iteration and _is_whole(saved[each])]
     for older in whole[:-keep_last]:
-        # Under another name first: what is half removed bears no checkpoint's name.
+        # Renamed first: a partly removed directory must not have the name of a checkpoint.
         going = saved[older].rename(save / f"{saved[older].name}{ASIDE}")
         rmtree(going, ignore_errors=True)
 

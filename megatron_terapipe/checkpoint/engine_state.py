@@ -83,7 +83,7 @@ class _Whole(Destination):
         parameter.data.copy_(weight if own is None else own.view(weight.shape))
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        # Cloned, because the optimizer would go on in the pages of the file.
+        # Cloned, because the optimizer would update the pages of the file.
         state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
         self._states[self._numbers[parameter]] = state | self._counted(step)
 

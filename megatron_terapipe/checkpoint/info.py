@@ -27,7 +27,7 @@ from megatron_terapipe.huggingface.families.registry import FAMILIES
 MOST_ITERATIONS = 10**9
 MOST_SAMPLES_OF_AN_ITERATION = 10**9
 MOST_RANKS = 10**6
-"""Beyond these a number is damage and no run."""
+"""Larger numbers are damage."""
 _ADDED_SIZES = {"sequence_parallel_size"}
 """Sizes of a layout that checkpoints of earlier versions do not name; they were 1."""
 _SHOWN = 40
@@ -35,7 +35,7 @@ _SHOWN = 40
 
 
 def check_run(found: Mapping[str, Any]) -> None:
-    """Hold every field against its rule; raise a `ValueError` that names the first one that breaks it."""
+    """Check the rule of every field; raise a `ValueError` with the first wrong one."""
     iteration = _whole(found, "iteration", 0, MOST_ITERATIONS)
     # Each iteration trains on one sample at least.
     samples = _whole(found, "consumed_samples", iteration, iteration * MOST_SAMPLES_OF_AN_ITERATION)
@@ -49,7 +49,7 @@ def check_run(found: Mapping[str, Any]) -> None:
         if found[name] is not None and not isinstance(found[name], str):
             raise _wrong(name, found[name], "a name or null")
     if found["family"] is not None and found["family"] not in FAMILIES:
-        raise _wrong("family", found["family"], "a family that this version knows")
+        raise _wrong("family", found["family"], "a family of this version")
     _check_layout(found["layout"])
     _check_model(found["model"])
     _check_tokenizer(found["tokenizer"])
@@ -99,7 +99,7 @@ def _check_tokenizer(tokenizer: object) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value as JSON has it may stand in a field of a type."""
+    """Whether a JSON value fits a field of a type."""
     if isinstance(hint, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     if get_origin(hint) is Literal:
@@ -121,13 +121,13 @@ _MAY_CHANGE = {
     *("seq_length", "hidden_dropout", "attention_dropout"),
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
 }
-"""Settings of the model that change neither the shape of a weight nor what it means."""
+"""Settings of the model that change neither the shape nor the meaning of a weight."""
 _ROTATIONS = {
     *("rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "rotary_attention_factor"),
     *("rotary_short_factors", "rotary_long_factors"),
     *("rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary_beta_slow", "rotary_beta_fast"),
 }
-"""Settings that change what weights mean, in a way that training on for longer sequences makes good."""
+"""Settings that change the meaning of weights; training on longer sequences adapts them."""
 _MOST_BYTES = 1 << 24
 """Size of the largest file that is read: one of a real run has some thousand bytes."""
 
@@ -145,7 +145,7 @@ class CheckpointInfo:
     layout: dict[str, int]
     """Sizes of the parallel axes."""
     optimizer: str | None
-    """Name of the optimizer whose state was saved; None if none was."""
+    """Name of the optimizer of the saved state; None without one."""
     partitioned: bool
     """Whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16."""
     tokenizer: dict[str, Any]
@@ -203,7 +203,7 @@ class CheckpointInfo:
         )
 
     def text(self) -> str:
-        """The facts as the file holds them."""
+        """Return the content of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
@@ -252,7 +252,7 @@ class CheckpointInfo:
     ) -> None:
         """Refuse a run in which a weight has another shape or meaning, or whose optimizer cannot use the state.
 
-        How either lies on ranks does not matter. With `extends_positions`, rotations may differ.
+        Layouts may differ. With `extends_positions`, rotations may differ.
         """
         self._check_model(model, _ROTATIONS if extends_positions else set())
         rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)
@@ -266,17 +266,17 @@ class CheckpointInfo:
             return
         if self.optimizer is None:
             raise CheckpointError(
-                "the checkpoint has no state of the optimizer: load the weights alone, with --no-load-optim or "
+                "the checkpoint has no state of the optimizer: load only the weights, with --no-load-optim or "
                 "--finetune"
             )
         if self.optimizer != optimizer:
             raise CheckpointError(
                 f"the checkpoint has the state of --optimizer {self.optimizer}, this run uses {optimizer}: set "
-                f"--optimizer {self.optimizer}, or load the weights alone with --no-load-optim"
+                f"--optimizer {self.optimizer}, or load only the weights with --no-load-optim"
             )
 
     def _check_model(self, model: ModelConfig, extended: Set[str]) -> None:
-        # A checkpoint of an older version does not name what models could not have then.
+        # A checkpoint of an older version has no values of newer settings.
         known = {each.name for each in fields(ModelConfig)}
         before = ModelConfig(**{name: value for name, value in self.model.items() if name in known})
         ours, theirs_by_name = asdict(model), asdict(before) | self.model
@@ -284,7 +284,7 @@ class CheckpointInfo:
         if model.position_embedding_type != "learned_absolute":
             may_change.add("max_position_embeddings")  # no weight has a row for each
         if model.rotary_scaling in ("none", "linear"):
-            may_change.add("rotary_original_length")  # nothing is told apart by it
+            may_change.add("rotary_original_length")  # it has no effect
         for name, theirs in theirs_by_name.items():
             if name not in may_change and ours.get(name) != theirs:
                 flag = "--" + name.replace("_", "-")
@@ -300,7 +300,7 @@ class CheckpointInfo:
 
 
 def _check_tag(directory: Path, iteration: int) -> None:
-    """See that a directory that is named by an iteration holds that one."""
+    """Check that the name of a directory is that of its iteration."""
     match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
     if match and int(match[1]) != iteration:
         raise ValueError(f"iteration is {iteration}, and the directory is named {directory.name}")

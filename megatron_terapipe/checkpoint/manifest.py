@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the size and the hash of every other file in it, written last. Needs no torch.
 
-After it the files that the manifest is about: written, synced, and their size and hash computed on the way.
+And the writing of these files: written and synced, with size and hash computed at the same time.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _BLOCK = 1 << 20
 
 
 class FileFacts(NamedTuple):
-    """What a file must be."""
+    """Size and hash of a file."""
 
     size: int
     sha256: str
@@ -29,7 +29,7 @@ class FileFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What each file of a checkpoint must be."""
+    """Facts of each file of a checkpoint."""
 
     files: Mapping[str, FileFacts]
     """Facts by the name of the file."""
@@ -47,11 +47,11 @@ class Manifest:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             intact = False
         if not intact:
-            raise CheckpointError(damage(directory, f"is damaged: {MANIFEST_FILE} is not what was saved"))
+            raise CheckpointError(damage(directory, f"is damaged: {MANIFEST_FILE} has changed since it was saved"))
         return cls(files)
 
     def text(self) -> str:
-        """The manifest as the file holds it, with a hash of its own."""
+        """Return the content of the file, with a hash of its own."""
         return json.dumps({"files": self.files, "sha256": _hash_of(self.files)}, indent=1, sort_keys=True) + "\n"
 
     @property
@@ -60,14 +60,14 @@ class Manifest:
         return sum(facts.size for facts in self.files.values())
 
     def check_sizes(self, directory: Path, names: Iterable[str] | None = None) -> None:
-        """See that files are there and have their sizes, without reading them.
+        """Check that files exist and have their sizes, without reading them.
 
         Args:
-            names: files to look at, where others may be missing; all, and that there are no others, if left out.
+            names: files to check, if others may be missing; None checks all, and that there are no others.
         """
         sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
-        looked_at = self.files if names is None else [name for name in names if name in self.files]
-        for name in sorted(looked_at):
+        checked = self.files if names is None else [name for name in names if name in self.files]
+        for name in sorted(checked):
             if name not in sizes:
                 raise CheckpointError(damage(directory, f"lacks {name}"))
             if sizes[name] != self.files[name].size:
@@ -81,14 +81,14 @@ class Manifest:
             )
 
     def check_content(self, directory: Path, names: Iterable[str]) -> None:
-        """Read files and see that each is what was saved."""
+        """Read files and check their sizes and hashes."""
         for name in names:
             try:
                 same = facts_of(directory / name) == self.files[name]
             except OSError as error:
                 raise CheckpointError(damage(directory, f"is damaged: {name} cannot be read ({error})")) from None
             if not same:
-                raise CheckpointError(damage(directory, f"is damaged: {name} is not what was saved"))
+                raise CheckpointError(damage(directory, f"is damaged: {name} has changed since it was saved"))
 
 
 def damage(directory: Path, fault: str) -> str:
@@ -110,7 +110,7 @@ def facts_of(path: Path) -> FileFacts:
 
 
 def new_hash() -> Any:
-    """Return a hash of nothing yet."""
+    """Return a new hash."""
     return hashlib.sha256(usedforsecurity=False)
 
 
@@ -121,17 +121,17 @@ def _hash_of(files: Mapping[str, FileFacts]) -> str:
 
 
 ASIDE = ".partial"
-"""Ends the name of what is being written; what a run leaves that dies there."""
+"""Ends the name of a file or directory that is not complete."""
 
 
 class DurableFile:
-    """A new file to write to, which is on the disk when it is closed. Its hash is computed on the way.
+    """A new file to write to, which is on the disk when it is closed. Its hash is computed while writing.
 
-    A write that fails is told at the end: torch's writer of archives cannot be interrupted between two of them.
+    An error of a write is raised at the end: the archive writer of torch cannot be interrupted.
     """
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: what is written at a time is large, and nothing is left to write when it is closed.
+        # Unbuffered: writes are large, and closing then writes no more bytes.
         self._file, self._hash, self._size = path.open("wb", buffering=0), new_hash(), 0
         self._fault: OSError | None = None
 
@@ -148,7 +148,7 @@ class DurableFile:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: each write goes to the system at once."""
+        """Do nothing: writes are unbuffered."""
 
     def __enter__(self) -> "DurableFile":
         return self
@@ -164,7 +164,7 @@ class DurableFile:
 
     @property
     def facts(self) -> FileFacts:
-        """Size and hash of what was written."""
+        """Size and hash of the written bytes."""
         return FileFacts(self._size, self._hash.hexdigest())
 
 
@@ -176,7 +176,7 @@ def write_durably(path: Path, text: str) -> FileFacts:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Give a file another content: at every moment it has the old one or the new one, whole."""
+    """Give a file another content: at every moment it has either the whole old or the whole new one."""
     aside = path.with_name(f"{path.name}{ASIDE}")
     write_durably(aside, text)
     aside.replace(path)

@@ -1,4 +1,4 @@
-"""The optimizer state of a checkpoint: the files that hold each parameter's part of it, and what is in them.
+"""The optimizer state of a checkpoint: the files with the state of each parameter, and their content.
 
 Which parameters a file holds depends on the stages, and on how DeepSpeed partitioned the parameters of a stage over the
 data-parallel ranks: `save` writes both into `index.json`.
@@ -60,7 +60,7 @@ class SavedRun:
 
 
 def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
-    """Read what every rank must know of a checkpoint, on the first rank; every rank must call it at the same time."""
+    """Read the facts that every rank needs on the first rank; every rank must call it at the same time."""
     return from_first_rank(lambda: SavedRun(places={}, counters={}) if weights_only else _read(directory, info))
 
 
@@ -87,7 +87,7 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
         known = False
     if not known:
         raise CheckpointError(
-            f"{path} does not list the optimizer state of each parameter: put the file back, or load the weights only "
+            f"{path} does not list the optimizer state of each parameter: put the file back, or load only the weights "
             "with --no-load-optim"
         )
     return places
@@ -128,14 +128,14 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
         raise CheckpointError(str(error)) from None
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         raise CheckpointError(
-            f"checkpoint {directory} cannot be read ({first_line(error)}): load another, or the weights alone with "
+            f"checkpoint {directory} cannot be read ({first_line(error)}): load another, or only the weights with "
             "--no-load-optim"
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterState:
-    """Optimizer state of a run of elements of a parameter, in the order in which they lie in memory."""
+    """Optimizer state of a run of elements of a parameter, in the order of memory."""
 
     weight: Tensor | None
     """[elements] in fp32; None where the optimizer works on the model's own weights."""
@@ -146,7 +146,7 @@ class ParameterState:
 
 
 class SavedOptimizer:
-    """The state of an optimizer, read where it lies."""
+    """The saved state of an optimizer, read from its files when used."""
 
     def __init__(self, directory: Path, info: CheckpointInfo, saved: SavedRun) -> None:
         self._directory, self._info, self._saved = directory, info, saved
@@ -158,7 +158,7 @@ class SavedOptimizer:
         place = self._saved.places.get(name)
         if place is None:
             raise CheckpointError(
-                f"checkpoint {self._directory} has no state of {name}: load the weights alone with --no-load-optim"
+                f"checkpoint {self._directory} has no state of {name}: load only the weights with --no-load-optim"
             )
         if not place.fragments:
             group, state = self._named_states(place.stage, tensor_parallel_rank)[name]
@@ -166,7 +166,7 @@ class SavedOptimizer:
             return ParameterState(weight=None, moments=moments, step=_step(group, state))
         states, start = [], 0
         for fragment in place.fragments:
-            # Of this fragment, the elements that are wanted.
+            # The requested elements of this fragment.
             first, end = max(elements.start - start, 0), min(elements.stop - start, fragment.length)
             if first < end:
                 partition = self._partition(place.stage, tensor_parallel_rank, fragment.replica)

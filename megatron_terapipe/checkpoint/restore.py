@@ -1,7 +1,7 @@
-"""Loads a checkpoint into an engine, on every rank, however each of them lies on ranks.
+"""Loads a checkpoint into an engine, on every rank, whatever the layouts of both.
 
-Every parameter is read as this rank's part of the whole, and goes to where DeepSpeed keeps it. So neither side knows
-how the other is laid out. Of the optimizer's state only those elements are read that this rank's optimizer works on.
+Every parameter is read as this rank's part of the whole, and copied to where DeepSpeed stores it: the
+two layouts are independent. Of the optimizer's state only those elements are read that this rank's optimizer works on.
 """
 
 from collections.abc import Callable
@@ -62,23 +62,23 @@ def load_checkpoint(
         destination.set_weight(parameter, weight, own)
     destination.finish()
     if config.weights_only:
-        # The masks of dropout go by the step, so a run that goes on counts on.
+        # The masks of dropout depend on the step, so a continued run keeps counting.
         engine.global_steps = 0 if config.finetune else info.iteration
         return
     engine.global_steps, engine.skipped_steps = saved.counters["global_steps"], saved.counters["skipped_steps"]
     engine.global_samples = info.consumed_samples
     if engine.fp16_enabled():
-        _go_on_scaling(engine.optimizer.loss_scaler, saved.loss_scaler)
+        _restore_loss_scale(engine.optimizer.loss_scaler, saved.loss_scaler)
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Mapping from the parts of a tensor that ranks saved to the part of this rank."""
+    """Mapping from the saved parts of a tensor to the part of this rank."""
 
     num_parts: int
     """Parts that were saved: one for each tensor-parallel rank, and each part of the vocabulary."""
     rank: int
-    """Number of the part that is wanted."""
+    """Number of the part of this rank."""
     size: int
     """Parts that ranks hold now."""
     cut: int | None
@@ -130,7 +130,7 @@ def _state(
 
 
 def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:
-    """Layer in whose file a parameter of a stage stands, and its name there: that of tied weights is the first."""
+    """Layer whose file has a parameter of a stage, and its name in it; for tied weights the first layer."""
     first, _, rest = name.partition(".")
     if first != "tied_modules":
         return int(first), rest
@@ -139,8 +139,8 @@ def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:
     return next(index for index, spec in specs if isinstance(spec, TiedLayerSpec) and spec.key == key), rest
 
 
-def _go_on_scaling(ours: object, theirs: object | None) -> None:
-    """Go on from where an adaptive loss scale was. A fixed one is what the flags say."""
+def _restore_loss_scale(ours: object, theirs: object | None) -> None:
+    """Restore an adaptive loss scale; a fixed one is set by flags."""
     for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
         if getattr(ours, "dynamic", False) and hasattr(ours, name) and hasattr(theirs, name):
             setattr(ours, name, getattr(theirs, name))

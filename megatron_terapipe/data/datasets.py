@@ -77,7 +77,7 @@ def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | N
 
     Args:
         weights: share of each dataset, positive, in any unit.
-        cache: keeps the order; None keeps nothing.
+        cache: stores the order; None: it is computed.
     """
     cache = cache or IndexCache(None)
     description = {"kind": "order of datasets, version 2", "weights": list(weights), "num_samples": num_samples}
@@ -111,7 +111,7 @@ def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> 
         unit="sample",
         unit_scale=True,
         delay=_SECONDS_UNTIL_PROGRESS,
-        disable=None if show_progress else True,  # None: silent when nobody watches
+        disable=None if show_progress else True,  # None: silent without a terminal
     )
     for sample in numbers:
         moment = float(sample or 1)
@@ -150,7 +150,7 @@ _PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test"
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSplits:
-    """The three parts of the data; None where no sample was asked for."""
+    """The three parts of the data; None for a part without samples."""
 
     train: SampleDataset | None
     valid: SampleDataset | None
@@ -179,14 +179,14 @@ def build_datasets(
 ) -> DatasetSplits:
     """Build the training, validation and test samples.
 
-    The files are opened and their indices checked in any case, which takes 10 ns a document. The order of documents and
-    samples, which takes long, is drawn where samples are read.
+    Files are opened and their indices checked on every rank, which takes 10 ns a document. The order of documents and
+    samples, which takes long, is drawn only where samples are read.
 
     Args:
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
         num_samples: samples of training, validation and test; 0 builds none.
-        vocab_size: every token id is below it, which is seen to whenever a sample is read; None for any id.
-        reads: whether samples are read here; otherwise only their number is known.
+        vocab_size: every token id must be below it, checked for each sample that is read; None for any id.
+        reads: whether samples are read on this rank; otherwise only their number is computed.
     """
     builder = _Builder(data, seq_length, seed, vocab_size, reads)
     return DatasetSplits(**{part: builder.part(part, wanted) for part, wanted in zip(PARTS, num_samples, strict=True)})
@@ -214,7 +214,7 @@ class _Builder:
         self._cache = index_cache(data)
 
     def part(self, part: Part, wanted: int) -> SampleDataset | None:
-        """Build the samples of one part; none if none are wanted."""
+        """Build the samples of one part; None for 0 samples."""
         weighted = self._data.weighted_prefixes(part)
         if wanted == 0:
             return None
@@ -237,7 +237,7 @@ class _Builder:
         return BlendedDataset(datasets, order) if self._reads else UnreadSamples(wanted)
 
     def _epochs(self, part: Part) -> int | None:
-        """Return how often the documents of a part come, if that is said."""
+        """Return the number of epochs of a part, if a flag sets it."""
         return self._data.train_data_exact_num_epochs if part == "train" else None
 
     def _documents(self, part: Part, prefix: str, wanted: int) -> range:
@@ -249,12 +249,12 @@ class _Builder:
             where = f"--{part}-data-path has" if shares is None else f"--split {data.split} leaves"
             raise DataError(
                 f"{where} no document of the {count} in {prefix} for {_PURPOSES[part]}, which needs {wanted} samples: "
-                + ("name another" if shares is None else "raise its share, or ask for none")
+                + ("name another" if shares is None else "raise its share, or request no samples")
             )
         return documents
 
     def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> SampleDataset:
-        """Build the samples of one prefix: as many as wanted, or those of the epochs asked for."""
+        """Build the samples of one prefix: the given number, or those of the epochs that a flag sets."""
         epochs = self._epochs(part)
         if epochs is not None:
             available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)
@@ -279,7 +279,7 @@ class _Builder:
 
 
 def index_cache(data: DataConfig) -> IndexCache:
-    """Return where orders of samples are kept: where the flag says, or beside the data if that can be written."""
+    """Return the cache of orders: in the folder of the flag, or in the folder of the data if that can be written."""
     path = data.data_cache_path
     if path is None:
         return IndexCache(Path(data.prefixes[0]).parent / "index_cache", required=False)

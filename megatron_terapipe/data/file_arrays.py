@@ -1,8 +1,8 @@
 """Arrays in files: read at given bytes, or computed once and kept on disk.
 
-Nothing is mapped into memory: where a mapped file is cut short, an access to its end is a bus error, which ends the
-process without a line; a short read is an error that names the file and the byte. And a read lets the other threads go
-on while it waits for the disk.
+Files are read, not mapped into memory. An access beyond the end of a truncated mapped file is a bus error, which ends
+the process without a message; a short read is an error with the file and the byte. A read also releases the lock of
+Python while it waits for the disk.
 """
 
 import fcntl
@@ -50,15 +50,15 @@ class ReadFile:
         """Its bytes when it was opened."""
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return bytes of the file, all that are asked for."""
+        """Return `num_bytes` bytes of the file."""
         found = self._read(start, num_bytes)
         while len(found) < num_bytes:  # The operating system may return large reads in parts.
             part = self._read(start + len(found), num_bytes - len(found))
             if not part:
                 raise DataError(
                     f"{self.path} ends at byte {os.fstat(self._handle).st_size} now, and had {self.size} bytes when it "
-                    f"was opened; bytes {start} to {start + num_bytes} are wanted: bring back the whole file, and go "
-                    "on from the last checkpoint"
+                    f"was opened; bytes {start} to {start + num_bytes} are needed: bring back the whole file, and "
+                    "continue from the last checkpoint"
                 )
             found += part
         return found
@@ -68,13 +68,13 @@ class ReadFile:
             return os.pread(self._handle, num_bytes, start)
         except OSError as error:
             raise DataError(
-                f"{self.path} cannot be read at byte {start} ({error.strerror}): see to its disk, and go on from the "
-                "last checkpoint"
+                f"{self.path} cannot be read at byte {start} ({error.strerror}): check its disk, and continue from "
+                "the last checkpoint"
             ) from None
 
 
 class FileColumn:
-    """Numbers that lie one after the other in a file from byte `start` on, read when they are asked for, [length].
+    """Consecutive numbers of a file from byte `start` on, read when they are used, [length].
 
     It is used like an array; its items are numbers, and its slices arrays in memory.
     """
@@ -91,7 +91,7 @@ class FileColumn:
         return self._start + index * self.dtype.itemsize
 
     def read(self, first: int, end: int) -> NDArray[Any]:
-        """Return the numbers [first, end), read only, [end - first]; both lie in [0, length]."""
+        """Return the numbers [first, end), read only, [end - first]; both are in [0, length]."""
         content = self._file.read(self.byte_of(first), (end - first) * self.dtype.itemsize)
         return np.frombuffer(content, self.dtype)
 
@@ -106,7 +106,7 @@ class FileColumn:
         return self.read(position, position + 1)[0]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all numbers, for the functions of numpy; they are always read anew."""
+        """Return all numbers, for the functions of numpy; they are read each time."""
         return self.read(0, self._length).astype(dtype or self.dtype)
 
     def tolist(self) -> list[Any]:
@@ -136,10 +136,10 @@ Numbers = NDArray[Any] | FileColumn
 
 
 Arrays = Mapping[str, NDArray[Any]]
-"""What is computed, by name: arrays of one dimension."""
+"""Results by name: arrays of one dimension."""
 
 _SILENT_S, _PATIENCE_S, _LOOK_EVERY_S = 5.0, 300.0, 0.05
-"""Seconds of waiting for another process before a line says so; until its work is done here, too; between looks."""
+"""Seconds of waiting for another process until a message, until this process computes as well, and between checks."""
 
 
 class IndexCache:
@@ -150,7 +150,7 @@ class IndexCache:
     a host one computes an entry and the others wait; without locks, or where one is kept too long, each computes it.
 
     Args:
-        folder: folder of the files, which need not be there; None keeps nothing.
+        folder: folder of the files, created if missing; None: arrays are computed each time.
         required: whether it is an error if the folder cannot be written; otherwise every process computes.
     """
 
@@ -163,7 +163,7 @@ class IndexCache:
         return self._folder is not None
 
     def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Mapping[str, Numbers]:
-        """Return the arrays [length] that a description stands for, left on disk if they are kept."""
+        """Return the arrays [length] of a description, as columns of files if they are stored."""
         if self._folder is None:
             return compute()
         key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
@@ -188,12 +188,12 @@ class IndexCache:
                 ) from None
         if found is not None:
             return found
-        # The directory cannot be written, or somebody clears it just now.
+        # The directory cannot be written, or another process clears it at this moment.
         return compute() if computed is None else computed
 
 
 def _load(folder: Path, key: str, description: Mapping[str, object]) -> Mapping[str, Numbers] | None:
-    """Return an entry; None if it is not there, or not what was stored."""
+    """Return an entry; None if it is missing or damaged."""
     try:
         entry = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         if entry["description"] != description:
@@ -240,13 +240,13 @@ def _file(folder: Path, key: str, name: str) -> Path:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """Yield a file of this process alone that takes the place of `path` at the end."""
+    """Yield a temporary file that replaces `path` at the end."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
     os.close(handle)
     partial = Path(name)
     try:
         yield partial
-        # A temporary file is its owner's alone, but the cache may be a team's: the umask decides.
+        # Only its owner may read a temporary file, but a team may share the cache: the umask decides.
         permit_as_new(partial)
         partial.replace(path)
     finally:
@@ -255,7 +255,7 @@ def _appearing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock until the process ends, or go on without it where there are no locks or a stopped process has it."""
+    """Hold a lock, or continue without it where there are no locks or a stopped process holds it."""
     with path.open("ab") as file:
         began, spoke = time.monotonic(), False
         with suppress(OSError):

@@ -38,7 +38,7 @@ def draw_order(
         desc="shuffle",
         unit="epoch",
         delay=_SECONDS_UNTIL_PROGRESS,
-        disable=None if show_progress else True,  # None: silent when nobody watches
+        disable=None if show_progress else True,  # None: silent without a terminal
     )
     for epoch in numbers:
         # The first epoch takes the plain seed, because that is Megatron's order.
@@ -81,7 +81,7 @@ class GPTDataset:
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
             vocab_size: every id is below it, which is checked whenever a sample is read; None for any id.
-            cache: keeps the order; None keeps nothing.
+            cache: stores the order; None: it is computed.
         """
         tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         lengths = indexed.sequence_lengths[documents.start : documents.stop]
@@ -107,8 +107,7 @@ class GPTDataset:
         self._stream_starts = order["stream_starts"]
         """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
 
-        Megatron stores where each sample begins; a binary search among these when the sample is wanted needs no such
-        index, and documents are fewer than samples or about as many.
+        Megatron stores the first token of each sample; a binary search here needs no such index.
         """
 
     def __len__(self) -> int:
@@ -143,7 +142,8 @@ class GPTDataset:
             if not documents:
                 raise DataError(
                     f"the order of the samples of {self._indexed.prefix} has changed since the start, and sample "
-                    f"{sample} lies outside: remove the folder of --data-cache-path, and go on from the last checkpoint"
+                    f"{sample} is outside: remove the folder of --data-cache-path, and continue from the "
+                    "last checkpoint"
                 )
             for document in documents:
                 ids = self._indexed.run(document, offset, missing)
@@ -161,10 +161,10 @@ class GPTDataset:
                 return DataError(
                     f"{data_file(self._indexed.prefix)} has the token id {ids[number]} at byte "
                     f"{self._indexed.tokens.byte_of(token)} (document {document}), and the vocabulary has "
-                    f"{self._vocab_size} ids from 0: bring back the file that the run began with, and go on from the "
-                    "last checkpoint"
+                    f"{self._vocab_size} ids from 0: bring back the file that the run began with, and continue from "
+                    "the last checkpoint"
                 )
-        return DataError(f"{data_file(self._indexed.prefix)} changes while it is read: end what writes it")
+        return DataError(f"{data_file(self._indexed.prefix)} changes while it is read: end the process that writes it")
 
 
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:

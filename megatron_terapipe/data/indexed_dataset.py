@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: token ids in `PREFIX.bin`, where they lie in `PREFIX.idx`.
+"""Megatron's indexed dataset: token ids in `PREFIX.bin`, and the index of sequences and documents in `PREFIX.idx`.
 
 The index, little endian throughout, S sequences, D documents:
 
@@ -45,7 +45,7 @@ def data_file(prefix: str | Path) -> Path:
 
 
 def index_file(prefix: str | Path) -> Path:
-    """Return the file that says where each sequence lies, `PREFIX.idx`."""
+    """Return the file of the index, `PREFIX.idx`."""
     return Path(f"{prefix}.idx")
 
 
@@ -61,8 +61,7 @@ class IndexedDatasetWriter:
         >>> with IndexedDatasetWriter("corpus_text_document", vocab_size=50257) as writer:
         ...     writer.add_document([15496, 995, 50256])
 
-    An exception inside the block removes what was written, and leaves an older dataset of that
-    name as it was.
+    An exception inside the block removes the partial files, and leaves an older dataset of that name unchanged.
 
     Args:
         vocab_size: every id is below it; decides the type of the ids.
@@ -78,7 +77,7 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added."""
         return len(self._lengths)
 
     def __enter__(self) -> Self:
@@ -179,7 +178,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _meant(prefix: Path) -> str:
-    """Return the remedy for a prefix without a dataset: the name of the one beside it that was meant, if any."""
+    """Return the remedy for a prefix without a dataset: a similar name in its folder, if there is one."""
     without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
     beside = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.idx"))
     for meant in (without_suffix, *(path.with_suffix("") for path in beside)):
@@ -216,7 +215,7 @@ class IndexedDataset:
         """Find the columns of the index, and return the type of the ids."""
         path, size = index.path, index.size
         if size < _HEADER.size:
-            raise DataError(f"{path} is truncated: {size} bytes, and its header alone has {_HEADER.size}: {_REMEDY}")
+            raise DataError(f"{path} is truncated: {size} bytes, and its header has {_HEADER.size}: {_REMEDY}")
         magic, version, code, sequences, bounds = _HEADER.unpack(index.read(0, _HEADER.size))
         if magic != _MAGIC:
             raise DataError(f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}")
@@ -239,7 +238,7 @@ class IndexedDataset:
 
     def _check_index(self, path: Path, data: ReadFile) -> None:
         """Check every number of the index: sequences follow one another and fill the data; documents cover them."""
-        end = 0  # of the sequences so far, in bytes
+        end = 0  # of the sequences before, in bytes
         for first, lengths in self.sequence_lengths.pieces():
             for wrong in np.flatnonzero(lengths < 0)[:1].tolist():
                 number = first + wrong
@@ -287,8 +286,8 @@ class IndexedDataset:
         if not 0 <= first <= first + offset <= end <= len(self.tokens):
             raise DataError(
                 f"{index_file(self.prefix)} has changed since it was opened: sequence {sequence} takes tokens {first} "
-                f"to {end} of {len(self.tokens)}, and token {offset} of it is wanted: bring back the dataset that the "
-                "run began with, and go on from the last checkpoint"
+                f"to {end} of {len(self.tokens)}, and token {offset} of it is needed: bring back the dataset that "
+                "the run began with, and continue from the last checkpoint"
             )
         return self.tokens.read(first + offset, min(first + offset + most, end))
 

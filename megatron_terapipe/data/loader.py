@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_terapipe.data.datasets import SampleDataset
 from megatron_terapipe.data.workers import map_ahead
-from megatron_terapipe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Batch:
 
         Args:
             samples: ids, int64 [micro_batch, seq + 1].
-            separating_eod: id that ends a document, where each begins anew; None takes each row as one document.
+            separating_eod: id that ends a document; None: each row is one document.
             masked_eod: id that ends a document, where the prediction after it, the first token of an unrelated
                 document, does not count; None counts every prediction.
         """
@@ -81,7 +80,7 @@ class MicroBatchLoader(Iterator[Batch]):
 
     After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ..., then to micro-batch 1
     of rank 0, and so on. So a global batch is a run of consecutive samples, the same under every data-parallel size,
-    and a resumed run goes on where it stopped. After the last sample the first follows again. An exception while a
+    and a resumed run continues with the next sample. After the last sample the first follows. An exception while a
     batch is prepared is raised by `next` in that batch's place, and ends the iteration.
     """
 
@@ -103,21 +102,11 @@ class MicroBatchLoader(Iterator[Batch]):
 
         Args:
             consumed_samples: samples that all ranks together have taken before, over all runs.
-            num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
-            pin_memory: whether batches lie in page-locked memory; only with an accelerator that copies from there.
+            num_workers: threads that prepare batches ahead; 0 prepares each in `next`.
+            pin_memory: whether batches are in page-locked memory, for an accelerator.
             seq_length: tokens of a sample; of long ones fewer are prepared ahead.
         """
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(
-                f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size}): "
-                "launch as many processes as the layout has ranks"
-            )
-        if micro_batch_size < 1 or consumed_samples < 0 or num_workers < 0 or not len(dataset):
-            raise ConfigError(
-                f"micro_batch_size {micro_batch_size}, consumed_samples {consumed_samples}, "
-                f"num_workers {num_workers} and {len(dataset)} samples must be at least "
-                "1, 0, 0 and 1: raise what is below"
-            )
+        assert 0 <= data_parallel_rank < data_parallel_size and len(dataset), "checked by the configuration"
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
         self._separating_eod, self._masked_eod = separating_eod, masked_eod

@@ -4,7 +4,7 @@ r"""JSON lines to indexed datasets.
         --tokenizer-type byte --append-eod --workers 2
 
 writes `corpus_text_document.bin` and `.idx`, which Megatron reads too, and `corpus_text_document.tokenizer.json`, by
-which the trainer sees that it has the tokenizer of the data.
+which the trainer checks that it has the tokenizer of the data.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from megatron_terapipe.data.tokenizer_settings import TokenizerSettings, add_tok
 from megatron_terapipe.data.workers import WorkerProcesses, map_ahead
 from megatron_terapipe.errors import DataError, not_installed
 
-_RUN_BYTES = 1 << 17  # enough work per task that handing it over costs nothing beside it
+_RUN_BYTES = 1 << 17  # enough work per task that its transfer costs little
 
 
 class Lines(NamedTuple):
@@ -45,7 +45,7 @@ class Lines(NamedTuple):
     lines: list[bytes]
     """UTF-8, with their line ends."""
     file_position: int
-    """Bytes of the file read so far, as they lie on disk."""
+    """Bytes read of the file, compressed ones of a compressed file."""
 
 
 def read_lines(path: Path) -> Iterator[Lines]:
@@ -84,11 +84,11 @@ class _ZstandardFile(io.RawIOBase):
         self._compressed = self._decoded = b""
 
     def readable(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer as far as the next bytes go."""
+        """Fill the buffer with the next bytes, and return their number."""
         while not self._decoded:
             self._compressed = self._compressed or self._raw.read(_RUN_BYTES)
             if not self._compressed:
@@ -188,7 +188,7 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written."""
+    """Result of `preprocess`."""
 
     datasets: tuple[Dataset, ...]
     """One for each JSON key."""
@@ -199,7 +199,7 @@ class Written:
     num_bytes: int
     """Bytes of the input's lines."""
     seconds: float
-    """That it took."""
+    """Time that it took."""
 
     def sentence(self) -> str:
         """Return all this in one line, for people."""
@@ -216,8 +216,8 @@ class Written:
 def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Written:
     """Encode the encoder's source in some processes, and write one indexed dataset per JSON key.
 
-    Documents keep their order, so the files do not depend on the number of workers. Empty texts are left out. Beside
-    each dataset lies the record of its tokenizer.
+    Documents keep their order, so the files do not depend on the number of workers. Empty texts are left out. The
+    record of its tokenizer is written for each dataset.
     """
     if not encoder.source.is_file():
         raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
@@ -243,7 +243,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
                 unit_scale=True,
                 bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}B [{elapsed}<{remaining}{postfix}]",
                 file=sys.stderr,
-                disable=None,  # silent when nobody watches
+                disable=None,  # silent without a terminal
             )
         )
         for batch in batches:
@@ -298,7 +298,7 @@ tokenizer."""
 
 
 def build_parser(prog: str) -> CommandParser:
-    """Return the parser of the command; `prog` is what people type before its flags."""
+    """Return the parser of the command; `prog` is its name in the help text."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     files = parser.add_argument_group("files")
     files.add_argument(
@@ -322,8 +322,8 @@ def build_parser(prog: str) -> CommandParser:
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
-    add_json_flag(files, "what was written")
-    # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
+    add_json_flag(files, "the written datasets")
+    # Flags of Megatron's scripts: the first two change nothing, the last is for BERT and refused below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", help=argparse.SUPPRESS)
     parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Tokenizers whose vocabulary is parts of words, by the package that reads their files.
+"""Subword tokenizers, by the package that reads their files.
 
     HuggingFaceTokenizer      tokenizers      tokenizer.json
     GPT2BPETokenizer          tokenizers      GPT-2's two files, vocabulary and merges
     TikTokenizer              tiktoken        Megatron's JSON file
     SentencePieceTokenizer    sentencepiece   tokenizer.model
 
-GPT2BPETokenizer: the package merges the bytes of a word. Words are split and remembered here: text repeats its words,
-and so encoding takes a third of the time that the package takes for whole texts.
+GPT2BPETokenizer: the package merges the bytes of a word. Words are split and cached here: texts repeat
+their words, and encoding takes a third of the time that the package needs for whole texts.
 
 TikTokenizer: the file is a list of objects, by rising rank: `{"rank": 0, "token_bytes": "AA==", "token_str": ...}`.
 Bytes are in base64, and the 256 single bytes come first. Ids of special tokens come before all others.
@@ -80,7 +80,7 @@ ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class PackageTokenizer(Tokenizer):
-    """A tokenizer of the package `tokenizers`, set up to add nothing to a text and to cut nothing off.
+    """A tokenizer of the package `tokenizers`, which neither adds tokens to a text nor truncates it.
 
     Special tokens are spelled out in texts, and bytes that are no UTF-8 replaced.
     """
@@ -107,7 +107,7 @@ class PackageTokenizer(Tokenizer):
 
 
 def _contradiction(error: BaseException) -> BaseException:
-    """Return the error to raise for one of the package, as about unknown words whose token is not in the vocabulary."""
+    """Return the error to raise for one of the package, such as a missing token for unknown words."""
     if not _is_of_package(error):
         return error
     return DataError(
@@ -117,10 +117,10 @@ def _contradiction(error: BaseException) -> BaseException:
 
 
 class HuggingFaceTokenizer(PackageTokenizer):
-    """Any tokenizer that the package `tokenizers` reads, without what it adds around a text.
+    """Any tokenizer that the package `tokenizers` reads, without the tokens that it adds around a text.
 
     Text that spells a special token, as `<|endoftext|>`, is encoded as that text; only `eod` ends a document.
-    Truncation and padding that the file may ask for are switched off: a document keeps all its tokens.
+    Truncation and padding of the file are switched off: a document keeps all its tokens.
     """
 
     name = "HuggingFaceTokenizer"
@@ -128,7 +128,7 @@ class HuggingFaceTokenizer(PackageTokenizer):
     def __init__(self, path: Path) -> None:
         """Read `tokenizer.json`, or that of a directory.
 
-        A `tokenizer_config.json` beside it names the token that ends a document.
+        A `tokenizer_config.json` in its folder may name the token that ends a document.
         """
         file = path / TOKENIZER_FILE if path.is_dir() else path
         tokenizer = _read_tokenizer_json(file)
@@ -220,7 +220,7 @@ class GPT2BPETokenizer(PackageTokenizer):
         self._words = _WordCache(super().encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, most of whose words are remembered."""
+        """Return the ids of `text`; those of most words are cached."""
         # map over a dictionary keeps the loop over words, the hot one, out of the interpreter.
         return list(chain.from_iterable(map(self._words.__getitem__, WORD_PATTERN.findall(text))))
 
@@ -267,7 +267,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    rules: dict[tuple[str, str], None] = {}  # of a rule that stands twice, the first counts
+    rules: dict[tuple[str, str], None] = {}  # of a rule that appears twice, the first counts
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
@@ -279,7 +279,7 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
         left, right = symbols
         if not {left, right, left + right} <= vocabulary.keys():
             raise DataError(
-                f"{path}:{number}: the vocabulary lacks a token of the merge rule {line!r}: "
+                f"{path}:{number}: the vocabulary has not all tokens of the merge rule {line!r}: "
                 "give the vocabulary and the merge rules of one encoding"
             )
         rules.setdefault((left, right))
@@ -297,7 +297,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
 """Regular expressions of the words that are encoded one by one, by the names that Megatron gives them."""
 
 DEFAULT_VOCAB_SIZE = 2**17
-"""Ids where `--vocab-size` says nothing."""
+"""Number of ids without `--vocab-size`."""
 
 
 class TikTokenizer(Tokenizer):
@@ -333,7 +333,7 @@ class TikTokenizer(Tokenizer):
         wanted = self.vocab_size - num_special_tokens
         if not 0 < wanted <= len(tokens):
             raise DataError(
-                f"{path} has {len(tokens)} tokens, and --vocab-size {self.vocab_size} asks for {wanted} and "
+                f"{path} has {len(tokens)} tokens, and --vocab-size {self.vocab_size} needs {wanted} and "
                 f"{num_special_tokens} special ones: give --vocab-size {len(tokens) + num_special_tokens} or less"
             )
         self._encoding = Encoding(
@@ -385,7 +385,7 @@ def _tiktoken_token(entry: Any, rank: int) -> bytes:
 class SentencePieceTokenizer(Tokenizer):
     """A model of the package `sentencepiece`; its end of sentence ends a document.
 
-    Nothing is put before a text: a model that was trained with a begin of text has it in its data.
+    No begin of text is added: the data of a model that was trained with one must contain it.
     """
 
     name = "SentencePieceTokenizer"

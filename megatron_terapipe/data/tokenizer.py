@@ -33,7 +33,7 @@ class NullTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod:
                 raise DataError(
-                    f"{word!r} is no token id below {self.vocab_size}, and NullTokenizer takes nothing else: choose "
+                    f"{word!r} is no token id below {self.vocab_size}, and NullTokenizer takes ids only: choose "
                     "the --tokenizer-type that reads words, or raise --vocab-size"
                 )
         return [int(word) for word in text.split()]
@@ -96,9 +96,8 @@ UNDECODED = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Turns tokens into pieces of text, which joined are the text of all of them.
 
-    Tokens may end within a character, so text that may still change is held back. A tokenizer may write the first
-    token of a text unlike the same token later on, without the space before the word: so each piece is the growth of
-    the text of the tokens before it.
+    Tokens may end within a character, so text that may still change is withheld. A tokenizer may write the first
+    token of a text without the space before the word: so each piece is the growth of the text of all tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
@@ -112,10 +111,10 @@ class TextStream:
         return "" if self._growth().endswith(UNDECODED) else self.rest()
 
     def rest(self) -> str:
-        """Return the text held back, complete or not."""
+        """Return the withheld text, complete or not."""
         text = self._growth()
         if self._pending:
-            # The last piece is enough of what came before: text further back changes nothing.
+            # Tokens before the last piece do not change the text after it.
             self._written, self._pending = self._pending, []
         return text
 

@@ -1,6 +1,6 @@
-"""A data file held against the tokenizer of a run: its range of token ids, and the tokenizer that it was written with.
+"""Checks of a data file with the tokenizer of a run: the range of its token ids, and the tokenizer that wrote it.
 
-Data of another tokenizer is mostly found by its largest id, which is read once and kept for the next start.
+Data of another tokenizer is mostly found by its largest id, which is computed once and cached.
 
 `PREFIX.tokenizer.json` is the record of the tokenizer that wrote a dataset: under another vocabulary the same ids are
 another text, and a model trains on it without an error. Tokenizers are compared by the text of the first ids, not by
@@ -52,7 +52,7 @@ def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
     """Return the smallest and the largest token id of a data file, or 0 where none is below or above it."""
     path = data_file(prefix).resolve()
     state = path.stat()
-    # A copy may keep the time of writing; nobody can set that of the last change.
+    # A copy may keep the time of writing, but not that of the last change of the file.
     times = {"written_ns": state.st_mtime_ns, "changed_ns": state.st_ctime_ns}
     description = {"range of token ids of": str(path), "bytes": state.st_size, **times}
     found = cache.get(description, lambda: {"range": _range(IndexedDataset(prefix).tokens, path.name)})["range"]
@@ -64,7 +64,7 @@ def _first_outside(tokens: FileColumn, vocab_size: int) -> tuple[int, int]:
     for first, piece in tokens.pieces():
         for index in np.flatnonzero((piece < 0) | (piece >= vocab_size))[:1].tolist():
             return tokens.byte_of(first + index), int(piece[index])
-    raise DataError("the token ids change while they are read: end what writes the data, and start again")
+    raise DataError("the token ids change while they are read: end the process that writes the data, and start again")
 
 
 def _range(tokens: FileColumn, name: str) -> NDArray[np.int64]:
@@ -101,7 +101,7 @@ def record_file(prefix: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerRecord:
-    """What is kept of the tokenizer that wrote a dataset."""
+    """Facts of the tokenizer that wrote a dataset."""
 
     tokenizer: str
     """Its name."""
@@ -112,9 +112,9 @@ class TokenizerRecord:
     num_bytes: int
     """Size of the data file."""
     first_ids: str
-    """Hash of its first ids; with the size it tells whether the record is of this data."""
+    """Hash of its first ids; with the size it shows that the record is of this data."""
     first_text: str | None
-    """Hash of the text that these ids are; None if they are none."""
+    """Hash of the text of these ids; None if they have none."""
 
     @classmethod
     def of(cls, prefix: str | Path, tokenizer: Tokenizer, *, ends: bool) -> Self:
@@ -131,7 +131,7 @@ class TokenizerRecord:
         )
 
     def write(self, prefix: str | Path) -> None:
-        """Write the record beside its dataset."""
+        """Write the record into the folder of its dataset."""
         path = record_file(prefix)
         partial = Path(f"{path}.partial")
         write_text(partial, json.dumps(asdict(self), indent=1) + "\n")
@@ -151,12 +151,12 @@ class TokenizerRecord:
         return record if same and record.first_ids == _hash_of_ids(_first_ids(prefix)) else None
 
     def check(self, prefix: str | Path, tokenizer: Tokenizer, *, reads_ends: bool) -> None:
-        """Check that the dataset means the same to a tokenizer.
+        """Check that the ids of the dataset have the same text under a tokenizer.
 
-        `NullTokenizer` knows no text, so nothing is said of that where it wrote the data or is to read it.
+        `NullTokenizer` has no text, so texts are not compared where it wrote the data or reads it.
 
         Args:
-            reads_ends: whether the run looks for ends of documents.
+            reads_ends: whether the run uses the ends of documents.
         """
         written = f"{data_file(prefix)} was tokenized with {self.tokenizer} of {self.vocab_size} ids"
         remedy = f"give the tokenizer of the data, or preprocess the texts again ({record_file(prefix)} has the record)"
@@ -174,7 +174,7 @@ class TokenizerRecord:
 
 
 def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool) -> None:
-    """Check that data with a record of its tokenizer means the same to the tokenizer of a run."""
+    """Check all datasets that have a record of their tokenizer."""
     for prefix in prefixes:
         record = TokenizerRecord.read(prefix)
         if record is not None:
@@ -199,10 +199,9 @@ def _hash_of_ids(ids: NDArray[np.int64]) -> str:
 
 
 def _hash_of_text(ids: NDArray[np.int64], eod: int | None, tokenizer: Tokenizer) -> str | None:
-    """Return the hash of the text that ids are to a tokenizer; None if they are none.
+    """Return the hash of the text of ids under a tokenizer; None if they have none.
 
-    Ends of documents have no text. Neither blanks nor the marks of half a character count: packages differ in what they
-    put before a first word, and in how many marks they write.
+    Ends of documents have no text. Blanks and replacement characters do not count: packages differ in both.
     """
     try:
         text = tokenizer.decode([token for token in ids.tolist() if token != eod])

@@ -1,4 +1,4 @@
-"""Settings of a tokenizer, and their flags for the commands beside the trainer. Needs no package of tokenizers."""
+"""Settings of a tokenizer, and their flags for other commands than the trainer. Imports no package of tokenizers."""
 
 import argparse
 from collections.abc import Sequence

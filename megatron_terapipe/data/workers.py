@@ -1,4 +1,4 @@
-"""Work in threads and processes: ahead of its consumer, in order and bounded, and a worker's death is an error.
+"""Work in threads and processes: ahead of its consumer, in order and bounded; the death of a worker is an error.
 
 `map_ahead` serves the loader and preprocess; `WorkerProcesses` serves preprocess.
 """
@@ -43,8 +43,8 @@ def map_ahead(
 class WorkerProcesses(Generic[Item, Result]):
     """Calls a function in one of several processes; as many threads as processes may call at once.
 
-    Each process has a pipe of its own. The standard library's pool shares one for all results: where a worker is
-    killed while it writes there, as without memory, all wait for ever.
+    Each process has a pipe of its own. The pool of the standard library shares one for all results: if a worker
+    is killed while it writes there, all processes wait for ever.
 
     Example:
         >>> with WorkerProcesses(function, 2) as call, ThreadPoolExecutor(2) as threads:
@@ -65,7 +65,7 @@ class WorkerProcesses(Generic[Item, Result]):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, self._function), daemon=True)
             process.start()
-            # With our copy of its end closed, the death of the process ends what we read.
+            # With this copy closed, the pipe ends when the process ends.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -80,10 +80,10 @@ class WorkerProcesses(Generic[Item, Result]):
             result, error = connection.recv()
         except (EOFError, OSError):
             raise DataError(
-                f"one of {self._size} workers was killed, perhaps for want of memory: use fewer --workers"
+                f"one of {self._size} workers was killed, perhaps out of memory: use fewer --workers"
             ) from None
         finally:
-            # A dead process is put back too, so that no other call waits for it in vain.
+            # A dead process is returned, too, so that no other call waits for it.
             self._idle.put(connection)
         if error is not None:
             raise error

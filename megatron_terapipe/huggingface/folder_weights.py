@@ -62,7 +62,8 @@ class SavedTensors:
             for file in sorted(set(files.values())):
                 if Path(file).name != file:
                     raise CheckpointError(
-                        f"{self._directory / INDEX} names {json.dumps(file)}, which is no file beside it: get it again"
+                        f"{self._directory / INDEX} names {json.dumps(file)}, which is not a file of this "
+                        "folder: get it again"
                     )
                 self._open(file)
             return files
@@ -113,7 +114,7 @@ def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{each:05d}-of-{count:05d}.safetensors" for each in range(1, count + 1)]
     for number, file in enumerate(files):
-        # Safetensors writes for its owner alone.
+        # Safetensors makes files that only the owner can read.
         permit_as_new(directory / _temporary(number))
         (directory / _temporary(number)).rename(directory / file)
     if count > 1:
@@ -139,14 +140,14 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 class FolderWeights:
-    """The weights of a folder, each read from its files when it is asked for."""
+    """The weights of a folder, each read from its file when it is used."""
 
     def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
         self._directory, self._family, self._model = directory, family, model
         self._tensors = SavedTensors(directory)
         names, tied = family.names(model), not model.untie_embeddings_and_output_weights
         weights = (name for name in self._tensors.names if names.is_weight(name, tied=tied))
-        # What a tensor is called by the rules, and how it is spelled in this file.
+        # From the name of a tensor in the rules to its name in this folder.
         self._spelled = {names.canonical(name): name for name in weights}
         self._rules = lru_cache(maxsize=1)(self._rules_of_layer)
 
@@ -160,7 +161,7 @@ class FolderWeights:
         return {name: self.weight(index, name) for name in self._rules(index)}
 
     def check(self) -> None:
-        """See that the folder has every tensor of the model, each in its shape, and no other. No tensor is read."""
+        """Check that the folder has every tensor of the model, each in its shape, and no other. No tensor is read."""
         expected: dict[str, torch.Size] = {}
         for index in layers_with_weights(self._model):
             shapes = dict(meta_layer(self._model, index).named_parameters())
@@ -169,7 +170,7 @@ class FolderWeights:
                 expected |= {theirs: part.shape for theirs, part in zip(rule.theirs, parts, strict=True)}
         for missing in sorted(expected.keys() - self._spelled.keys()):
             raise CheckpointError(
-                f"{self._directory} has no tensor {missing}, which its config.json asks for: get it again"
+                f"{self._directory} has no tensor {missing}, which its config.json needs: get it again"
             )
         for extra in sorted(self._spelled.keys() - expected.keys()):
             raise CheckpointError(
@@ -195,6 +196,6 @@ def rules_of(model: ModelConfig, family: Family, index: int) -> list[WeightRule]
 
 
 def meta_layer(model: ModelConfig, index: int) -> nn.Module:
-    """Return a pipeline layer of shapes alone."""
+    """Return a pipeline layer on the meta device."""
     with torch.device("meta"):
         return gpt_layers(model)[index].build()

@@ -37,7 +37,7 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors
-        # As the mean of all, what pads is no likelier than a word is on average; as zeros it might be the likeliest.
+        # With the mean of all rows padding is as likely as an average word; with zeros it might be the likeliest.
         mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
         return torch.cat([weight, mean.expand(rows - words, -1)])
 
@@ -56,8 +56,8 @@ def halves(ours: str, theirs: str) -> WeightRule:
     )
 
 
-def behind_rows(ours: str, theirs: str, rows: int) -> WeightRule:
-    """Return the rule of a tensor that has some rows before it there that nobody reads."""
+def after_unread_rows(ours: str, theirs: str, rows: int) -> WeightRule:
+    """Return the rule of a tensor that has unread rows before the first one there."""
 
     def longer(weight: Tensor) -> tuple[Tensor]:
         return (torch.cat([weight.new_zeros(rows, *weight.shape[1:]), weight]),)
@@ -109,7 +109,7 @@ def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
 
 
 def turned(rule: WeightRule) -> WeightRule:
-    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias stays as it is."""
+    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias is unchanged."""
     return WeightRule(
         rule.ours,
         rule.theirs,
@@ -152,7 +152,7 @@ def _ends(model: ModelConfig, names: TensorNames, index: int, last: int) -> Mapp
     if index == 1:
         positions = f"{names.prefix}{names.positions}"
         if names.unread_positions:
-            return {"": lambda ours, kind: behind_rows(ours, f"{positions}.{kind}", names.unread_positions)}
+            return {"": lambda ours, kind: after_unread_rows(ours, f"{positions}.{kind}", names.unread_positions)}
         return {"": _plain(positions)}
     return {"": _plain(f"{names.prefix}{names.final_norm}")} if index == last else {"linear": words(names.output)}
 

@@ -34,7 +34,7 @@ class Past(Protocol):
         """Return the positions of these N tokens: [1, N], or [B, N] where they restart at documents."""
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Return something that all layers need of these tokens; the first layer that asks makes it."""
+        """Return `make()`, computed once for all layers of these tokens."""
 
     def attend(
         self,
@@ -60,12 +60,12 @@ class Past(Protocol):
     def dropout(
         self, inputs: Tensor, probability: float, *, site: int, first_token: int, residual: Tensor | None
     ) -> Tensor:
-        """Return `inputs` after dropout, plus the residual: [B, n, C]. Masks depend on positions alone.
+        """Return `inputs` after dropout, plus the residual: [B, n, C]. Masks depend on positions only.
 
         Args:
             inputs: [B, n, C], for some of these tokens.
             first_token: number of the first of these n tokens in the token slice.
-            residual: [B, n, C] to add; None to add nothing.
+            residual: [B, n, C] to add, or None.
         """
 
 
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
             return rotated_heads(groups, *self._turns(past, groups), interleaved=self.rotary.rotation.interleaved)
         query, key, value = (each.flatten(2, 3) for each in groups.split([self.heads_of_group, 1, 1], dim=3))
         if self.query_norm is not None:
-            # A norm keeps its input. A view of the product would keep the values beside it, too.
+            # A norm keeps its input. A view of the product would also keep the values.
             query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
         if self.rotary is not None:
             turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved

@@ -29,12 +29,12 @@ class Activation(nn.Module):
         self.name = name
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., ffn] in, the same out; with a gate, the gate and then what it gates, [..., 2 ffn] in."""
+        """[..., ffn] in, the same out; with a gate, the gate and then the gated half, [..., 2 ffn] in."""
         return _FUNCTIONS[self.name](inputs)
 
 
 class _Gated(torch.autograd.Function):
-    """`gate function(gate) * up` (Shazeer, arXiv 2002.05202); keeps its inputs alone, as autograd would not."""
+    """`gate function(gate) * up` (Shazeer, arXiv 2002.05202); keeps only its inputs, while autograd would keep more."""
 
     @staticmethod
     def forward(ctx, inputs, gate_function: str):
@@ -90,7 +90,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Up, activation, down. With a gate, its matrix and that of what it gates are one parameter [2, ffn, hidden].
+    """Up, activation, down. With a gate, its matrix and the gated one are one parameter [2, ffn, hidden].
 
     Args:
         recompute_activation: compute the output of the activation again in the backward instead of keeping it.
@@ -142,7 +142,7 @@ def residual_dropout(
 
     Args:
         hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
-        residual: [B, n, hidden] to add; None to add nothing.
+        residual: [B, n, hidden] to add, or None.
         multiplier: factor of `hidden` as it is added to the residual.
     """
     if not probability:
@@ -183,17 +183,17 @@ class TransformerBlock(nn.Module):
         has_both = bool(block.num_key_value_heads and block.ffn_hidden_size)
         self.parallel, self.shares_norm = model.parallel_residual, model.shared_block_norm and has_both
         norm = NORMS[model.normalization]
-        before, behind = model.norm_placement != "post", model.norm_placement != "pre"
+        before, after = model.norm_placement != "post", model.norm_placement != "pre"
         self.attention = self.mlp = None
         self.attention_norm = self.attention_post_norm = self.mlp_norm = self.mlp_post_norm = None
         if block.num_key_value_heads:
             self.attention_norm = norm(model, ranks) if before else None
             self.attention = SelfAttention(model, block, ranks, rotary)
-            self.attention_post_norm = norm(model, ranks) if behind else None
+            self.attention_post_norm = norm(model, ranks) if after else None
         if block.ffn_hidden_size:
             self.mlp_norm = norm(model, ranks) if before and not self.shares_norm else None
             self.mlp = MLP(model, block, ranks, recompute_activation=recompute_cheap)
-            self.mlp_post_norm = norm(model, ranks) if behind else None
+            self.mlp_post_norm = norm(model, ranks) if after else None
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """Return the output of the layer: [B, n, hidden]."""
@@ -203,16 +203,16 @@ class TransformerBlock(nn.Module):
             # Computed once, and kept once.
             entering, attention_norm, mlp_norm = attention_norm(hidden), None, None
         if self._sums_at_once:
-            parts = self._behind(attention_norm, self.attention, entering, past, completed=False)
-            parts = parts + self._behind(mlp_norm, self.mlp, entering, completed=False)
+            parts = self._after_norm(attention_norm, self.attention, entering, past, completed=False)
+            parts = parts + self._after_norm(mlp_norm, self.mlp, entering, completed=False)
             projection, down = self.attention.projection, self.mlp.down
             both = projection.complete(parts, projection.bias, down.bias)
             return residual_dropout(both, 0.0, DropoutSite.MLP, past, self.ranks, hidden, self.multiplier)
         if self.attention is not None:
-            attended = self._behind(attention_norm, self.attention, entering, past)
+            attended = self._after_norm(attention_norm, self.attention, entering, past)
             hidden = self._added(attended, self.attention_post_norm, DropoutSite.ATTENTION, past, hidden)
         if self.mlp is not None:
-            widened = self._behind(mlp_norm, self.mlp, entering if self.parallel else hidden)
+            widened = self._after_norm(mlp_norm, self.mlp, entering if self.parallel else hidden)
             hidden = self._added(widened, self.mlp_post_norm, DropoutSite.MLP, past, hidden)
         return hidden
 
@@ -223,16 +223,16 @@ class TransformerBlock(nn.Module):
         masked = self.training and self.dropout > 0
         return self.parallel and has_both and self.ranks.size > 1 and not masked
 
-    def _behind(
+    def _after_norm(
         self, norm: nn.Module | None, layer: nn.Module, inputs: Tensor, *more: Past, completed: bool = True
     ) -> Tensor:
-        """The output of attention or MLP behind its norm, whose own output is kept or computed again."""
+        """The output of attention or MLP after its norm, whose output is kept or recomputed."""
         if norm is not None and self.recompute_cheap:
             return layer(inputs, *more, recomputed=norm, completed=completed)
         return layer(inputs if norm is None else norm(inputs), *more, completed=completed)
 
     def _added(self, output: Tensor, norm: nn.Module | None, site: DropoutSite, past: Past, residual: Tensor) -> Tensor:
-        """The residual plus the output of attention or MLP, behind the norm after it."""
+        """The residual plus the normed output of attention or MLP."""
         output = output if norm is None else norm(output)
         dropout = self.dropout if self.training else 0.0
         return residual_dropout(output, dropout, site, past, self.ranks, residual, self.multiplier)

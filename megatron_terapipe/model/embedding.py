@@ -7,7 +7,7 @@ pass all of them, with two sums of each token, to which every stage adds its own
     last transformer stage ---> stage of part 0 ---> stage of part 1 ---> ... ---> stage of the last part ---> loss
                            hidden          hidden, sums         hidden, sums            sums
 
-The sums are the logarithm of the sum of exponentials of the logits so far, and the logit of the target, in whichever
+The sums are the logarithm of the sum of exponentials of the logits before, and the logit of the target, in whichever
 part it is. Their difference at the end is the loss. Backward, each stage finds the gradient of its rows from the
 gradients of the two sums, and adds to the gradient of the hidden states. So no op waits for all ranks at once, and the
 work is scheduled as that of any other stage.
@@ -28,7 +28,7 @@ from megatron_terapipe.model.logits import LiveLogits, Logits
 from megatron_terapipe.model.tensor_parallel import ColumnParallelLinear, TensorParallelRanks, WeightPart, embedding
 
 AT_AN_END = "at_an_end"
-"""Attribute of the weights with a row for each token, whose learning rate may be set apart; others do not have it."""
+"""Attribute of the weights with a row for each token, which may have their own learning rate."""
 
 
 class WordEmbedding(nn.Module):
@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Head:
-    """Settings of the logits, beside their weight."""
+    """Settings of the logits other than their weight."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._live = LiveLogits(LOGITS_AT_ONCE)
@@ -131,12 +131,12 @@ class OutputLayer(nn.Module):
 
 
 class VocabularySums(NamedTuple):
-    """Output of a stage with a part of the vocabulary: what the next one needs of a token slice."""
+    """Output of a stage with a part of the vocabulary: the input of the next one, for one token slice."""
 
     hidden: Tensor
     """[B, n, hidden] of the tokens that this rank has between the matrices."""
     log_sum: Tensor
-    """[B, N], logarithm of the sum of exponentials of the logits so far."""
+    """[B, N], logarithm of the sum of exponentials of the logits of the parts up to this one."""
     of_target: Tensor
     """[B, N], the logit of the target, 0 until the part that has it."""
     labels: Tensor

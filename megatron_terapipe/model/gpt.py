@@ -36,7 +36,7 @@ def gpt_layers(
     """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
     Args:
-        ranks: ranks that share the matrices of each layer; None for one rank alone.
+        ranks: ranks that share the matrices of each layer; None for a single rank.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
         vocabulary_parts: layers that share the rows of the output layer; more than 1 only where its weight is untied.
     """
@@ -89,7 +89,7 @@ def vocabulary_parts(layers: Sequence[Any]) -> range:
 
 
 def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> StagePartition:
-    """Return the partition of all pipeline layers, from one of the transformer layers alone.
+    """Return the partition of all pipeline layers, from that of the transformer layers.
 
     The embeddings go with the first transformer layer, the final norm with the last, and the output layer, too, unless
     its parts are stages of their own.
@@ -101,7 +101,7 @@ def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> Sta
 
 
 def gpt_loss(logits: Logits | VocabularySums, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of the tokens that bear loss; 0 if none does.
+    """Mean cross-entropy of the tokens whose loss mask is 1; 0 without any.
 
     Args:
         labels: token ids [B, N] and the loss mask [B, N].

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_terapipe.model.tensor_parallel import Initializer, WeightPart
 
 BLOCK = 4
-"""Numbers that come of one counter."""
+"""Numbers of one counter."""
 
 _WORD = (1 << 32) - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -45,7 +45,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
         left, right = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
         first = (right >> 32).bitwise_xor_(second).bitwise_xor_(low).bitwise_and_(_WORD)
         third = (left >> 32).bitwise_xor_(fourth).bitwise_xor_(high).bitwise_and_(_WORD)
-        # Their high halves are not cleared: what they meet next is masked.
+        # Their high halves are not cleared: the next operation masks them.
         second, fourth = right, left
         low, high = (low + _KEY_STEPS[0]) & _WORD, (high + _KEY_STEPS[1]) & _WORD
     return first, second & _WORD, third, fourth & _WORD
@@ -75,7 +75,7 @@ def _root_of_minus_log(words: Tensor) -> Tensor:
 
 def _root_two_of_circle(words: Tensor) -> tuple[Tensor, Tensor]:
     """sqrt(2) times cosine and sine of a random angle."""
-    # 30 bits place the angle in the first quadrant, 2 say in which quadrant it really is.
+    # 30 bits are the angle in the first quadrant, 2 the quadrant.
     angle = (words & ((1 << 30) - 1)).to(torch.float32).add_(0.5).mul_(pi / 2 / (1 << 30)).sub_(pi / 4)
     square = angle * angle
     cosine = (square * (1 / 40320)).sub_(1 / 720).mul_(square).add_(1 / 24).mul_(square).sub_(1 / 2)
@@ -91,7 +91,7 @@ def _sign(words: Tensor, bit: int) -> Tensor:
 
 
 _AT_A_TIME = 1 << 17
-"""Elements drawn together by each core: their integers stay within its cache, and little is held beside the weight."""
+"""Elements drawn together by each core: their integers fit into its cache, and need little memory."""
 
 
 def normal(std: float) -> Initializer:
@@ -129,7 +129,7 @@ def _numbers(starts: Tensor, length: int, key: int, *, aligned: bool) -> Tensor:
         starts: int64.
         aligned: whether all starts are as far from the beginning of a block.
     """
-    num_blocks = length // BLOCK + 2  # one more for the rest, one because the start may lie within a block
+    num_blocks = length // BLOCK + 2  # one more for the rest, one because the start may be within a block
     blocks = (starts // BLOCK)[:, None] + torch.arange(num_blocks, device=starts.device)
     numbers = normal_blocks(blocks, key).flatten(1)
     offsets = starts % BLOCK

@@ -7,7 +7,7 @@ some tokens:
     forward     hidden --> logits of a tile --> loss of its tokens
     backward    hidden --> logits of a tile, again --> their gradient --> gradients of hidden and weight
 
-Only what does not fit is computed again: the logits computed last wait for their backward as they are, as long as all
+Only logits that do not fit are computed again: the logits computed last are kept for their backward, as long as all
 that are alive, with those of the tile that is being computed, are no more than a limit. Gradients in
 the forward, while the tile exists, would need the factor of each loss then, and another order of sums.
 """
@@ -40,7 +40,7 @@ class LiveLogits:
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     def make_room(self, number: int) -> None:
-        """Let go of tiles, the oldest first, until so many logits may come into being.
+        """Free tiles, the oldest first, until there is room for `number` logits.
 
         Backwards run last token slice to first, so the oldest are needed last.
         """
@@ -73,7 +73,7 @@ class KeptTile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
-    """The output of a model's last layer: what logits are computed from."""
+    """The output of a model's last layer, from which logits are computed."""
 
     hidden: Tensor
     """[B, n, hidden] of the tokens this rank has between the matrices."""
@@ -84,7 +84,7 @@ class Logits:
     live: LiveLogits
     """Those of the layer that are alive."""
     words: int | None = None
-    """Entries of the vocabulary of all ranks; rows of the weight behind them are padding, which no token can be. None =
+    """Entries of the vocabulary of all ranks; later rows of the weight are padding, which no token can be. None =
     all rows."""
     softcap: float | None = None
     """C, where the logit of a product x is c tanh(x / c)."""
@@ -131,7 +131,7 @@ class _Rule:
     """How logits follow from the products of a tile, in place."""
 
     words: int
-    """Columns that are words; those behind them are padding."""
+    """Columns that are words; later ones are padding."""
     softcap: float | None
     """Limit of the logits; None for none."""
     first_row: int = 0
@@ -141,7 +141,7 @@ class _Rule:
         """The logits [tokens, V / size] of products, which they take the place of."""
         if self.softcap is not None:
             products.div_(self.softcap).tanh_().mul_(self.softcap)
-        # Not minus infinity: a rank may have nothing but padding, and then a difference of two would be no number.
+        # Not minus infinity: on a rank with padding only, the difference of two would be NaN.
         products[:, self.words :] = torch.finfo(products.dtype).min
         return products
 
@@ -159,8 +159,8 @@ class _CrossEntropy(torch.autograd.Function):
     vocabulary, so its own softmax gives `p` once it is multiplied by the part's share of the whole sum: two numbers per
     token travel, whatever the number of tiles, instead of logits (arXiv 1909.08053 section 3).
 
-    The gradient of the weight is computed at once, also where a schedule puts others off: what it is computed from is
-    the gradient of the logits, which is what must not be kept.
+    The gradient of the weight is computed at once, also where a schedule defers others: it needs the gradient of the
+    logits, which must not be kept.
     """
 
     @staticmethod
@@ -227,7 +227,7 @@ def _tiled(
     rule: _Rule,
     compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
 ) -> list[Tensor]:
-    """What is computed from the logits of all tokens, each [tokens]; tiles are kept for the backward."""
+    """Results of `compute` for the logits of all tokens, each [tokens]; tiles are kept for the backward."""
     found, ctx.kept = [], []
     ctx.tiles = live.tiles(len(rows), len(weight))
     for tile in ctx.tiles:
@@ -249,7 +249,7 @@ def _of_products(
         weight: [rows, hidden] of this rank.
         own: [tokens, 1], row of the target.
         of_each: [tokens, 1], gradient of a logit over its probability among those of this rank.
-        of_target: [tokens, 1], what the gradient of the target's logit is more than that.
+        of_target: [tokens, 1], added to the gradient of the target's logit.
     """
     ranks: TensorParallelRanks = ctx.ranks
     rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
@@ -272,7 +272,7 @@ def _of_products(
         if of_rows is not None:
             torch.mm(gradient, weight, out=of_rows[tile])
             if tile.start == 0:
-                # The first tile comes last: the sum over ranks goes on under its other product.
+                # The first tile comes last: the sum over ranks runs during its other product.
                 of_hidden = ranks.start_complete(of_rows.view(len(hidden), -1, hidden.shape[-1]))
         if ctx.needs_input_grad[1]:
             of_weight = accumulate(ctx.parameter, gradient, rows[tile], of_weight)
@@ -290,7 +290,7 @@ def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
 
 
 def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, logarithm of the sum of exponentials of what the others are below it, and the target's logit."""
+    """Largest logit, logarithm of the sum of exponentials of the logits less the largest, and the target's logit."""
     largest, where = logits.max(-1, keepdim=True)
     log_probabilities = F.log_softmax(logits, -1, dtype=_at_least_fp32(logits))
     # That of the largest is 0 less the logarithm sought.
@@ -311,7 +311,7 @@ def _log_sum_over_ranks(own: Tensor, ranks: TensorParallelRanks) -> Tensor:
 def _over_ranks(
     largest: Tensor, log_sum: Tensor, of_target: Tensor, elsewhere: Tensor, ranks: TensorParallelRanks
 ) -> tuple[Tensor, Tensor]:
-    """Losses [tokens], and the share [tokens, 1] of the sum of exponentials that lies in this rank's vocabulary."""
+    """Losses [tokens], and the share [tokens, 1] of the sum of exponentials of this rank's vocabulary."""
     of_all = largest.clone()
     dist.all_reduce(of_all, dist.ReduceOp.MAX, group=ranks.group)
     own_sum = (largest - of_all).exp_() * log_sum.exp()

@@ -14,7 +14,7 @@ class RotaryTable:
     """Cosines and sines of positions, for R channels of each head, the first ones, that turn in pairs.
 
     All layers of a rank that turn alike share one table. It is computed on the device that uses it, when it is first
-    used, and again only if positions, device or type ask for another. Where a table of all positions would be large,
+    used, and again only for other positions, another device or type. Where a table of all positions would be large,
     only those of a token slice are computed, each time that its layers begin (`Past.once` keeps them for all layers).
 
     Args:
@@ -32,7 +32,7 @@ class RotaryTable:
             like: gives the type, at least fp32, and the device.
         """
         if self._is_large(end, like):
-            # The host knows all of them, so nothing is sent to the device.
+            # Positions are consecutive, so no tensor is copied to the device.
             turns = self._computed(torch.arange(start, end, dtype=torch.float64, device=like.device), like)
         else:
             turns = self._reaching(end, like)[:, start:end]
@@ -74,7 +74,7 @@ class RotaryTable:
         with torch.inference_mode(False), torch.no_grad():
             table = positions.new_empty((2, *positions.shape, len(self.rotation.frequencies)), dtype=_dtype_of(like))
             # Frequencies are arguments of kernels: a tensor made of a list would be copied, and waited for. One at a
-            # time, so that what fp64 needs is a column.
+            # time, so that fp64 needs memory for one column.
             for pair, frequency in enumerate(self.rotation.frequencies):
                 angles = positions * frequency
                 table[0, ..., pair], table[1, ..., pair] = (
@@ -115,7 +115,7 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = 
 
 
 class _RotateProduct(torch.autograd.Function):
-    """A rotation's gradient turns back, so nothing of the input is kept."""
+    """The gradient is the inverse rotation, so no input is kept."""
 
     @staticmethod
     def forward(ctx, groups, cosine, sine, interleaved: bool):

@@ -1,7 +1,7 @@
 """Matrices that ranks share, as Megatron cuts them (Shoeybi et al., arXiv 1909.08053 section 3).
 
     columns     rows                  Every rank holds a part of each matrix:
-    X @ [A1|A2] , Y1 @ [B1]           the first by columns, the second by rows, so that nothing is sent between them.
+    X @ [A1|A2] , Y1 @ [B1]           the first by columns, the second by rows, without communication between them.
                   + Y2 @ [B2]         One sum per pair, forward and backward.
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198 section 4.2.2) that sum becomes a reduce-scatter along
@@ -9,7 +9,7 @@ the tokens, and a gather before the next pair: the same traffic, and between the
 
 Weight gradients add up inside the operation that computes them (Megatron's gradient accumulation fusion). Autograd
 would compute that of each token slice into a new tensor, and then add it to `weight.grad`. In a matrix product the sum
-costs nothing, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. Where
+is free, `C += A B` being an operation of the hardware; an embedding touches only the rows that were used. Where
 gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
 `accumulated_gradient`, which gets every product, the first one too, and `weight.grad` stays None.
 
@@ -18,8 +18,8 @@ A schedule may defer weight gradients (zero bubble, arXiv 2401.10241 section 2).
 gradient of its output and its own input, as this rank has it:
 
     sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
-    computed again       the result: as large as what the forward kept for it, or smaller, and the input gradient needs
-                         it too; to keep the raw input instead would cost a third computation
+    computed again       the result: no larger than the tensors that the forward kept, and needed by the input gradient
+                         as well; keeping the raw input instead would cost a third computation
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRanks:
-    """Ranks that share each layer's matrices; by default one rank alone.
+    """Ranks that share each layer's matrices; by default a single rank.
 
     Tokens are in dimension 1 of every tensor here.
     """
@@ -66,19 +66,19 @@ class TensorParallelRanks:
     """This one's place among them."""
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """Their process group; None for one alone."""
+    """Their process group; None for a single rank."""
     sequence_parallel: bool = False
     """Between the matrices, each has its part of the tokens."""
 
     def parameter(
         self, *shape: int, cut: int, initialize: Initializer | None, device: torch.device | None = None
     ) -> nn.Parameter:
-        """This rank's part of a weight, whose values are the same for any number of ranks.
+        """This rank's part of a weight. The values of the whole are the same for any number of ranks.
 
         Args:
             initialize: fills the part in place; None leaves it at 0.
         """
-        assert shape[cut] % self.size == 0, "the configuration lets ranks share only what they can share evenly"
+        assert shape[cut] % self.size == 0, "the configuration allows only sizes that ranks share evenly"
         length = shape[cut] // self.size
         part = torch.zeros(*shape[:cut], length, *shape[cut + 1 :], device=device)
         if initialize is not None:
@@ -92,7 +92,7 @@ class TensorParallelRanks:
     def replicated(self, weight: Tensor, *, of_heads: bool = False) -> nn.Parameter:
         """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads."""
         parameter = nn.Parameter(weight)
-        # Read by whoever completes gradients: each rank then has a part of this one's.
+        # Read by the runtime, which sums the gradient over ranks: each has a part of it.
         parameter.sequence_parallel = self.sequence_parallel or (of_heads and self.size > 1)
         return parameter
 
@@ -124,7 +124,7 @@ class TensorParallelRanks:
 
         def finish() -> Tensor:
             work.wait()
-            # With one row the ranks' parts already lie one after the other, and nothing is copied.
+            # With one row the parts of the ranks are contiguous, and no copy is made.
             return gathered.transpose(0, 1).flatten(1, 2)
 
         return finish
@@ -146,7 +146,7 @@ class TensorParallelRanks:
         return self.start_reduce_scatter(partial) if self.sequence_parallel else self.start_sum(partial)
 
     def sum_parts(self, partial: Tensor) -> Tensor:
-        """Sum what every rank computed a part of: [B, N, C] to the tokens this rank has between the matrices.
+        """Sum the parts of all ranks: [B, N, C] to the tokens this rank has between the matrices.
 
         Backward, every rank gets the gradients of all tokens.
         """
@@ -159,7 +159,7 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial, ranks: TensorParallelRanks):
         ctx.ranks = ranks
-        # Summed in place: nobody keeps the part, which a product or an embedding has just made.
+        # Summed in place: the part was just computed by a product or an embedding, and is not kept.
         return ranks.start_complete(partial.detach())()
 
     @staticmethod
@@ -193,7 +193,7 @@ def linear(
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Return rows of `weight`, whose gradient is accumulated in place: [..., hidden].
+    """Return rows of `weight`, with its gradient accumulated in place: [..., hidden].
 
     Args:
         tokens: [...], the row of each token.
@@ -203,12 +203,12 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_watched(weight: Tensor) -> bool:
-    """Whether somebody asked to be called for each gradient of a weight, which only autograd does."""
+    """Whether a weight has hooks on its gradient, which only autograd calls."""
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _accumulates_in_place(weight: Tensor) -> bool:
-    """Whether a gradient may be added to `weight.grad` behind autograd's back: not to the first one, which it keeps."""
+    """Whether a gradient may be added to `weight.grad` without autograd: not the first one, which autograd sets."""
     return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
 
 
@@ -248,7 +248,7 @@ class _Linear(torch.autograd.Function):
         raw, weight, *parameters_before = ctx.saved_tensors
         queue = _wgrad_queue(ctx.parameter) if ctx.needs_input_grad[1] else None
         ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
-        # A norm's weights may want their gradient where its input does not, and the reverse.
+        # The weights of a norm may need a gradient where its input does not, and the reverse.
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
         inputs = raw
         if ctx.before is not None:
@@ -304,7 +304,7 @@ def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weigh
 
 
 def _defer(queue: Any, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks) -> None:
-    """Have the product computed later; a function of its own, so that nothing else is kept."""
+    """Defer the product; a function of its own, so that only these tensors are kept."""
 
     def product() -> None:
         whole = ranks.start_gather(inputs)() if ranks.sequence_parallel else inputs
@@ -379,7 +379,7 @@ class ColumnParallelLinear(nn.Module):
         """Return the output [B, N, out / size] of all tokens for the inputs [B, n, in] of this rank's tokens.
 
         Args:
-            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+            recomputed: the layer before, if its output is recomputed in the backward instead of kept.
         """
         return linear(inputs, self.weight, self.bias, ranks=self.ranks, before=recomputed)
 
@@ -405,13 +405,13 @@ class RowParallelLinear(nn.Module):
         """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
 
         Args:
-            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+            recomputed: the layer before, if its output is recomputed in the backward instead of kept.
             completed: whether ranks sum their parts; if not, this is the part [B, N, out] of this rank, of all tokens,
                 for `complete`.
         """
-        # One rank alone adds the bias inside the product; of several, each would.
-        alone = self.ranks.size == 1
-        part = linear(inputs, self.weight, self.bias if alone else None, before=recomputed)
+        # A single rank adds the bias inside the product; of several ranks, each would.
+        single = self.ranks.size == 1
+        part = linear(inputs, self.weight, self.bias if single else None, before=recomputed)
         return self.complete(part, self.bias) if completed else part
 
     def complete(self, part: Tensor, *biases: Tensor | None) -> Tensor:
@@ -419,7 +419,7 @@ class RowParallelLinear(nn.Module):
 
         Args:
             part: [B, N, out] this rank's part; several layers' parts may be added up before.
-            biases: [out] those of the layers; one rank alone has added them.
+            biases: [out] those of the layers; a single rank has added them already.
         """
         summed = self.ranks.sum_parts(part)
         for bias in biases if self.ranks.size > 1 else ():

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from deepspeed_ext.runtime.supported_versions import check_versions
 from megatron_terapipe.checkpoint.agreement import from_first_rank
-from megatron_terapipe.checkpoint.directories import keep_aside, names_model_folder, passed_over, previous_tag
+from megatron_terapipe.checkpoint.directories import keep_aside, names_model_folder, previous_tag, skipped_checkpoints
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
 from megatron_terapipe.config import Config, LoggingConfig
@@ -145,7 +145,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         layout,
         config.optimizer.optimizer,
         # One rank reads the files, and sends the result later; on one host its error ends all ranks already now.
-        looks_at_files=launch.rank == 0 and launch.local_size == launch.world_size,
+        checks_files=launch.rank == 0 and launch.local_size == launch.world_size,
     )
     run = Run(
         config=config,
@@ -374,7 +374,7 @@ def _keep_damaged_aside(run: Run, tag: str | None) -> list[str]:
     # Only in the directory of --save.
     saves_here = save is not None and Path(save).resolve() == taken.parent.resolve()
     lines = []
-    for damaged in passed_over(taken, tag):
+    for damaged in skipped_checkpoints(taken, tag):
         kept = keep_aside(damaged, taken) if saves_here else damaged
         lines.append(f" warning: {damaged.name} is damaged, and kept as {kept}: resuming from {taken}")
     return lines

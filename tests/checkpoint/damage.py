@@ -19,7 +19,7 @@ def _flip(path: Path) -> None:
 
 
 def _zero(path: Path) -> None:
-    """Zero a page, or the second half of a shorter file: of the middle of a matrix no format tells."""
+    """Zero a page, or the second half of a shorter file. No file format detects it in the middle of a matrix."""
     size = path.stat().st_size
     start = size // 2
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Processes that save and are killed at one of their accesses to the disk; what is found after each."""
+"""Processes that save and are killed at one of their accesses to the disk, and the checkpoint found after each."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ KILLED = 9
 
 
 def save(folder: Path, iteration: int, keep_last: int | None = None) -> None:
-    """What the first of ranks does, without an engine."""
+    """Save as the first rank does, without an engine."""
     info = replace(checkpoint_info(iteration=iteration), has_manifest=True)
     directory = folder / f"global_step{iteration}"
     _prepare(_aside(directory), 1000)
@@ -54,7 +54,7 @@ def killed_at(point: int, folder: Path, iteration: int, keep_last: int | None) -
 
 
 def found(folder: Path) -> CheckpointInfo:
-    """The checkpoint that a run would go on from, every file of which is as it was saved."""
+    """The checkpoint that a run would continue from, after a check of all its files."""
     read = readable_checkpoint(folder, None, or_previous=False)
     assert read is not None
     directory, info = read
@@ -74,7 +74,7 @@ def kill_at_every_point(folder: Path, before: list[int], iteration: int, keep_la
         shutil.copytree(clean, used)
         killed = killed_at(point, used, iteration, keep_last)
         ends.add(found(used).iteration)
-        # The next save does not mind what was left, and leaves nothing of it.
+        # The next save removes the remaining files.
         save(used, 9, keep_last)
         assert found(used).iteration == 9
         assert not list(used.glob("*.partial"))

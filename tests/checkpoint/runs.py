@@ -1,4 +1,4 @@
-"""What ranks of the checkpoint's tests run: train a small GPT one way, save it, and go on from what others saved."""
+"""Functions of ranks in tests of checkpoints: train a small GPT one way, save it, continue from a checkpoint."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training some iterations gave: losses, the same on every rank, and this rank's weights."""
+    """Results of some iterations: losses, the same on every rank, and this rank's weights."""
 
     losses: list[float]
     weights: dict[str, np.ndarray]
@@ -62,7 +62,7 @@ def perform(tasks: list[Task]) -> list[Outcome]:
 
 
 def _perform(task: Task) -> Outcome:
-    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    # DeepSpeed requires a CPU with fast fp16; a slow one is enough here.
     get_accelerator().is_fp16_supported = lambda: True
     run = run_of(task.way, task.load)
     engine = build_engine(run)

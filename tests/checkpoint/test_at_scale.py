@@ -48,7 +48,7 @@ def built_engine() -> TokenSlicePipelineEngine:
 
 
 def opened_by_one_rank(folder: Path) -> tuple[set[str], int]:
-    """What a rank opens while it loads; how many directories it lists."""
+    """Files that a rank opens while it loads, and the number of directories that it lists."""
     engine = built_engine()
     directory = folder / "tag"
     optimizer = engine.optimizer.optimizer
@@ -100,12 +100,12 @@ def test_a_rank_opens_the_files_of_its_layers_and_of_its_partition(tmp_path: Pat
     assert num_listed == 0
 
 
-def told(folder: Path, tell: list[object]) -> object:
-    """What a rank that is not the first makes of what it is told, touching no file."""
+def received(folder: Path, sent: list[object]) -> object:
+    """Result on a rank that is not the first, from the broadcast and without a file."""
 
     def broadcast(objects: list[object], src: int, group: object) -> None:
         assert (src, group) == (0, None)
-        objects[:] = tell
+        objects[:] = sent
 
     with (
         mock.patch.object(dist, "get_rank", lambda: 5),
@@ -115,8 +115,8 @@ def told(folder: Path, tell: list[object]) -> object:
         return saved_run(folder, checkpoint_info(), weights_only=False)
 
 
-def test_other_ranks_take_the_first_ones_word(tmp_path: Path) -> None:
+def test_other_ranks_take_the_facts_of_the_first(tmp_path: Path) -> None:
     known = SavedRun(places={"1.weight": Place(0)}, counters={"global_steps": 3, "skipped_steps": 0})
-    assert told(tmp_path, [known, None]) is known
+    assert received(tmp_path, [known, None]) is known
     with pytest.raises(CheckpointError, match="is damaged"):
-        told(tmp_path, [None, "checkpoint x is damaged: layer_00"])
+        received(tmp_path, [None, "checkpoint x is damaged: layer_00"])

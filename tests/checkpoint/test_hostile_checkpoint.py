@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else wrote runs nothing in any command that reads it."""
+"""A checkpoint from another source runs no code in any command that reads it."""
 
 import json
 import shutil
@@ -59,10 +59,10 @@ def test_commands_end_in_one_line(tmp_path: Path, command: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors"])
-def test_an_index_of_shards_reads_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
+def test_an_index_of_shards_reads_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
     shutil.copy(__file__, tmp_path / "secret.safetensors")
-    with pytest.raises(CheckpointError, match=f'names "{name}", which is no file beside it: get it again'):
+    with pytest.raises(CheckpointError, match=f'names "{name}", which is not a file of this folder'):
         SavedTensors(folder)

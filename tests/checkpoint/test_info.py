@@ -1,4 +1,4 @@
-"""Each field of run.json has a rule, and one line says which is broken."""
+"""Each field of run.json has a rule, and one line names the first that is broken."""
 
 import json
 from dataclasses import asdict
@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "partitioned": ({"partitioned": 0}, "partitioned is 0, and must be true or false"),
     "manifest": ({"has_manifest": "no"}, "has_manifest is 'no', and must be true or false"),
     "optimizer": ({"optimizer": 1}, "optimizer is 1, and must be a name or null"),
-    "family": ({"family": "lama"}, "family is 'lama', and must be a family that this version knows"),
+    "family": ({"family": "lama"}, "family is 'lama', and must be a family of this version"),
     "tokenizer": ({"tokenizer": []}, "tokenizer is [], and must be an object"),
     "file": ({"tokenizer": {"vocab_file": 1.5}}, "tokenizer.vocab_file is 1.5, and must be a text, a whole number"),
 }
@@ -89,7 +89,7 @@ def test_latest_holds_a_name_and_no_path(tmp_path: Path, content: bytes) -> None
         latest_checkpoint(tmp_path)
 
 
-def test_run_json_holds_what_was_written(tmp_path: Path) -> None:
+def test_run_json_is_read_as_written(tmp_path: Path) -> None:
     checkpoint_info().write(tmp_path / "tag")
     assert CheckpointInfo.read(tmp_path / "tag") == checkpoint_info()
 

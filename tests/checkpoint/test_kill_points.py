@@ -1,4 +1,4 @@
-"""Who is killed while saving, at whatever access to the disk, leaves a whole checkpoint that is found."""
+"""A process that is killed while saving, at any access to the disk, leaves a whole checkpoint that is found."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.checkpoint.killed_saves import found, kill_at_every_point, killed_at
 
 @pytest.fixture(autouse=True)
 def _no_power_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process wrote is there without a sync, which takes most of the time."""
+    """Bytes of a killed process are in the file without a sync, which takes most of the time."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 

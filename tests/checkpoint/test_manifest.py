@@ -1,4 +1,4 @@
-"""The manifest names what is not as it was saved; rotation keeps whole checkpoints, and what is not one."""
+"""The manifest names files that changed; rotation keeps whole checkpoints and foreign directories."""
 
 import json
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import pytest
 from megatron_terapipe.checkpoint.directories import (
     keep_aside,
     latest_checkpoint,
-    passed_over,
     previous_tag,
     remove_older,
+    skipped_checkpoints,
 )
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, facts_of, replace_durably, write_durably
 from megatron_terapipe.checkpoint.verify import shares
@@ -32,7 +32,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong, without the place and the remedy."""
+    """The fault, without the place and the remedy."""
     try:
         manifest = Manifest.read(directory)
         manifest.check_sizes(directory)
@@ -61,12 +61,12 @@ def _exchange(directory: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shorter": (lambda d: (d / NAMES[1]).write_bytes(b"x" * 10_999), "{1} has 10999 bytes, and 11000 were saved"),
     "longer": (lambda d: (d / NAMES[1]).open("ab").write(b"x"), "{1} has 11001 bytes, and 11000 were saved"),
-    "bit": (lambda d: _flip(d / NAMES[0], 5000), "{0} is not what was saved"),
-    "zeros": (lambda d: (d / NAMES[0]).write_bytes(bytes(11_000)), "{0} is not what was saved"),
-    "exchanged": (_exchange, "{0} is not what was saved"),
-    "run": (lambda d: _flip(d / "run.json", 3), "run.json is not what was saved"),
-    "manifest": (lambda d: _flip(d / "manifest.json", 100), "manifest.json is not what was saved"),
-    "no_manifest": (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is not what was saved"),
+    "bit": (lambda d: _flip(d / NAMES[0], 5000), "{0} has changed since it was saved"),
+    "zeros": (lambda d: (d / NAMES[0]).write_bytes(bytes(11_000)), "{0} has changed since it was saved"),
+    "exchanged": (_exchange, "{0} has changed since it was saved"),
+    "run": (lambda d: _flip(d / "run.json", 3), "run.json has changed since it was saved"),
+    "manifest": (lambda d: _flip(d / "manifest.json", 100), "manifest.json has changed since it was saved"),
+    "no_manifest": (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json has changed since it was saved"),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named(directory: Path, damage: Callable[[Path], objec
     assert fault(directory) == "is damaged: " + said.format(*NAMES)
 
 
-def test_what_is_whole_has_no_fault(directory: Path) -> None:
+def test_a_whole_checkpoint_has_no_fault(directory: Path) -> None:
     (directory / ".nfs0001").touch()
     assert fault(directory) is None
 
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_kept_aside_under_a_name_of_its_own(tmp_path: Pa
         save(tmp_path, iteration)
     first, damaged = tmp_path / "global_step2", tmp_path / "global_step4"
     assert previous_tag(tmp_path, None) == "global_step2"
-    assert passed_over(first, None) == [damaged]
+    assert skipped_checkpoints(first, None) == [damaged]
     assert keep_aside(damaged, first).name == "global_step4.damaged"
     assert latest_checkpoint(tmp_path) == first
     save(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""`--use-checkpoint-args`: the model is what the checkpoint says."""
+"""`--use-checkpoint-args`: the model of the checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_model_needs_no_flags(checkpoints: Path) -> None:
     assert model_of(checkpoints, "--use-checkpoint-shape") == MODEL
 
 
-def test_a_flag_is_heard_first(checkpoints: Path) -> None:
+def test_a_flag_overrides_the_checkpoint(checkpoints: Path) -> None:
     found = model_of(checkpoints, "--use-checkpoint-args", "--seq-length", "16")
     assert (found.seq_length, found.max_position_embeddings) == (16, 40)
 
@@ -52,7 +52,7 @@ def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:
     assert model_of(checkpoints, "--use-checkpoint-args").hidden_size == 32
 
 
-def test_a_null_tokenizer_is_told_the_ids_that_it_was_told_before(checkpoints: Path) -> None:
+def test_a_null_tokenizer_has_the_vocabulary_size_of_the_checkpoint(checkpoints: Path) -> None:
     info = checkpoint_info(iteration=3)
     info.tokenizer.update(tokenizer_type="NullTokenizer", vocab_size=MODEL.vocab_size - 1)
     info.write(checkpoints / "global_step3")

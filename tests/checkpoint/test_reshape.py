@@ -90,7 +90,7 @@ class _Workbench:
 
 
 FORGETFUL = [("whole and partitioned", ONE), ("sgd", SGD_DATA)]
-"""Chains whose first layout also loads its own checkpoint without the state of the optimizer."""
+"""Chains with their first layout, which also loads its own checkpoint without the state of the optimizer."""
 
 
 @pytest.fixture(scope="module")

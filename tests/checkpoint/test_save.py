@@ -58,7 +58,7 @@ def test_a_save_that_dies_leaves_the_last_whole_one(tmp_path: Path) -> None:
     assert (tmp_path / "global_step3.partial").is_dir()
 
 
-def test_the_newest_are_kept_and_nothing_else_is_written(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     others = {"global_step2", "notes", "global_step9"}  # not whole, or of a run that was set back
     for name in others:
         (tmp_path / name).mkdir()
@@ -93,7 +93,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @dataclass
 class Seen:
-    """What a rank saw."""
+    """Results of a rank."""
 
     differing: list[str] = field(default_factory=list)
     """Files that a background save wrote otherwise than a plain one."""
@@ -108,7 +108,7 @@ class Seen:
 
 
 def _save_and_fail(folder: Path) -> Seen:
-    """On every rank: save in both ways, fail to save in three, and load what was damaged."""
+    """On every rank: save in both ways, fail to save in three, and load damaged files."""
     seen, run = Seen(), run_of(WAYS[1])
     engine, info = build_engine(run), info_of(run)
     own = dist.get_rank()
@@ -122,7 +122,7 @@ def _save_and_fail(folder: Path) -> Seen:
     unfinished = begin_save(engine, folder / "background", info, in_memory=True)
     seen.moved_early = (folder / "background" / "latest").exists()
     background.start(unfinished)
-    step(1)  # What is saved is of before.
+    step(1)  # Not part of the checkpoint in flight.
     while not background.is_done():
         time.sleep(0.01)
     background.finish()
@@ -180,19 +180,19 @@ def refusal(directory: Path, damage: str, kind: str, info: CheckpointInfo) -> st
         dist.barrier()
 
 
-def test_what_ranks_save_and_load(tmp_path: Path) -> None:
+def test_ranks_save_and_load(tmp_path: Path) -> None:
     first, second = run_distributed(_save_and_fail, 2, tmp_path)
     for seen in (first, second):
         assert seen.differing == []
         assert not seen.moved_early
-        # One line, on both ranks the same, and nothing half-written stays.
+        # One line, on both ranks the same, and no partial file remains.
         assert seen.refusals == first.refusals
         assert seen.left == [{"global_step2", "latest"}] * 3
         assert seen.damage == first.damage
     full, full_in_background, no_room = first.refusals
     for line in (full, full_in_background):
         assert line.startswith(f"checkpoint {tmp_path}/plain/global_step3 was not saved (rank 1, ")
-        assert "File too large): make room or mend " in line
+        assert "File too large): make room or fix " in line
     assert no_room.startswith("a checkpoint of ")
     assert f"has no room in {tmp_path}/plain, where 1 kB are free: make room, or name another --save" in no_room
     assert latest_checkpoint(tmp_path / "plain") == tmp_path / "plain" / "global_step3"

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which runs may go on from it."""
+"""The checkpoint from which a run continues, and the runs that may continue from it."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ EXTENDED = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_atte
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A whole checkpoint, with nothing in the optimizer's files."""
+    """A whole checkpoint, with empty files of the optimizer."""
     directory = write_checkpoint(tmp_path)
     for stage in (0, 1):
         torch.save({}, directory / f"mp_rank_{stage:02d}_model_states.pt")
@@ -66,19 +66,19 @@ STDS = {"init_method_std": 0.1, "output_layer_init_std": 0.2, "embedding_init_me
 FITS: dict[str, tuple[Callable[[Path], object], tuple[Any, ...], dict[str, Any]]] = {
     "as it was saved": (lambda d: None, (), {}),
     "optimizer's files of bf16": (_prefix_of_bf16, (), {}),
-    "what shapes no weight": (lambda d: None, (replace(MODEL, seq_length=16, **STDS),), {}),
+    "settings that shape no weight": (lambda d: None, (replace(MODEL, seq_length=16, **STDS),), {}),
     "an older version": (_of_an_older_version, (), {}),
     "one stage": (lambda d: None, (MODEL, replace(LAYOUT, pipeline_parallel_size=1)), {}),
     "four replicas": (lambda d: None, (MODEL, replace(LAYOUT, data_parallel_size=4)), {}),
     "two tensor ranks": (lambda d: None, (MODEL, replace(LAYOUT, tensor_parallel_size=2)), {}),
     "token slices": (lambda d: None, (MODEL, replace(LAYOUT, num_token_slices=8)), {}),
     "another optimizer": (lambda d: None, (MODEL, LAYOUT, "sgd"), {"no_load_optim": True}),
-    "no optimizer, weights alone": (
+    "no optimizer, only weights": (
         lambda d: replace(checkpoint_info(), optimizer=None).write(d),
         (),
         {"no_load_optim": True},
     ),
-    "no optimizer's files, weights alone": (_no_optimizer_files, (), {"finetune": True}),
+    "no optimizer's files, only weights": (_no_optimizer_files, (), {"finetune": True}),
     "longer, where positions have no weights": (
         lambda d: checkpoint_info(ROTATED).write(d),
         (replace(ROTATED, max_position_embeddings=64),),
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_fits_is_found(
     assert found[0] == directory
 
 
-def test_nothing_to_load_is_a_fresh_start_unless_there_must_be_something(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_a_fresh_start_unless_required(tmp_path: Path) -> None:
     assert find_checkpoint(CheckpointConfig(), MODEL, LAYOUT, "adam") is None
     for load in (tmp_path, tmp_path / "missing"):
         assert find(load) is None
@@ -146,14 +146,14 @@ def test_rotations_change_only_where_positions_are_extended(directory: Path, cha
     assert "--hidden-size 32" in refusal(directory.parent, wider, finetune=True, extend_positions=True)
 
 
-def test_what_the_optimizer_or_the_ranks_cannot_use_is_named(directory: Path) -> None:
+def test_an_unusable_optimizer_state_or_padding_is_named(directory: Path) -> None:
     assert "--optimizer adam, this run uses sgd: set --optimizer adam" in refusal(
         directory.parent, MODEL, LAYOUT, "sgd"
     )
     line = refusal(directory.parent, MODEL, replace(LAYOUT, tensor_parallel_size=5))
     assert "vocabulary is padded to 384 for tensor parallel size 1, this run's to 640 for 5" in line
     replace(checkpoint_info(), optimizer=None).write(directory)
-    assert refusal(directory.parent).endswith("load the weights alone, with --no-load-optim or --finetune")
+    assert refusal(directory.parent).endswith("load only the weights, with --no-load-optim or --finetune")
 
 
 def test_an_older_checkpoint_may_be_chosen(directory: Path) -> None:
@@ -186,7 +186,7 @@ FILES = [
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("keep", [None, 0, 100, -1])
 def test_a_file_that_is_missing_or_cut_short_is_named(directory: Path, name: str, keep: int | None) -> None:
-    """DeepSpeed would go on with a fresh optimizer, or a rank would fail where the others wait for it."""
+    """DeepSpeed would continue with a fresh optimizer, or a rank would fail while the others wait for it."""
     path = directory / name
     content = path.read_bytes()
     path.unlink()

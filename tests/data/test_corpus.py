@@ -40,7 +40,7 @@ def test_a_limit_keeps_whole_speeches(package: Path, tmp_path: Path, limit: str,
     assert len(texts(output)) == count
 
 
-def test_without_the_package_the_error_says_how_to_install_it(
+def test_without_the_package_the_error_has_the_command_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(corpus, "find_spec", lambda name: None)

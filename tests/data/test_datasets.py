@@ -70,7 +70,7 @@ def test_the_order_is_megatrons_to_the_last_tie(weights: list[float], num_sample
     assert ours.dataset_sample_index.tolist() == dataset_sample_index.tolist()
 
 
-def test_a_kept_order_is_the_order(tmp_path: Path) -> None:
+def test_a_cached_order_is_the_order(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     orders = [interleave([0.3, 0.7], 1000, each) for each in (None, cache, cache)]
     assert all(isinstance(each, FileColumn) for each in orders[2])
@@ -109,7 +109,7 @@ def datasets(data_path: list[str], split: str, seq_length: int, num_samples: tup
 
 
 def prefixes(tmp_path: Path, **lengths: int) -> list[str]:
-    """Write datasets of ten documents each, whose tokens tell them apart; return the prefixes."""
+    """Write datasets of ten documents each, each with another token; return the prefixes."""
     for number, (name, length) in enumerate(lengths.items()):
         with IndexedDatasetWriter(tmp_path / name, vocab_size=300) as writer:
             for _ in range(10):
@@ -117,7 +117,7 @@ def prefixes(tmp_path: Path, **lengths: int) -> list[str]:
     return [str(tmp_path / name) for name in lengths]
 
 
-def test_the_parts_are_built_with_the_samples_asked_for(tmp_path: Path) -> None:
+def test_the_parts_have_the_given_numbers_of_samples(tmp_path: Path) -> None:
     data_path = prefixes(tmp_path, a=20)
     parts = datasets(data_path, "8,1,1", 10, (30, 4, 0))
     assert (len(parts.train), len(parts.valid), parts.test) == (30, 4, None)
@@ -171,7 +171,7 @@ def test_exactly_so_many_epochs(tmp_path: Path, epochs: int) -> None:
         build_datasets(data, seq_length=8, num_samples=(available + 1, 0, 0), seed=1)
 
 
-def test_an_index_is_kept_beside_the_data_unless_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_index_is_cached_in_the_folder_of_the_data_if_that_can_be_written(tmp_path: Path) -> None:
     def samples() -> list[list[int]]:
         train = build_datasets(DataConfig(data_path=(a,)), seq_length=8, num_samples=(9, 0, 0), seed=1).train
         return [train[number].tolist() for number in range(9)]
@@ -187,7 +187,7 @@ def test_an_index_is_kept_beside_the_data_unless_that_cannot_be_written(tmp_path
 
 @pytest.mark.parametrize("epochs", [None, 3])
 @pytest.mark.parametrize("blended", [False, True])
-def test_where_nothing_is_read_only_the_numbers_are_known(
+def test_without_reads_only_the_numbers_of_samples_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int | None, blended: bool
 ) -> None:
     a, b = prefixes(tmp_path, a=40, b=60)
@@ -207,7 +207,7 @@ def test_where_nothing_is_read_only_the_numbers_are_known(
 
 @pytest.mark.parametrize("blended", [False, True])
 @pytest.mark.parametrize(("seq_length", "samples"), [(100_000, 5), (8, 100_000)])
-def test_what_is_wrong_with_the_data_is_found_on_every_rank(
+def test_faults_of_the_data_are_found_on_every_rank(
     tmp_path: Path, blended: bool, seq_length: int, samples: int
 ) -> None:
     a, b = prefixes(tmp_path, a=40, b=60)

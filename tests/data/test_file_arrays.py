@@ -37,7 +37,7 @@ def values(arrays: Arrays) -> list[list[float]]:
 SQUARES = [[0, 1, 2, 3, 4], [0.0, 1.0, 4.0, 9.0, 16.0]]
 
 
-def test_what_is_computed_once_is_found_by_its_description(tmp_path: Path) -> None:
+def test_computed_arrays_are_found_by_their_description(tmp_path: Path) -> None:
     compute = Squares()
     for _ in range(2):
         arrays = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION, compute)
@@ -48,7 +48,7 @@ def test_what_is_computed_once_is_found_by_its_description(tmp_path: Path) -> No
     assert values(other) == [[0, 1], [0.0, 1.0]]
 
 
-def test_without_a_directory_nothing_is_kept() -> None:
+def test_without_a_directory_arrays_are_computed_each_time() -> None:
     compute, cache = Squares(), IndexCache(None)
     assert values(cache.get(DESCRIPTION, compute)) == values(cache.get(DESCRIPTION, compute)) == SQUARES
     assert compute.calls == 2
@@ -72,7 +72,7 @@ def change_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit])
 @pytest.mark.parametrize("pattern", ["*-number.npy", "*-square.npy", "*.json"])
-def test_what_is_not_whole_is_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
+def test_damaged_entries_are_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
     compute, cache = Squares(), IndexCache(tmp_path)
     cache.get(DESCRIPTION, compute)
     (path,) = tmp_path.glob(pattern)
@@ -94,7 +94,7 @@ def test_a_pickle_in_place_of_an_array_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_files_have_the_permissions_that_the_user_gives(tmp_path: Path, umask: int, mode: int) -> None:
-    tmp_path.chmod(0o777)  # What others may do in the folder says nothing of the files.
+    tmp_path.chmod(0o777)  # The permissions of the folder do not matter.
     before = os.umask(umask)
     try:
         IndexCache(tmp_path).get(DESCRIPTION, Squares())
@@ -103,7 +103,7 @@ def test_files_have_the_permissions_that_the_user_gives(tmp_path: Path, umask: i
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
 
 
-def test_an_interruption_leaves_nothing_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_leaves_no_partial_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, saved = np.save, []
 
     def dies(file: object, array: np.ndarray, **keywords: bool) -> None:
@@ -138,7 +138,7 @@ def test_the_entry_of_other_data_is_computed_again(tmp_path: Path) -> None:
     assert values(one.get(DESCRIPTION, Squares())) == SQUARES
 
 
-def test_a_process_that_stands_still_with_the_lock_is_not_waited_for_without_end(
+def test_waiting_for_a_stopped_process_with_the_lock_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_arrays, "_SILENT_S", 0.05)
@@ -150,7 +150,7 @@ def test_a_process_that_stands_still_with_the_lock_is_not_waited_for_without_end
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_whole_entry_is_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_an_entry_is_read_from_a_folder_without_write_permission(tmp_path: Path) -> None:
     IndexCache(tmp_path).get(DESCRIPTION, Squares())
     tmp_path.chmod(0o500)
     assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES

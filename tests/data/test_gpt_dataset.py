@@ -1,4 +1,4 @@
-"""Samples: what they hold, in which order, against the stream of tokens and against Megatron's."""
+"""Samples: their tokens and order, compared with the stream of tokens and with Megatron."""
 
 import os
 import struct
@@ -92,7 +92,7 @@ def test_the_seed_decides_the_order(dataset_of: DatasetOf) -> None:
     assert order(1) != sorted(order(1))
 
 
-def test_other_data_seed_or_length_has_another_kept_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
+def test_other_data_seed_or_length_has_another_cached_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
     one, other = dataset_of(5, 6, 7, 8), dataset_of(8, 7, 6, 5)
     cache = IndexCache(tmp_path)
     for indexed, documents, seq_length, seed in [
@@ -118,7 +118,7 @@ def test_only_the_documents_of_the_range_are_read(dataset_of: DatasetOf) -> None
     assert seen == set(range(9, 18))
 
 
-def test_tokens_beyond_what_32_bits_count_are_found(tmp_path: Path) -> None:
+def test_tokens_beyond_32_bits_are_found(tmp_path: Path) -> None:
     """Three documents of 2^31 - 1 tokens each, the most that the format takes, in a file of holes."""
     prefix, longest, length = tmp_path / "long", 2**31 - 1, 1_000_000
     with IndexedDatasetWriter(prefix, vocab_size=50257):
@@ -155,7 +155,7 @@ def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of
         [checked[sample] for sample in range(2)]
     assert str(raised.value) == (
         f"{indexed.prefix}.bin has the token id 10 at byte 40 (document 1), and the vocabulary has 10 ids from 0: "
-        "bring back the file that the run began with, and go on from the last checkpoint"
+        "bring back the file that the run began with, and continue from the last checkpoint"
     )
     with open(f"{indexed.prefix}.bin", "r+b") as file:
         file.write((-1).to_bytes(4, "little", signed=True))
@@ -163,14 +163,14 @@ def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of
         [whole[sample] for sample in range(2)]
 
 
-def test_an_order_that_changed_on_disk_leads_nowhere(dataset_of: DatasetOf, tmp_path: Path) -> None:
+def test_an_order_that_changed_on_disk_is_refused(dataset_of: DatasetOf, tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     dataset = GPTDataset(dataset_of(5, 6), range(2), seq_length=5, num_samples=2, seed=0, cache=cache)
     (order,) = tmp_path.glob("*-shuffle_index.npy")
     with order.open("r+b") as file:
         file.seek(-16, os.SEEK_END)
         file.write(np.array([10**6, 10**6]).tobytes())
-    with pytest.raises(DataError, match=r"order of the samples of .* has changed since the start, and sample 0 lies"):
+    with pytest.raises(DataError, match=r"order of the samples of .* has changed since the start, and sample 0 is"):
         dataset[0]
 
 

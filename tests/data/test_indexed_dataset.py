@@ -39,7 +39,7 @@ def write(prefix: Path, documents: list[list[int]], vocab_size: int = 65_100) ->
     documents=st.lists(st.lists(st.integers(0, 300), max_size=9), max_size=9),
     vocab_size=st.sampled_from([301, 100_000]),
 )
-def test_what_is_written_is_read(
+def test_written_documents_are_read(
     documents: list[list[int]], vocab_size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents, vocab_size))
@@ -89,7 +89,7 @@ def test_megatron_documents_of_several_sequences_are_read(tmp_path: Path) -> Non
     assert dataset.document_indices.tolist() == [0, 2, 3]
 
 
-def test_an_interrupted_writer_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_interrupted_writer_leaves_the_older_dataset(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "d", 300) as writer:
         writer.add_document([1])
         raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def test_an_interrupted_writer_leaves_what_was_there(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).run(2, 0, 99).tolist() == DOCUMENTS[2]
 
 
-def test_nothing_appears_under_the_name_before_all_is_written(tmp_path: Path) -> None:
+def test_the_dataset_appears_only_when_complete(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "d", 300) as writer:
         writer.add_document([1])
         assert not data_file(tmp_path / "d").exists()
@@ -127,7 +127,7 @@ with IndexedDatasetWriter(sys.argv[1], 300) as writer:
 """
 
 
-def test_a_writer_that_is_killed_leaves_no_dataset_and_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_no_dataset_and_blocks_no_later_one(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "d")], check=False).returncode == -9
     assert [path.name for path in tmp_path.iterdir()] == ["d.bin.partial"]
     assert IndexedDataset(write(tmp_path / "d", DOCUMENTS)).run(0, 0, 99).tolist() == DOCUMENTS[0]
@@ -159,7 +159,7 @@ def replace(offset: int, value: bytes):
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        (index_file, keep(20), "truncated: 20 bytes, and its header alone has 34"),
+        (index_file, keep(20), "truncated: 20 bytes, and its header has 34"),
         (index_file, keep(-1), "truncated: 121 bytes, and 4 sequences and 5 .* take 122"),
         (index_file, lambda content: content + b"?", "overlong: 123 bytes"),
         (index_file, replace(0, b"TNTIDX"), r"no index of Megatron's: it begins with b'TNTIDX"),
@@ -200,7 +200,7 @@ def test_an_index_is_checked_to_its_end_whatever_the_pieces(tmp_path: Path) -> N
                 IndexedDataset(prefix)
 
 
-def test_a_prefix_that_misses_a_part_leads_to_the_dataset_beside_it(tmp_path: Path) -> None:
+def test_a_prefix_that_misses_a_part_suggests_a_dataset_of_its_folder(tmp_path: Path) -> None:
     whole = write(tmp_path / "corpus_text_document", DOCUMENTS)
     for typed in (tmp_path / "corpus", data_file(whole), index_file(whole)):
         with pytest.raises(DataError, match=rf"not found: did you mean {whole}\?$"):
@@ -225,7 +225,7 @@ def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
         dataset.run(2, 1, 9)
     assert str(error.value) == (
         f"{data_file(tmp_path / 'd')} ends at byte 4 now, and had 18 bytes when it was opened; bytes 10 to 16 are "
-        "wanted: bring back the whole file, and go on from the last checkpoint"
+        "needed: bring back the whole file, and continue from the last checkpoint"
     )
     os.truncate(index_file(tmp_path / "d"), 60)
     with pytest.raises(DataError, match=r"d\.idx ends at byte 60 now, and had 122 bytes when it was opened"):
@@ -248,7 +248,7 @@ def test_a_file_that_is_removed_can_be_read_to_the_end(tmp_path: Path) -> None:
     assert [dataset.run(number, 0, 99).tolist() for number in range(4)] == DOCUMENTS
 
 
-def test_no_file_stays_open_when_nobody_reads_it(tmp_path: Path) -> None:
+def test_files_are_closed_with_their_last_reader(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", DOCUMENTS)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

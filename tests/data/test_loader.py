@@ -1,4 +1,4 @@
-"""Micro-batches: documents told apart as in Megatron; an order independent of ranks, resumable, in the background."""
+"""Micro-batches: documents separated as in Megatron; an order independent of ranks, resumable, in the background."""
 
 import threading
 from itertools import islice
@@ -40,7 +40,7 @@ def test_predictions_after_the_end_of_a_document_can_be_left_out() -> None:
 def test_documents_begin_after_the_ends_of_others() -> None:
     samples = torch.tensor([[1, 0, 2, 3, 0, 4], [0, 0, 5, 6, 7, 0], [1, 2, 3, 4, 5, 6]])
     batch = Batch.from_samples(samples, separating_eod=0)
-    # The first row's last end is its last input: what begins after it is in the next sample.
+    # The first row's last end is its last input: the document after it is in the next sample.
     assert batch.document_starts == ((0, 2), (0, 1, 2), (0,))
     assert positions_of(batch).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert batch.loss_mask.all()
@@ -195,7 +195,7 @@ def test_an_exception_in_the_background_is_raised_in_its_place(num_workers: int)
 def test_slow_and_uneven_samples_keep_their_order(num_workers: int) -> None:
     class Uneven(Numbers):
         def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-            # What is late in one thread overtakes nothing that is ready in another.
+            # A late sample of one thread is not overtaken by those of others.
             threading.Event().wait(0.003 * (sample % 3 == 0))
             return super().__getitem__(sample)
 

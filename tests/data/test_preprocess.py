@@ -60,10 +60,10 @@ def test_each_json_key_has_its_dataset(tmp_path: Path, capsys: pytest.CaptureFix
     lines = [{"title": "one", "text": "first"}, {"title": "two", "text": "second", "more": 3}]
     corpus = write_lines(tmp_path / "c.jsonl", *map(json.dumps, lines))
     assert run(corpus, tmp_path / "deeper" / "c", "--json", "--json-keys", "title", "text") == 0
-    told = json.loads(capsys.readouterr().out)
-    validate("preprocessed", told)
-    assert told.pop("seconds") > 0
-    assert told == {
+    found = json.loads(capsys.readouterr().out)
+    validate("preprocessed", found)
+    assert found.pop("seconds") > 0
+    assert found == {
         "datasets": [
             {"prefix": f"{tmp_path}/deeper/c_title_document", "num_documents": 2, "num_tokens": 6},
             {"prefix": f"{tmp_path}/deeper/c_text_document", "num_documents": 2, "num_tokens": 11},
@@ -132,7 +132,7 @@ def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path
         (["--input", "absent.jsonl"], "error: --input absent.jsonl is no file"),
     ],
 )
-def test_what_cannot_be_done_is_named(
+def test_invalid_flags_are_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert run(corpus, tmp_path / "c", *options) == 2
@@ -155,7 +155,7 @@ def test_a_second_run_replaces_the_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_malformed_line_is_named_and_nothing_is_left(
+def test_a_malformed_line_is_named_and_no_file_remains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
 ) -> None:
     lines = ['{"text": "fine"}'] * 9000 + ['{"text": "cut'] + ['{"text": "fine"}'] * 9000
@@ -191,11 +191,11 @@ def test_input_that_cannot_be_used_is_one_clear_line(
     assert message in error
 
 
-def test_words_of_megatrons_scripts_that_are_so_anyway(corpus: Path, tmp_path: Path) -> None:
+def test_flags_of_megatrons_scripts_without_effect(corpus: Path, tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "c", "--dataset-impl", "mmap", "--log-interval", "1000") == 0
 
 
-# Larger than what is read at once, also when compressed.
+# Larger than one read, also when compressed.
 LINES = [f"{number} {hash((number, 1)) % 10**18}\n".encode() for number in range(30_000)] + [b"no line end"]
 CONTENT = b"".join(LINES)
 

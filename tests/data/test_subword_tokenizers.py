@@ -1,4 +1,4 @@
-"""Tokenizers of packages: the ids of the package itself, and nothing added, cut or taken for an end."""
+"""Tokenizers of packages: the ids of the package itself, with no token added, cut or taken for an end."""
 
 import json
 import sys
@@ -80,9 +80,9 @@ def test_lone_surrogates_special_tokens_and_other_ids(tokenizer: Tokenizer) -> N
             tokenizer.decode([5, token])
 
 
-def test_hugging_face_gives_ids_of_the_package_without_what_it_adds_or_cuts(hugging_face: Path) -> None:
+def test_hugging_face_gives_ids_of_the_package_without_added_or_cut_tokens(hugging_face: Path) -> None:
     package = PackageTokenizer.from_file(str(hugging_face))
-    assert len(package.encode(TEXT).ids) == 16, "the file does not ask for truncation and padding"
+    assert len(package.encode(TEXT).ids) == 16, "the file does not set truncation and padding"
     package.no_truncation()
     package.no_padding()
     begin, *ids, end = package.encode(TEXT).ids
@@ -114,7 +114,7 @@ def test_the_configuration_may_name_the_end_of_a_document(tmp_path: Path, conten
     assert HuggingFaceTokenizer(file).eod == eod
 
 
-def test_without_an_end_of_document_the_error_says_where_to_name_one(tmp_path: Path) -> None:
+def test_without_an_end_of_document_the_error_names_the_file_for_it(tmp_path: Path) -> None:
     file, config = train_hugging_face(tmp_path, eod="[END]"), tmp_path / "tokenizer_config.json"
     with pytest.raises(DataError, match=r"no token that ends a document .*<eos>\): name one .*tokenizer_config\.json"):
         HuggingFaceTokenizer(file)
@@ -148,7 +148,7 @@ def test_special_tokens_of_tiktoken_come_first(tik: Path) -> None:
 
 
 def test_patterns_split_words(tik: Path) -> None:
-    """Both take each digit alone; the second also ends a word before a capital."""
+    """Both split digits; the second also ends a word before a capital."""
     twelve = [5 + byte for byte in b"12"]
     assert build_tik(tik).encode("12") == build_tik(tik, tiktoken_pattern="v1").encode("12") == twelve
     assert build_tik(tik).encode("wL") == [5 + byte for byte in b"wL"]
@@ -165,8 +165,8 @@ def test_a_vocabulary_of_tiktoken_is_cut_to_the_size(tik: Path) -> None:
     ("settings", "line"),
     [
         ({"tiktoken_pattern": None}, "--tiktoken-pattern None"),
-        ({"vocab_size": None}, "has 261 tokens, and --vocab-size 131072 asks for 131067"),
-        ({"vocab_size": 5}, "asks for 0 and 5 special ones: give --vocab-size 266 or less"),
+        ({"vocab_size": None}, "has 261 tokens, and --vocab-size 131072 needs 131067"),
+        ({"vocab_size": 5}, "needs 0 and 5 special ones: give --vocab-size 266 or less"),
         ({"tiktoken_num_special_tokens": 2}, "name at most 2, each once"),
         ({"tiktoken_special_tokens": ("<s>", "</s>")}, "<unk>, <s>, </s> among them"),
         ({"tiktoken_special_tokens": ("<s>", "</s>", "<unk>", "<s>")}, "each once"),

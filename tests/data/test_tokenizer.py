@@ -93,7 +93,7 @@ def test_any_text_round_trips_through_tiny_rules(text: str, tmp_path_factory: py
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_of_a_rule_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
+def test_of_a_rule_that_appears_twice_the_first_counts(tmp_path: Path) -> None:
     tokenizer = GPT2BPETokenizer(*write_tiny(tmp_path, ["l o", "o w", "l o"]))
     assert [tokenizer.decode([token]) for token in tokenizer.encode("low")] == ["lo", "w"]
 
@@ -156,7 +156,7 @@ def test_the_data_section_names_a_tokenizer(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_files_are_asked_for_and_refused_where_they_do_not_belong(settings: dict[str, str], message: str) -> None:
+def test_missing_and_superfluous_files_are_named(settings: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=f"^{message}"):
         build_tokenizer(TokenizerSettings(**settings))
 
@@ -171,7 +171,7 @@ def test_files_are_asked_for_and_refused_where_they_do_not_belong(settings: dict
         ('{"a": 1}', "", r"has no token '<\|endoftext\|>'"),
         ("tiny", None, r"^--merge-file .*vocab\.bpe cannot be read"),
         ("tiny", "#version\nl o w\n", r"vocab\.bpe:2: a merge rule is two tokens"),
-        ("tiny", "l o\no w\n", r"vocab\.bpe:2: the vocabulary lacks"),
+        ("tiny", "l o\no w\n", r"vocab\.bpe:2: the vocabulary has not all tokens"),
     ],
 )
 def test_malformed_files_are_named(tmp_path: Path, vocabulary: str | None, merges: str | None, message: str) -> None:
@@ -195,11 +195,11 @@ def test_ids_are_themselves_and_the_end_of_a_document_is_the_one_after_them() ->
 @pytest.mark.parametrize("text", ["1 two", "101", "-1", "1.5"])
 def test_other_words_are_refused(text: str) -> None:
     tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=100))
-    with pytest.raises(DataError, match="is no token id below 101, and NullTokenizer takes nothing else"):
+    with pytest.raises(DataError, match="is no token id below 101, and NullTokenizer takes ids only"):
         tokenizer.encode(text)
 
 
-def test_the_size_is_asked_for() -> None:
+def test_the_size_is_required() -> None:
     with pytest.raises(DataError, match="add --vocab-size, without the end of a document"):
         build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer"))
 
@@ -241,6 +241,6 @@ def test_any_text_comes_whole(streamed: Tokenizer, text: str) -> None:
     assert streamed.decode(before) + "".join(pieces_of(streamed, before, tokens)) == whole
 
 
-def test_what_never_becomes_a_character_comes_at_the_end() -> None:
+def test_an_incomplete_character_comes_at_the_end() -> None:
     assert pieces_of(ByteTokenizer(), [0x41], [0xE4, 0xBD]) == ["", "", "\ufffd"]
     assert pieces_of(ByteTokenizer(), [0x41], [0xE4, 0xBD, 0xA0]) == ["", "", "\u4f60", ""]

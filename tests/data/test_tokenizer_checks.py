@@ -63,7 +63,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_one_line(tmp_path: Path, ids: 
     )
 
 
-def test_a_file_put_in_the_place_of_another_is_read_though_size_and_time_are_the_same(tmp_path: Path) -> None:
+def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
     prefix, cache = write(tmp_path / "c", [1, 2]), IndexCache(tmp_path / "cache")
     assert token_range(str(prefix), cache) == (0, 2)
     written = os.stat(f"{prefix}.bin").st_mtime_ns
@@ -115,7 +115,7 @@ def test_ids_outside_the_vocabulary_name_the_tokenizer_of_the_data(tmp_path: Pat
         check(prefix, ByteTokenizer())
 
 
-def test_vocabularies_of_one_kind_and_size_are_told_apart(tmp_path: Path) -> None:
+def test_vocabularies_of_one_kind_and_size_are_distinguished(tmp_path: Path) -> None:
     file = train_hugging_face(tmp_path)
     prefix = preprocess(tmp_path, *with_tokenizer(file))
     check(prefix, built(file))
@@ -138,7 +138,7 @@ def test_more_special_tokens_are_no_other_vocabulary(tmp_path: Path) -> None:
     check(prefix, built(file), reads_ends=True)
 
 
-def test_sentence_piece_finds_its_own_data(tmp_path: Path) -> None:
+def test_sentence_piece_accepts_its_own_data(tmp_path: Path) -> None:
     file = train_sentence_piece(tmp_path)
     prefix = preprocess(tmp_path, *with_tokenizer(file, "SentencePieceTokenizer"), "--append-eod")
     check(prefix, built(file, "SentencePieceTokenizer"), reads_ends=True)

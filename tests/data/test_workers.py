@@ -11,7 +11,7 @@ from megatron_terapipe.errors import DataError
 
 
 def work(item: str) -> str:
-    """Answer, fail or die, as the item says."""
+    """Answer, fail or die, depending on the item."""
     if item == "fail":
         raise DataError("this item cannot be worked on")
     if item == "die":

@@ -15,7 +15,7 @@ TEXTS = [
 
 
 def train_hugging_face(folder: Path, eod: str = "<|endoftext|>") -> Path:
-    """Write a byte-level `tokenizer.json` that asks for truncation and for a token around each text."""
+    """Write a byte-level `tokenizer.json` with truncation and tokens around each text."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

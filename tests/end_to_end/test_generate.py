@@ -14,6 +14,6 @@ def test_it_continues_the_prompt(trained: Trained) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("the quick")
     new = found.stdout.removeprefix("the quick").removesuffix("\n")
-    # What is likeliest after six iterations are the letters of the text it saw.
+    # After six iterations the letters of the training text are likeliest.
     assert 15 <= len(new) <= 20
     assert sum(letter.islower() or letter == " " for letter in new) > len(new) / 2

@@ -1,4 +1,4 @@
-"""A Llama trained on one layout goes on on another, then leaves for other programs."""
+"""A Llama trained on one layout continues on another, and is exported to other programs."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size
 @pytest.fixture(scope="module")
 def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on four stages of two ranks;
-    and the last two again from there, on two sequence-parallel ranks whose weight gradients come late."""
+    and the last two again from there, on two sequence-parallel ranks with deferred weight gradients."""
     folder = tmp_path_factory.mktemp("moved")
 
     def train(*words: object) -> None:
@@ -41,7 +41,7 @@ def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_other_layouts_go_on_as_the_first_would_have(moved: Path) -> None:
+def test_the_other_layouts_continue_with_the_losses_of_the_first(moved: Path) -> None:
     """Dropout, packed documents and Adam's state included: only the order of sums differs."""
     before, evaluated_before = read_metrics(moved / "before.jsonl")
     for name, first in (("after.jsonl", 4), ("at_last.jsonl", 5)):
@@ -54,7 +54,7 @@ def test_the_other_layouts_go_on_as_the_first_would_have(moved: Path) -> None:
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_the_log_names_the_checkpoint_it_goes_on_from(moved: Path) -> None:
+def test_the_log_names_the_loaded_checkpoint(moved: Path) -> None:
     logs = [path.read_text() for path in moved.glob("log_*.txt")]
     for line in (
         " loaded checkpoint checkpoints/global_step3 of iteration 3\n",
@@ -68,7 +68,7 @@ def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
     for direction, load, output in commands:
         assert main([f"{direction}-huggingface", "--load", str(moved / load), "--output", str(moved / output)]) == 0
     assert json.loads((moved / "exported" / "config.json").read_text())["model_type"] == "llama"
-    # Whoever may read one of the files may read all.
+    # All files have the same permissions.
     assert len({path.stat().st_mode for path in (moved / "exported").iterdir()}) == 1
     assert (moved / "again" / "model.safetensors").read_bytes() == (
         moved / "exported" / "model.safetensors"

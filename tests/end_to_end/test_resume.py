@@ -1,4 +1,4 @@
-"""A run that dies and is started again goes on as if nothing had happened."""
+"""A run that dies and is started again continues as without interruption."""
 
 import json
 import os
@@ -27,7 +27,7 @@ ENDLESS_EVALUATION = ["--eval-interval", "4", "--eval-iters", "5000"]
 
 @pytest.fixture(scope="module")
 def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run like `trained` whose launcher was killed after iteration 4, with a checkpoint of iteration 3."""
+    """Folder of a run like `trained`, with a checkpoint of iteration 3; its launcher was killed after iteration 4."""
     folder = tmp_path_factory.mktemp("killed")
     outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "metrics.jsonl"]
     run = Launch(folder, flags(data, *outputs, *ENDLESS_EVALUATION))
@@ -35,7 +35,7 @@ def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactor
     run.wait_for(lambda: num_metrics(metrics) == 4)
     there = run.processes()
     os.kill(there["the launcher"], signal.SIGKILL)
-    # Its ranks do not train on alone, and the command does not end as if all were well.
+    # Its ranks end, too, and the exit code is an error.
     assert run.wait() != 0, run.output()
     assert not run.wait_for_all(TIMEOUT_S)
     (line,) = error_lines(run.output())
@@ -80,7 +80,7 @@ def test_a_run_continues_with_other_slices_schedule_stages_and_zero_stage(
 
 
 def test_a_run_continues_from_its_initial_weights_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    """`--extra-save-iterations`, also 0, beside the checkpoints of the interval; in bf16."""
+    """`--extra-save-iterations`, also 0, in addition to the checkpoints of the interval; in bf16."""
     checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / f"{name}.jsonl" for name in ("whole", "resumed")]
     common = [*NO_EVALUATION, "--bf16", "--train-iters", "4"]
     saves = ["--save", checkpoints, "--save-interval", 3, "--extra-save-iterations", 0, 2, 9]

@@ -1,4 +1,4 @@
-"""What ranks run: one training step that begins with a folder of Hugging Face, and its gradients."""
+"""Functions that ranks run: one training step from a folder of Hugging Face, and its gradients."""
 
 from dataclasses import dataclass
 from pathlib import Path

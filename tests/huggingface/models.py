@@ -1,4 +1,4 @@
-"""Models to convert, and what they compute."""
+"""Models to convert, and their logits."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -41,7 +41,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (replace(LLAMA, heterogeneous_layers_config_path=UNEVEN), "layers of several shapes, and Hugging Face"),
     ],
 )
-def test_what_they_cannot_express_is_named(
+def test_models_without_a_family_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: ModelConfig, said: str
 ) -> None:
     save(whole_model(model), model, tmp_path / "ours")
@@ -94,13 +94,13 @@ def test_damaged_files_and_tensors_that_contradict_the_settings_are_named(
     assert not back.exists()
 
 
-def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_exports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, output = tmp_path / "ours", tmp_path / "theirs"
     words = ("to-huggingface", "--load", ours, "--output", output)
     ours.mkdir()
     assert refusal(capsys, *words).startswith(f"error: --load {ours} holds no checkpoint")
     layer = save(whole_model(GPT2), GPT2, ours) / "layer_03-model_00-model_states.pt"
-    assert refusal(capsys, *words, "--family", "lama").startswith("error: --family lama is not known: choose gpt2, ")
+    assert refusal(capsys, *words, "--family", "lama").startswith("error: --family lama is unknown: choose gpt2, ")
     torch.save({"weight": torch.zeros(3)}, layer)
     assert "cannot load layer 3" in refusal(capsys, *words)
     layer.unlink()

@@ -46,7 +46,7 @@ def test_tensors_come_back_from_as_many_files_as_they_need(
 
 
 @given(groups=st.integers(1, 4), of_group=st.integers(1, 3), size=st.integers(1, 3), width=st.integers(1, 4))
-def test_heads_come_apart_and_together(groups: int, of_group: int, size: int, width: int) -> None:
+def test_heads_are_split_and_joined(groups: int, of_group: int, size: int, width: int) -> None:
     heads = Heads(groups, of_group, size)
     rows = groups * (of_group + 2) * size
     weight = torch.arange(float(rows * width)).reshape(rows, width)
@@ -63,7 +63,7 @@ def test_heads_come_apart_and_together(groups: int, of_group: int, size: int, wi
             assert torch.equal(value[group * size : (group + 1) * size], ours[start + (of_group + 1) * size :][:size])
 
 
-def test_fused_heads_lie_in_columns() -> None:
+def test_fused_heads_are_columns() -> None:
     weight = torch.arange(36.0).reshape(12, 3)  # two groups of one query head, two channels
     rule = turned(fused_attention("ours", "theirs", Heads(2, 1, 2)))
     (found,) = rule.split(weight)
@@ -78,7 +78,7 @@ def test_the_gate_comes_first() -> None:
     assert (up == 1).all()
 
 
-def test_what_pads_the_vocabulary_is_no_likelier_than_a_word() -> None:
+def test_padding_of_the_vocabulary_is_as_likely_as_an_average_word() -> None:
     rule = vocabulary("ours", "theirs", words=3, rows=5)
     words = torch.tensor([[3.0, 0.0], [0.0, 3.0], [-6.0, 0.0]])
     padded = rule.join([words])
@@ -94,7 +94,7 @@ def test_what_pads_the_vocabulary_is_no_likelier_than_a_word() -> None:
         ("SentencePieceTokenizer", ("tokenizer.model",), {"tokenizer_model": "tokenizer.model"}),
     ],
 )
-def test_the_tokenizer_goes_along(
+def test_the_tokenizer_is_converted(
     tmp_path: Path, kind: str, files: tuple[str, ...], settings: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, source = MODELS["llama"], tmp_path / "tokenizer"
@@ -109,10 +109,10 @@ def test_the_tokenizer_goes_along(
     replace(info, tokenizer={"tokenizer_type": kind, **fields, **paths}).write(directory)
     theirs = str(tmp_path / "theirs")
     assert main(["to-huggingface", "--load", str(checkpoints), "--output", theirs, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    validate("converted", told)
-    assert told == {"output": theirs, "source": str(directory), "tokenizer_files": told["tokenizer_files"]}
-    assert {*files} <= {*told["tokenizer_files"]}
+    found = json.loads(capsys.readouterr().out)
+    validate("converted", found)
+    assert found == {"output": theirs, "source": str(directory), "tokenizer_files": found["tokenizer_files"]}
+    assert {*files} <= {*found["tokenizer_files"]}
     for name in files:
         assert json.loads((tmp_path / "theirs" / name).read_text()) == {"name": name}
     assert main(["from-huggingface", "--load", str(tmp_path / "theirs"), "--output", str(tmp_path / "back")]) == 0
@@ -130,7 +130,7 @@ def test_a_tokenizer_without_a_limit_is_found(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path)["tokenizer_type"] == "GPT2BPETokenizer"
 
 
-def test_without_a_tokenizer_the_checkpoint_says_so(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_checkpoint_has_none(tmp_path: Path) -> None:
     model = MODELS["gpt2"]
     export_checkpoint(save(whole_model(model), model, tmp_path / "ours"), tmp_path / "theirs")
     directory = import_model(tmp_path / "theirs", tmp_path / "back")

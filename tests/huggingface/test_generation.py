@@ -29,7 +29,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(
     assert [int(word) for word in found] == tokens[0].tolist()
 
 
-def test_what_a_folder_cannot_say_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     for more, said in (
         ([], f"error: --load {tmp_path} has no tokenizer: add --tokenizer-type and its files\n"),

@@ -1,4 +1,4 @@
-"""Training goes on from a folder of Hugging Face: the first step, in token slices on two ranks, has the loss and the
+"""Training continues from a folder of Hugging Face: the first step, in token slices on two ranks, has the loss and the
 gradients of transformers' own autograd.
 
 Gradients are turned into theirs by the rules of the weights, which are linear. An error is the norm of a tensor's
@@ -33,9 +33,9 @@ TRAINED = [
     *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron"),
     *("opt", "gpt_bigcode"),
 ]
-"""Of each family all whose layers compute something of their own. The others differ in names and sizes."""
+"""All models of each family with layers of their own kind. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite"]
-"""Of each way to lay out the weights of a layer one."""
+"""One model for each order of the weights of a layer."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def _check(name: str, folder: Path, steps: list[Step]) -> None:
     assert found.keys() == expected.keys()
     for key, gradient in found.items():
         error = (gradient - expected[key]).norm() / expected[key].norm().clamp(min=1e-12)
-        # A bias of keys moves all scores of a query alike: its gradient is nothing but rounding.
+        # A bias of keys moves all scores of a query alike: its gradient is only rounding.
         negligible = expected[key].norm() < 1e-6
         assert negligible or error < TOLERANCE, f"{key}: {error}"
 

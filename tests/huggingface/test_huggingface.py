@@ -1,4 +1,4 @@
-"""A converted model computes what `transformers` computes with the same weights, and comes back as it was."""
+"""A converted model has the logits of `transformers` with the same weights, and is unchanged when converted back."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that begins with a folder of Hugging Face goes on from what it saved; what contradicts the folder is named."""
+"""A run from a folder of Hugging Face continues from its checkpoint; contradictions to the folder are named."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from tests.huggingface.tiny import tiny_model  # noqa: E402
 
 
-def test_the_same_command_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+def test_the_same_command_continues_from_its_checkpoint(tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path / "theirs")
     outcomes = run_distributed(resume, 2, tmp_path / "theirs", tmp_path / "ours")
     for outcome in outcomes:
@@ -24,7 +24,7 @@ def test_the_same_command_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "qwen3"
 
 
-def test_a_folder_of_another_model_than_what_was_saved_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_another_model_than_the_checkpoint_is_named(tmp_path: Path) -> None:
     for name in ("qwen3", "llama"):
         tiny_model(name).save_pretrained(tmp_path / name)
     save(whole_model(MODELS["llama"]), MODELS["llama"], tmp_path / "ours")

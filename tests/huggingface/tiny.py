@@ -122,7 +122,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {}),
     "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
 }
-"""The `model_type` of each, and its settings beside the common ones."""
+"""The `model_type` of each, and its settings other than the common ones."""
 
 
 def tiny_model(name: str) -> Any:

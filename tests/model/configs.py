@@ -109,7 +109,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
     },
 }
-"""What sets well-known families apart."""
+"""Settings of well-known families."""
 
 MODELS = {
     "plain": model_config(),
@@ -170,7 +170,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 
 def logits_of(values: Tensor) -> Logits:
-    """What a last layer returns whose logits are these."""
+    """The output of a last layer with these logits."""
     return Logits(
         values, torch.eye(values.shape[-1], dtype=values.dtype), TensorParallelRanks(), LiveLogits(values.numel())
     )

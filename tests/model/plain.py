@@ -1,6 +1,6 @@
 """The layers once more, written out: a head at a time, a matrix of scores, complex numbers for rotations.
 
-It reads the weights of the layers under test and shares nothing else with them.
+It shares only the weights with the layers under test.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import MLP, TransformerBlock
 
 Masked = Callable[[Tensor, str], Tensor]
-"""Applies dropout, told at which site."""
+"""Applies dropout at a site."""
 
 
 def no_dropout(values: Tensor, site: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every rank of a tensor-parallel group checks of the layers; all collectives come before the first assertion."""
+"""Checks of the layers on every rank of a tensor-parallel group; all collectives come before the first assertion."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -101,7 +101,7 @@ class _Pair(nn.Module):
         return self.rows(self.activation(self.columns(self.norm(hidden))))
 
     def written_out(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What one rank alone must compute, by torch."""
+        """The result of a single rank, by torch."""
         normed = F.layer_norm(hidden, (16,), self.norm.weight, self.norm.bias, MODEL.layernorm_epsilon)
         bias = None if self.columns.bias is None else self.columns.bias.flatten()
         wide = F.linear(normed, self.columns.weight.flatten(0, -2), bias)
@@ -148,7 +148,7 @@ def weights_are_the_same_for_any_number_of_ranks(ranks: TensorParallelRanks) -> 
             ]
         ):
             torch.manual_seed(seed)
-            # What is drawn next must not depend on the number of ranks either.
+            # The next draw must not depend on the number of ranks either.
             layers += [build(), nn.Linear(3, 3)]
         return layers
 
@@ -210,7 +210,7 @@ def losses(ranks: TensorParallelRanks) -> None:
     width = 24 // ranks.size
     targets = torch.tensor([[0, width - 1, width, 23], [3, 11, 12, 23]])
     far = torch.zeros(24, dtype=torch.float64)
-    far[:width] = -1e5  # the first rank's logits count nothing
+    far[:width] = -1e5  # the logits of the first rank are negligible
     cases = {
         "small": drawn(2, 4, 24, seed=1),
         "large": drawn(2, 4, 24, seed=2) * 1e4,
@@ -221,7 +221,7 @@ def losses(ranks: TensorParallelRanks) -> None:
 
 
 def losses_of_padded_and_capped_logits(ranks: TensorParallelRanks) -> None:
-    """Padding counts nothing, and gets no gradient, also on ranks that have nothing else."""
+    """Padding has no effect and no gradient, also on ranks with padding only."""
     targets = torch.tensor([[0, 5, 6, 9], [3, 9, 1, 8]])
     small = drawn(2, 4, 24, seed=1)
     cases = {"small": small, "large padding": torch.cat((small[..., :10], small[..., 10:] + 1e4), -1)}
@@ -229,7 +229,7 @@ def losses_of_padded_and_capped_logits(ranks: TensorParallelRanks) -> None:
         *_losses_and_gradients(ranks, cases, targets, words=10),
         *_losses_and_gradients(ranks, cases, targets, words=23),
         *_losses_and_gradients(ranks, {"small": small}, targets, words=10, softcap=6.0),
-        # In bf16 a logit that is nearly at the cap says little of its slope.
+        # In bf16 the slope of a logit near the cap has few digits.
         *_losses_and_gradients(ranks, {"beyond": 20 * small}, targets, words=10, softcap=3.0, dtypes=DTYPES[:2]),
         *_losses_and_gradients(ranks, {"small": small}, targets, softcap=0.5, dtypes=DTYPES[:2]),
     ]

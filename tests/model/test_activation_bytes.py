@@ -1,4 +1,4 @@
-"""The formula of activation bytes against what autograd really keeps."""
+"""The formula of activation bytes compared with the tensors that autograd keeps."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def kept_keys_and_values(state: SequenceState, window: int | None) -> list[torch
 def left_out_bytes(
     model: ModelConfig, block: BlockShape, element_bytes: int, cut: tuple[int, ...], recompute: str
 ) -> int:
-    """What the formula leaves out, which does not grow with the hidden size, or not with the tokens."""
+    """Bytes that the formula omits, which do not grow with the hidden size, or not with the tokens."""
     layernorm, tokens = model.normalization == "layernorm", ROWS * SEQ
     # A mean and a deviation in LayerNorm; in RMSNorm a root, in fp32. A norm that is recomputed keeps neither.
     numbers = 2 * element_bytes if layernorm else 4
@@ -97,7 +97,7 @@ def left_out_bytes(
 @pytest.mark.parametrize("cut", [(SEQ,), (20, 12)], ids=["whole", "token_slices"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_formula_equals_what_autograd_keeps(
+def test_formula_equals_the_tensors_of_autograd(
     model: ModelConfig, dtype: torch.dtype, cut: tuple[int, ...], recompute: str
 ) -> None:
     block = model.blocks[0]

@@ -1,4 +1,4 @@
-"""Attention sees positions and earlier tokens as if the sequence had never been cut, and only its own document."""
+"""Attention in token slices is that of the whole sequence, within each document."""
 
 import pytest
 import torch
@@ -53,19 +53,19 @@ def test_documents_are_sequences_of_their_own(name: str, cut: tuple[int, ...]) -
     assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
 
 
-def test_documents_apart_whose_positions_go_on_differ_by_nothing_but_the_rotations() -> None:
+def test_documents_with_continued_positions_differ_only_by_rotations() -> None:
     """A rotation of a whole document by its start changes no score."""
     layer, _ = attention_of(llama_config())
     hidden = hidden_state(32, SEQ)
-    restarting, going_on = (
+    restarting, continued = (
         in_token_slices(layer, hidden, (13, 1, 18), documents=Documents(STARTS, positions_restart=restart))
         for restart in (True, False)
     )
-    torch.testing.assert_close(restarting, going_on, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(restarting, continued, rtol=1e-10, atol=1e-11)
 
 
 def test_without_positions_tokens_are_a_set() -> None:
-    """The last token sees the same whatever the order of those before; with rotations it does not."""
+    """The output of the last token does not depend on the order of those before; with rotations it does."""
     order = [*torch.randperm(SEQ - 1, generator=torch.Generator().manual_seed(0)).tolist(), SEQ - 1]
     hidden = hidden_state(32, SEQ)
     for name, alike in [("no_positions", True), ("llama", False)]:
@@ -75,7 +75,7 @@ def test_without_positions_tokens_are_a_set() -> None:
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_key_head_reaches_its_own_query_heads_alone(group: int) -> None:
+def test_a_key_head_reaches_only_its_own_query_heads(group: int) -> None:
     """Rows are grouped: of the 2 x (2 + 2) heads of 8, a group's key and value are the last two."""
     model = llama_config()
     layer, _ = attention_of(model)

@@ -51,7 +51,7 @@ def test_values_and_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", plain.GATES)
-def test_the_gradient_behind_a_gate_where_the_input_is_a_view(name: str) -> None:
+def test_the_gradient_of_a_gate_with_a_view_as_input(name: str) -> None:
     columns_first = inputs_of().detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     assert not columns_first.is_contiguous()
     assert torch.autograd.gradcheck(Activation(name), columns_first)
@@ -63,12 +63,12 @@ def test_bf16_stays_bf16(name: str) -> None:
     output = Activation(name)(inputs)
     output.sum().backward()
     assert output.dtype is inputs.grad.dtype is torch.bfloat16
-    # Two roundings of the value, of relative size 2^-8 or less each, and one of what it multiplies.
+    # Two roundings of the value, of relative size 2^-8 or less each, and one of the other factor.
     torch.testing.assert_close(output.double(), WRITTEN_OUT[name](inputs.double()), rtol=2**-6, atol=2**-7)
 
 
 @pytest.mark.parametrize("name", plain.GATES)
-def test_a_gate_keeps_its_input_alone(name: str) -> None:
+def test_a_gate_keeps_only_its_input(name: str) -> None:
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
         inputs = inputs_of()
@@ -81,7 +81,7 @@ PARTS = {
     "whole": BlockShape(num_key_value_heads=2, ffn_hidden_size=40),
     "no_attention": BlockShape(num_key_value_heads=0, ffn_hidden_size=40),
     "no_mlp": BlockShape(num_key_value_heads=1, ffn_hidden_size=0),
-    "nothing": BlockShape(num_key_value_heads=0, ffn_hidden_size=0),
+    "empty": BlockShape(num_key_value_heads=0, ffn_hidden_size=0),
 }
 
 
@@ -114,7 +114,7 @@ def test_parts_left_out_have_no_weights_and_no_effect(part: str, model: ModelCon
     found = in_token_slices(layer, hidden, (13, 1, 18))
     expected = plain.block(layer, model, shape, hidden)
     assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
-    if part == "nothing":
+    if part == "empty":
         assert torch.equal(found, hidden)
 
 
@@ -135,7 +135,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
 
 
 class TestDropout:
-    """At site 0 the probabilities of attention, then what attention and MLP add to the residual stream."""
+    """At site 0 the probabilities of attention, then the terms that attention and MLP add to the residual stream."""
 
     LAYER, SEED, ROWS = 3, 7, (5, 9)  # as `in_token_slices` has it, but the layer
 
@@ -162,7 +162,7 @@ class TestDropout:
         expected = plain.block(layer, model, shape, hidden, self.masked)
         assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
 
-    def test_evaluation_drops_nothing(self) -> None:
+    def test_evaluation_has_no_dropout(self) -> None:
         model = self.model()
         layer, (shape, *_) = block_of(model, model.blocks[0]), model.blocks
         hidden = hidden_state(32, SEQ)
@@ -173,7 +173,7 @@ class TestDropout:
         assert (training - evaluated).abs().max() > 0.1
 
     @pytest.mark.parametrize("probabilities", [(0.25, 0.0), (0.0, 0.4)])
-    def test_each_probability_drops_where_it_says(self, probabilities: tuple[float, float]) -> None:
+    def test_each_probability_applies_to_its_sites(self, probabilities: tuple[float, float]) -> None:
         hidden_dropout, attention_dropout = probabilities
         model = replace(self.model(), hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
 

@@ -90,7 +90,7 @@ def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
     before, weight, bias = layers_of(name)
     weight_gradients = attached(weight)
     inputs = inputs_of(name, 3)
-    middle = inputs * 1  # the product has it alone
+    middle = inputs * 1  # only the product has it
     output = tensor_parallel.linear(middle, weight, bias, before=before)
     raw = weakref.ref(middle)
     del middle
@@ -135,7 +135,7 @@ def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> Non
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_whoever_asked_for_each_gradient_gets_it_at_once(register: str) -> None:
+def test_hooks_get_each_gradient_at_once(register: str) -> None:
     weight, words = drawn(8, 5, seed=1), drawn(8, 5, seed=2)
     weight_gradients = attached(weight, words)
     calls: list[Tensor] = []
@@ -161,7 +161,7 @@ def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
 
 
 class _WholeSequence:
-    """Stands in for a sequence's state where there is but one token slice."""
+    """The state of a sequence with a single token slice."""
 
     prefix_len = 0
     positions_restart = False
@@ -244,6 +244,6 @@ def _numbers_kept(deferred: list[Product], weight: Tensor) -> int:
     """Numbers in the tensors that products close over, but for their weight."""
     values = [cell.cell_contents for product in deferred for cell in product.__closure__ or ()]
     tensors = [value for value in values if isinstance(value, Tensor) and value is not weight]
-    assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep what is before"
+    assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep earlier tensors"
     storages = {each.untyped_storage().data_ptr(): each for each in tensors}
     return sum(each.untyped_storage().nbytes() // each.element_size() for each in storages.values())

@@ -39,8 +39,8 @@ def test_positions_restart_with_documents(cut: tuple[int, ...]) -> None:
     embedding, hidden = positions_of(), hidden_state(32, SEQ)
     found = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS))
     assert torch.equal(found, hidden + torch.stack([embedding.weight[row] for row in POSITIONS]))
-    going_on = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS, positions_restart=False))
-    assert torch.equal(going_on, hidden + embedding.weight[:SEQ])
+    continued = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS, positions_restart=False))
+    assert torch.equal(continued, hidden + embedding.weight[:SEQ])
 
 
 def test_position_gradients_reach_the_rows_that_were_used() -> None:
@@ -170,7 +170,7 @@ def test_loss_and_gradients_are_those_of_the_whole_layer(parts: int) -> None:
     assert of_parts[VOCAB:].abs().max() == 0
 
 
-def test_a_part_without_words_adds_nothing() -> None:
+def test_a_part_without_words_has_no_effect() -> None:
     model = ModelConfig(
         num_layers=1,
         hidden_size=8,
@@ -190,7 +190,7 @@ def test_a_part_without_words_adds_nothing() -> None:
     assert first.linear.weight.grad.isfinite().all()
 
 
-def test_the_parts_are_stages_behind_the_final_norm() -> None:
+def test_the_parts_are_stages_after_the_final_norm() -> None:
     blocks = StagePartition((0, 1, 3))
     assert pipeline_partition(blocks).bounds == (0, 3, 7)
     assert pipeline_partition(blocks, 2).bounds == (0, 3, 6, 7, 8)

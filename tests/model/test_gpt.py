@@ -1,4 +1,4 @@
-"""The GPT as pipeline layers: what stands where, how large it is, and its loss."""
+"""The GPT as pipeline layers: their order, sizes and loss."""
 
 from itertools import pairwise
 from math import log, sqrt
@@ -69,7 +69,7 @@ def test_parameters_are_as_many_as_the_formulas_say(model: ModelConfig) -> None:
     ("blocks", "expected"),
     [((0, 3), (0, 7)), ((0, 2, 4), (0, 4, 8)), ((0, 1, 2, 5), (0, 3, 4, 9))],
 )
-def test_the_ends_of_the_model_stand_with_its_outermost_blocks(
+def test_the_ends_of_the_model_are_with_its_outermost_blocks(
     blocks: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     partition = pipeline_partition(StagePartition(blocks))
@@ -146,7 +146,7 @@ class TestLoss:
         _, labels, mask = self.logits_and_labels()
         assert gpt_loss(logits_of(torch.zeros(2, 6, 11)), (labels, mask)).item() == pytest.approx(log(11))
 
-    def test_a_token_slice_without_loss_bearing_tokens_costs_nothing(self) -> None:
+    def test_a_token_slice_without_loss_bearing_tokens_has_loss_zero(self) -> None:
         logits, labels, mask = self.logits_and_labels()
         assert not mask[:, :2].any()
         loss = gpt_loss(logits_of(logits[:, :2]), (labels[:, :2], mask[:, :2]))

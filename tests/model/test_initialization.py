@@ -89,7 +89,7 @@ def test_weights_of_a_layer_and_of_other_seeds_differ() -> None:
     assert len(sums) == 4
 
 
-def test_the_meta_device_draws_nothing() -> None:
+def test_the_meta_device_draws_no_numbers() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     with torch.device("meta"):

@@ -86,8 +86,8 @@ def test_loss_and_gradients_do_not_depend_on_how_many_logits_may_be_alive(limit:
 @pytest.mark.parametrize("limit", [ALL, 7 * VOCABULARY])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("words", [VOCABULARY, 2000])
-def test_padding_counts_nothing_and_a_cap_bends_logits(words: int, softcap: float | None, limit: int) -> None:
-    """Loss and gradients are those of the vocabulary without padding, whose weights get no gradient at all."""
+def test_padding_has_no_effect_and_a_cap_bends_logits(words: int, softcap: float | None, limit: int) -> None:
+    """Loss and gradients are those of the vocabulary without padding, and its weights get no gradient."""
     head = Head(limit, words=words, softcap=softcap)
     head.targets = [targets % words for targets in head.targets]
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_padding_counts_nothing_and_a_cap_bends_logits(words: int, softcap: floa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [2, 6, 24])
 def test_no_more_than_the_limit_is_ever_alive(share: int, dtype: torch.dtype) -> None:
-    """Beside the logits, a tile may be there as probabilities in fp32, and, where logits have fewer digits, in fp32."""
+    """A tile may also exist as probabilities in fp32, and, if logits have fewer digits, as logits in fp32."""
     limit = ALL // share
     head = Head(limit, dtype)
     with LiveBytes() as live:
@@ -124,14 +124,14 @@ def test_no_more_than_the_limit_is_ever_alive(share: int, dtype: torch.dtype) ->
     assert share == 2 or bound < 4 * ALL, "the bound would not notice log-probabilities of all tokens"
 
 
-def test_only_what_does_not_fit_is_computed_again() -> None:
+def test_only_logits_that_do_not_fit_are_recomputed() -> None:
     for limit, again in [(ALL, 0), (ROWS * 8 * VOCABULARY, ROWS * 16), (ROWS * 14 * VOCABULARY, ROWS * 10)]:
         with logits_computed() as found:
             Head(limit).step()
         assert found.logits == ALL + again * VOCABULARY
 
 
-def test_what_nobody_waits_for_makes_room() -> None:
+def test_freed_losses_make_room() -> None:
     head = Head(ALL)
     with LiveBytes() as live:
         loss = head.forward(0)

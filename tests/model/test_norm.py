@@ -115,7 +115,7 @@ def test_rmsnorm_of_fp16_squares_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_norms_start_as_norms_alone(kind: type[nn.Module]) -> None:
+def test_norms_start_without_scale_and_shift(kind: type[nn.Module]) -> None:
     hidden = drawn(50, 12)
     normed = kind(model_config(hidden_size=12, layernorm_epsilon=1e-12), TensorParallelRanks()).double()(hidden)
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(50, dtype=torch.float64), rtol=1e-9, atol=0)

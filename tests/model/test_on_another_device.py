@@ -1,7 +1,7 @@
-"""The model on a device that is not the host's, forward and backward: nothing of it stays behind on the host.
+"""The model on a device that is not the host's, forward and backward: no tensor stays on the host.
 
-The meta device stands in for an accelerator: it checks shapes, types and (but for look-ups) devices of operations, and
-computes nothing. Attention takes the kernel for CUDA.
+The meta device represents an accelerator: it checks shapes, types and (but for look-ups) devices of operations, without
+computing. Attention takes the kernel for CUDA.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers whose matrices are shared by ranks, on ranks: one launch for each number of them runs all checks."""
+"""Layers with matrices shared by ranks: one launch for each number of ranks runs all checks."""
 
 import traceback
 from functools import partial
@@ -17,7 +17,7 @@ SIZES = (2, 4)
 
 
 def faults() -> dict[tuple[str, str], str]:
-    """What this rank finds wrong, by kind and check."""
+    """Faults on this rank, by kind and check."""
     found = {}
     for kind, sequence_parallel in KINDS.items():
         ranks = TensorParallelRanks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, sequence_parallel)
@@ -36,7 +36,7 @@ def faults_by_rank(request: pytest.FixtureRequest) -> list[dict[tuple[str, str],
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_together_compute_what_one_computes(
+def test_ranks_together_compute_the_result_of_one(
     faults_by_rank: list[dict[tuple[str, str], str]], kind: str, name: str
 ) -> None:
     found = [

@@ -45,7 +45,7 @@ def inputs_of(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_adds_up_what_autograd_adds_up(with_bias: bool) -> None:
+def test_linear_has_the_gradients_of_autograd(with_bias: bool) -> None:
     (weight, bias), (plain_weight, plain_bias) = parameters(), parameters()
     for step in range(4):
         inputs, plain_inputs = inputs_of(step), inputs_of(step)
@@ -62,7 +62,7 @@ def test_linear_adds_up_what_autograd_adds_up(with_bias: bool) -> None:
             assert bias.grad is None
 
 
-def test_embedding_adds_up_what_autograd_adds_up() -> None:
+def test_embedding_has_the_gradients_of_autograd() -> None:
     (weight, _), (plain_weight, _) = parameters(), parameters()
     for step in range(4):
         tokens = (TOKENS + step) % 8
@@ -110,7 +110,7 @@ def test_only_the_first_gradient_is_a_new_tensor(compute: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize("compute", [compute for compute, _ in CASES.values()], ids=CASES)
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_whoever_asked_for_each_gradient_gets_it(compute: Callable[[Tensor], Tensor], register: str) -> None:
+def test_hooks_get_each_gradient(compute: Callable[[Tensor], Tensor], register: str) -> None:
     """ZeRO does: it takes every gradient away as it comes."""
     weight, _ = parameters()
     compute(weight).sum().backward()

@@ -1,4 +1,4 @@
-"""A product that computes what is before it again in the backward: the same bits, and less kept."""
+"""A product that recomputes the layer before it in the backward: the same bits, and less memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_plain_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_is_kept_is_the_input_and_parameters(name: str) -> None:
+def test_only_the_input_and_parameters_are_kept(name: str) -> None:
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3), list(before.parameters())
     with tensors_kept() as recomputing:
@@ -97,14 +97,14 @@ def test_what_is_kept_is_the_input_and_parameters(name: str) -> None:
     with tensors_kept() as keeping:
         tensor_parallel.linear(before(inputs), weight, bias)
     assert len(keeping) > len(recomputing)
-    # The gradient of ReLU is read off its output, which the product keeps: with it there is nothing to gain.
+    # The gradient of ReLU is read off its output, which the product keeps: so recomputation saves no memory.
     gained = len({each.data_ptr() for each in keeping}) - len({each.data_ptr() for each in recomputing})
     assert gained == 0 if name == "relu" else gained > 0
 
 
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
 def test_norm_weights_get_gradients_where_their_input_needs_none(name: str) -> None:
-    """As in a first layer behind frozen embeddings."""
+    """As in a first layer after frozen embeddings."""
     before, weight, bias = layers_of(name)
     inputs, parameters = inputs_of(name, 3).detach(), list(before.parameters())
     found = tensor_parallel.linear(inputs, weight, bias, before=before)
@@ -149,7 +149,7 @@ def test_both_linear_layers_hand_over_the_parameters_of_the_layer_before(kind: t
         assert torch.equal(kept, recomputed)
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_keeps_no_tensor() -> None:
     before, weight, bias = layers_of("rmsnorm")
     with torch.no_grad(), tensors_kept() as kept:
         output = tensor_parallel.linear(inputs_of("rmsnorm", 3), weight, bias, before=before)

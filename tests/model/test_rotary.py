@@ -16,7 +16,7 @@ from tests.model import plain
 
 
 def product_of(rows: int = 2, length: int = 7, groups: int = 2, heads: int = 4, width: int = 8) -> Tensor:
-    """Two query heads, a key head and a value head in each group, or as many as asked."""
+    """Two query heads, a key head and a value head in each group, or as many as given."""
     generator = torch.Generator().manual_seed(0)
     shape = rows, length, groups, heads, width
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -76,7 +76,7 @@ def test_the_gradient_turns_back() -> None:
     torch.testing.assert_close(gradient, product.detach(), rtol=1e-13, atol=1e-14)
 
 
-def test_nothing_of_the_heads_is_kept() -> None:
+def test_no_heads_are_kept() -> None:
     kept = []
     product = product_of()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
@@ -129,7 +129,7 @@ def long_table() -> RotaryTable:
 
 
 @given(first=st.integers(0, 100_000), apart=st.integers(0, 1000), moved=st.integers(0, 100_000))
-def test_scores_depend_on_the_distance_alone(long_table: RotaryTable, first: int, apart: int, moved: int) -> None:
+def test_scores_depend_only_on_the_distance(long_table: RotaryTable, first: int, apart: int, moved: int) -> None:
     query, key = product_of(1, 1, 1).detach(), product_of(1, 2, 1)[:, 1:].detach()
 
     def score(position: int) -> Tensor:

@@ -35,7 +35,7 @@ def part_of(whole: Tensor, parameter: nn.Parameter, ranks: TensorParallelRanks) 
 
 
 def tokens_of(whole: Tensor, ranks: TensorParallelRanks) -> Tensor:
-    """Of [B, N, ...], what a rank has between the matrices."""
+    """The tokens of [B, N, ...] that a rank has between the matrices."""
     if not ranks.sequence_parallel:
         return whole
     step = whole.shape[1] // ranks.size

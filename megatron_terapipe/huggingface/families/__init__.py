@@ -1,4 +1,4 @@
-"""Families of models by their `config.json`: what each means in the model section, and the names of its tensors.
+"""Families of models by their `config.json`: their fields of the model section, and the names of their tensors.
 
-Nothing here needs torch, so that flags and the search can take a model from such a file.
+Needs no torch: flags and the search read models from such files.
 """

@@ -1,4 +1,4 @@
-"""A family of models: what its `config.json` means, and how its tensors are named."""
+"""A family of models: the meaning of its `config.json`, and the names of its tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from megatron_terapipe.huggingface.families.settings import Setting, SettingsFil
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
-    """Names without `.weight` and `.bias`; those of a transformer layer come behind its number."""
+    """Names without `.weight` and `.bias`; those of a transformer layer follow its number."""
 
     prefix: str = "model."
     """Begins all names but that of the output layer."""
@@ -25,13 +25,13 @@ class TensorNames:
     query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Queries, keys and values, each by itself or all in one."""
     grouped: bool = False
-    """Whether, in one, they lie as ours: for each key head its query heads, its key and its value. Otherwise all
-    queries come first, then all keys, then all values."""
+    """Whether, in one, they are ordered as ours: for each key head its query heads, its key and its value. Otherwise
+    all queries come first, then all keys, then all values."""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     projection: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """The matrices to the hidden layer of the MLP: gate and what it gates, each by itself or both in one."""
+    """The matrices to the hidden layer of the MLP: gate and gated half, separate or both in one."""
     down: str = "mlp.down_proj"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -41,7 +41,7 @@ class TensorNames:
     """Norm before the output layer."""
     output: str = "lm_head"
     transposed: bool = False
-    """Whether matrices lie [in, out], and not [out, in]."""
+    """Whether matrices are [in, out], and not [out, in]."""
     not_weights: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Ends of the names of tensors that are no weights, such as masks."""
 
@@ -50,7 +50,7 @@ class TensorNames:
         return not tensor.endswith(self.not_weights) and not (tied and tensor.startswith(f"{self.output}."))
 
     def canonical(self, tensor: str) -> str:
-        """Return the whole name of a tensor, which may stand in a file without the beginning of the prefix.
+        """Return the whole name of a tensor, which a file may store without the beginning of the prefix.
 
         A model that was saved without its output layer leaves that out.
         """
@@ -58,18 +58,18 @@ class TensorNames:
         return tensor if tensor.startswith((base, f"{self.output}.")) else base + tensor
 
 
-_NO_MATTER = {
+_WITHOUT_EFFECT = {
     *("model_preset", "seq_length", "make_vocab_size_divisible_by", "vocab_rows"),
     *("hidden_dropout", "attention_dropout"),
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
 }
-"""Fields of the model section that do not change what its weights compute."""
+"""Fields of the model section that change no output of a model."""
 
 _BY_PROPERTY = {
     *("disable_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias", "heterogeneous_layers_config_path"),
     *("sliding_window", "window_attn_skip_freq", "no_rope_freq"),
 }
-"""Fields that can say the same in several ways; what they say is compared."""
+"""Fields that express the same in several ways; the result is compared."""
 
 _OF_SCALING = {
     "rotary_original_length": ("llama3", "yarn", "dynamic", "longrope"),
@@ -78,7 +78,7 @@ _OF_SCALING = {
     "rotary_beta_slow": ("yarn",),
     "rotary_beta_fast": ("yarn",),
 }
-"""Fields that matter with some scalings of rotations alone."""
+"""Fields that matter only with some scalings of rotations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Family:
     name: str
     architecture: str
     settings: tuple[Setting, ...]
-    """What its keys mean; one may rely on the fields that those before it have read."""
+    """Settings of its keys; each may use the fields that those before it have read."""
     tensors: TensorNames | Callable[[ModelConfig], TensorNames]
     """Names of its tensors, or a function from a model to them."""
 
@@ -111,7 +111,7 @@ class Family:
             raise ConfigError(f"{file.where} makes no model: {error}") from None
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the contents of a `config.json`, without what says only how to sample."""
+        """Return the contents of a `config.json`, without settings of sampling."""
         contents: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for each in self.settings:
             contents |= each.write(model)
@@ -127,10 +127,10 @@ class Family:
         return frozenset(_OF_ALL) | {key for each in self.settings for key in each.keys}
 
     def differences(self, model: ModelConfig) -> list[str]:
-        """Return what a model has that the family has not, each as `this, and Hugging Face's that`.
+        """Return the settings of a model that the family cannot express, each as `this, and Hugging Face's that`.
 
-        The model is written and read again. So every setting of the model section is held against the family, also
-        one that this module knows nothing of. Raises a `ConfigError` if what is written makes no model at all.
+        The model is written and read again. So every setting of the model section is compared, also one
+        without a rule here. Raises a `ConfigError` if the written file is not a valid model.
         """
         back = self.read(SettingsFile(self.write(model), self.name))
         theirs = dict(_facts(back))
@@ -160,10 +160,10 @@ def check_expressible(family: Family, model: ModelConfig) -> None:
 
 
 def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield what a model computes, by names of flags or in words."""
+    """Yield the settings of a model that change its output, by names of flags or in words."""
     for each in fields(ModelConfig):
         name = each.name
-        if name in _NO_MATTER or name in _BY_PROPERTY:
+        if name in _WITHOUT_EFFECT or name in _BY_PROPERTY:
             continue
         if name.startswith("rotary_") and model.position_embedding_type != "rope":
             continue
@@ -171,7 +171,7 @@ def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
             continue
         yield f"--{name.replace('_', '-')}", getattr(model, name)
     yield "biases of queries, keys and values", model.has_qkv_bias
-    yield "a bias behind attention", model.has_projection_bias
+    yield "a bias after attention", model.has_projection_bias
     yield "biases in the MLP", model.has_mlp_bias
     blocks = model.blocks
     yield "windows", _by_layer([block.window for block in blocks])

@@ -53,9 +53,9 @@ def rotations(
     """Return the setting of positions that rotate queries and keys.
 
     Args:
-        part: fraction of the head that is rotated where it is left out; None where it is always all of it.
-        original_length: tokens of sequences before scaling where the key for it, which the family has outside the
-            section, is left out; None where it is within the section.
+        part: default of the rotated fraction of the head; None if it is always 1.
+        original_length: default of the length before scaling, if the family has its key outside the section; None if
+            it is within the section.
         older_names: names of `longrope` in older files.
     """
 
@@ -64,7 +64,7 @@ def rotations(
         for layer_type in (_WHOLE, _WINDOW):
             section.expect(layer_type, (None,))
         if original_length is not None:
-            # Transformers hands what is outside to the section, whatever it says.
+            # In transformers the key outside replaces that of the section.
             section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, original_length))
         if _scaling_of(section) in older_names:
             section = section.with_value("rope_type", "longrope")
@@ -113,7 +113,7 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
     if kind not in ("linear", "dynamic"):
         before = section.value(_ORIGINAL, COUNT, max_positions)
     if kind != "linear":
-        # With dynamic the longest sequence of the file is the one before scaling, whatever else it says.
+        # With dynamic the length before scaling is always the longest sequence of the file.
         fields["rotary_original_length"] = before
     if kind in ("yarn", "longrope"):
         stretch = max_positions / before  # the factor where none is given
@@ -126,7 +126,7 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
 
 
 def _optional(section: SettingsFile, key: str) -> float | None:
-    """Return a number above 0; None if it is left out or null."""
+    """Return a number above 0; None if it is missing or null."""
     value = section.value(key, NUMBER, None, nullable=True)
     return None if value is None else float(value)
 
@@ -224,7 +224,7 @@ def window_of_all(default: int | None = None) -> Setting:
     """Return the setting of a window that all layers have, or none.
 
     Args:
-        default: tokens of it where the file does not say; None for none.
+        default: its tokens where the key is missing; None for no window.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -232,7 +232,7 @@ def window_of_all(default: int | None = None) -> Setting:
         types = _layer_types(file, fields)
         if types is not None and set(types) != {window is not None}:
             raise ConfigError(
-                f"{file.where} has layer_types beside one sliding_window for all layers, and contradicts itself: this "
+                f"{file.where} has layer_types and one sliding_window for all layers, a contradiction: this "
                 "model cannot be trained here"
             )
         return {"sliding_window": window}
@@ -244,7 +244,7 @@ def window_by_type(usual: int, every_key: str | None = None) -> Setting:
     """Return the window that layers of a type have, or, without a list of types, all but every Nth.
 
     Args:
-        usual: N where the file does not say.
+        usual: N where the key is missing.
         every_key: key of N; None if it has none.
     """
 
@@ -307,8 +307,8 @@ def _pattern_of(listed: Sequence[bool], named: Sequence[bool]) -> str:
     """Return the text that flags of layers read: N for every Nth layer, or else a list of 0 and 1, `[0]*3+[1]`.
 
     Args:
-        listed: for each layer, what a list has of it.
-        named: for each layer, whether a number must name it.
+        listed: the flag of each layer.
+        named: for each layer, whether N must select it.
     """
     every = named.index(True) + 1 if True in named else 0
     if every and all(name == ((index + 1) % every == 0) for index, name in enumerate(named)):

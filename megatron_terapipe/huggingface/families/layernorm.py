@@ -46,7 +46,7 @@ def _gpt2_settings(activation: str) -> tuple[Setting, ...]:
         same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
         biases(True, True, True),
         word("activation_function", "activation", UNGATED, activation),
-        # Scores of attention are over the root of a head's width, unless the file says that they are not scaled.
+        # Scores are divided by the root of a head's width, unless the file sets scale_attn_weights to false.
         Setting(
             ("scale_attn_weights",),
             lambda file, fields: {} if file.value("scale_attn_weights", SWITCH, True) else {"softmax_scale": 1.0},
@@ -70,7 +70,7 @@ _TENSORS = TensorNames(
     final_norm="ln_f",
     not_weights=(".attn.bias", ".attn.masked_bias"),
 )
-"""Names of the tensors of GPT-2 and of GPT-BigCode, whose matrices lie differently."""
+"""Names of the tensors of GPT-2 and of GPT-BigCode, which differ in the order of matrices."""
 
 GPT2 = Family(
     name="gpt2",
@@ -93,7 +93,7 @@ GPT_BIGCODE = Family(
     architecture="GPTBigCodeForCausalLM",
     settings=(
         *_gpt2_settings("gelu_pytorch_tanh"),
-        # One key head for all query heads, unless the file says that each has its own.
+        # One key head for all query heads, unless the file sets multi_query to false.
         Setting(
             ("multi_query",),
             lambda file, fields: {"num_key_value_heads": 1} if file.value("multi_query", SWITCH, True) else {},

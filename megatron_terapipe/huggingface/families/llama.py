@@ -1,6 +1,6 @@
 """Llama, and the families that differ from it in a few settings.
 
-Gemma's are the last: embeddings scaled by the root of their width, norms whose weights are kept less 1, GeGLU.
+Gemma's are the last: embeddings scaled by the root of their width, norms with weights stored less 1, GeGLU.
 """
 
 from collections.abc import Callable
@@ -62,9 +62,9 @@ def llama_like(
     """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
 
     Args:
-        key_heads: key and value heads where the file does not say; None for as many as query heads.
-        head_size: width of a head where the file does not say; None for hidden size over heads.
-        **defaults: sizes where the file does not say, if they are not those of Llama.
+        key_heads: default of the key and value heads; None for as many as query heads.
+        head_size: default of the width of a head; None for hidden size over heads.
+        **defaults: defaults of sizes, if they are not those of Llama.
     """
     return Family(
         name=name,
@@ -193,7 +193,7 @@ _SIZES: dict[str, Any] = {
     "tied": True,
 }
 
-# Its first files say gelu, and mean the form with tanh.
+# Its first files have gelu, which means the form with tanh.
 GEMMA = llama_like(
     "gemma",
     "GemmaForCausalLM",

@@ -68,5 +68,5 @@ def family_of(model: ModelConfig) -> Family:
 def _number_of_differences(family: Family, model: ModelConfig) -> float:
     try:
         return len(family.differences(model))
-    except ConfigError:  # What it would write makes no model.
+    except ConfigError:  # The written file is not a valid model.
         return float("inf")

@@ -21,7 +21,7 @@ CONFIG_FILE = "config.json"
 class Kind:
     """Values that a setting may have."""
 
-    wanted: str
+    values: str
     """These values in words."""
     fits: Callable[[Any], bool]
 
@@ -74,8 +74,8 @@ class SettingsFile:
         """Return the value of a setting; raise a `ConfigError` if it is of another kind.
 
         Args:
-            default: its value where it is left out; if there is none, it must be there.
-            nullable: whether it may be null, which then is the answer.
+            default: its value if it is missing; without one, it is required.
+            nullable: whether it may be null, which is then returned.
         """
         if name not in self._contents and default is not _REQUIRED:
             return default
@@ -83,16 +83,16 @@ class SettingsFile:
         if (value is None and nullable) or (value is not None and kind.fits(value)):
             return value
         if name not in self._contents:
-            raise ConfigError(f"{self.where} leaves out {name}, which must be {kind.wanted}: get the file again")
+            raise ConfigError(f"{self.where} leaves out {name}, which must be {kind.values}: get the file again")
         raise ConfigError(
-            f"{self.where} sets {name} to {_shown(value)}, and it must be {kind.wanted}: correct the file"
+            f"{self.where} sets {name} to {_shown(value)}, and it must be {kind.values}: correct the file"
         )
 
     def expect(self, name: str, accepted: Iterable[Any], default: Any = None) -> Any:
         """Return the value of a setting of which our models have one or a few values; raise a `ConfigError` for others.
 
         Args:
-            default: its value where it is left out.
+            default: its value if it is missing.
         """
         value, accepted = self._contents.get(name, default), tuple(accepted)
         # In JSON, `true` is not 1.
@@ -148,10 +148,10 @@ class Setting:
 
 
 def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = False) -> Setting:
-    """Return a key whose value is that of a field. A null, where there may be one, leaves the field to its default.
+    """Return a key whose value is that of a field. A null, if allowed, leaves the field at its default.
 
     Args:
-        default: its value where it is left out; None: the default of the field.
+        default: its value if it is missing; None: the default of the field.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -187,7 +187,7 @@ def word(key: str, field: str, words: Mapping[str, str], default: str) -> Settin
 
     Args:
         words: our words by theirs.
-        default: their word where it is left out, and the one that is written where several mean the same.
+        default: their word if it is missing, and the one that is written if several have one meaning.
     """
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ def fixed(key: str, *accepted: Any) -> Setting:
     """Return a key of which our models have a single meaning.
 
     Args:
-        accepted: values with that meaning; the first is its value where it is left out.
+        accepted: values with that meaning; the first is its value if it is missing.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -238,7 +238,7 @@ def biases(
     Each is a constant or a key.
 
     Args:
-        default: value of a key that is left out.
+        default: value of a missing key.
     """
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
@@ -271,7 +271,7 @@ GATED: Mapping[str, str] = {
     "gelu_fast": "geglu",
     "gelu": "geglu-exact",
 }
-"""Our activation functions of gated MLPs, by their names of what is before the gate."""
+"""Our activation functions of gated MLPs, by their names of the function before the gate."""
 
 UNGATED: Mapping[str, str] = {
     "gelu_new": "gelu",
@@ -290,7 +290,7 @@ def sizes(
     """Return the settings of the sizes that every family has.
 
     Args:
-        defaults: values of keys that the file leaves out, in the order of the table below.
+        defaults: values of missing keys, in the order of the table below.
         renamed: keys by those of most families, where they differ.
     """
     usual = (

@@ -10,21 +10,21 @@ from megatron_terapipe.huggingface.families.settings import SettingsFile
 transformers = pytest.importorskip("transformers")
 
 HARMLESS = {
-    # Of every class there: what the file is, and what a caller gets back.
+    # Of every class: about the file, and about the results of a call.
     *("_name_or_path", "architectures", "dtype", "id2label", "label2id", "model_type", "problem_type"),
     *("output_attentions", "output_hidden_states", "return_dict", "transformers_version"),
     # Feed-forward layers in pieces: the same result.
     "chunk_size_feed_forward",
     # Generation.
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
-    # Written beside what they follow from.
+    # Written together with the keys that they follow from.
     *("_sliding_window_pattern", "num_key_value_heads"),
 }
 """Settings that change no logit."""
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """The settings of a model of which nothing is said."""
+    """The default settings of a model."""
     return transformers.CONFIG_MAPPING[name]().to_dict()
 
 
@@ -34,13 +34,13 @@ def test_every_setting_that_transformers_has_is_understood(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_file_leaves_out_is_as_there(name: str) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(name: str) -> None:
     family = FAMILIES[name]
     assert family.read(SettingsFile({}, "")) == family.read(SettingsFile(defaults_of(name), ""))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_reads_what_is_written_as_the_same_model(name: str) -> None:
+def test_transformers_reads_the_written_file_as_the_same_model(name: str) -> None:
     family = FAMILIES[name]
     model = family.read(SettingsFile({}, ""))
     assert not family.differences(model)

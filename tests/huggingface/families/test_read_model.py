@@ -44,7 +44,7 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("llama", {"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
         ("gpt2", {"add_cross_attention": True}, "sets add_cross_attention to true, and our models have false"),
-        ("mistral", {"layer_types": ["full_attention"] * 32}, "has layer_types beside one sliding_window"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "has layer_types and one sliding_window"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "has layers of sliding_attention and no sliding_window"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 32}, "has a layer of chunked_attention, and our models have"),
         ("gemma2", {"layer_types": ["full_attention"]}, "lists 1 layers in layer_types, and has 26"),
@@ -64,7 +64,7 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("opt", {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}, "word_embed_proj_dim to"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_line(name: str, settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_named_in_one_line(name: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         read(name, **settings)
     assert said in str(caught.value)
@@ -131,7 +131,7 @@ def test_the_length_of_sequences_is_no_setting_of_a_file(tmp_path: Path) -> None
     fields = read_fields(tmp_path, "--model-preset")
     assert "seq_length" not in fields
     assert fields["max_position_embeddings"] == 131072
-    # What follows from other sizes is left to follow.
+    # Derived sizes are not set.
     assert "kv_channels" not in fields
 
 

@@ -22,7 +22,7 @@ def _read_run(data: bytes, folder: Path) -> None:
     (directory / "run.json").write_bytes(data)
     (folder / "latest").write_text(directory.name)
     config = CheckpointConfig(load=str(folder), no_load_optim=True)
-    find_checkpoint(config, MODEL, ParallelLayout(), "adam", looks_at_files=False)
+    find_checkpoint(config, MODEL, ParallelLayout(), "adam", checks_files=False)
 
 
 def _read_latest(data: bytes, folder: Path) -> None:
