@@ -93,12 +93,6 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     return places
 
 
-def load_file(path: Path) -> Mapping[str, Any]:
-    """Return the objects that one rank saved. Tensors are mapped into memory, and read only where they are used."""
-    loaded: Mapping[str, Any] = load_saved(path)
-    return loaded
-
-
 def _is_known(place: Place, info: CheckpointInfo) -> bool:
     """Whether the run had the stage and the replicas of a place."""
     numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
@@ -113,12 +107,12 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
     first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
     prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
     try:
-        saved = load_file(directory / state_file(0, 0, info.tensor_parallel_size))
+        saved = load_saved(directory / state_file(0, 0, info.tensor_parallel_size))
         return SavedRun(
             places=parse_index(directory / INDEX_FILE, info),
             prefix=prefix,
             counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
-            loss_scaler=load_file(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
+            loss_scaler=load_saved(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
             if info.partitioned
             else None,
         )
@@ -181,13 +175,13 @@ class SavedOptimizer:
     def _load_partition(self, stage: int, tensor_parallel_rank: int, replica: int) -> Mapping[str, Any]:
         """Return the optimizer state that one data-parallel rank saved."""
         names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
-        return load_file(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
+        return load_saved(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 
     def _load_named_states(
         self, stage: int, tensor_parallel_rank: int
     ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """For each parameter of a stage its group and its state, from torch's own state dictionary."""
-        saved = load_file(self._directory / state_file(stage, tensor_parallel_rank, self._info.tensor_parallel_size))
+        saved = load_saved(self._directory / state_file(stage, tensor_parallel_rank, self._info.tensor_parallel_size))
         groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         return {
             name: (group, states.get(number, {}))

@@ -7,7 +7,7 @@ BackgroundSaves  does the latter in a thread of each rank during training
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile, FileFacts
 from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, PARAMETER_NAMES, Fragment, Place, index_text
 from megatron_terapipe.config.checkpoint import checkpoint_tag
-from megatron_terapipe.errors import CheckpointError, SaveError
+from megatron_terapipe.errors import CheckpointError, SaveError, first_line
 
 _BLOCK = 1 << 26
 """Bytes that are written at a time from memory."""
@@ -58,40 +58,22 @@ class FileWriter(CheckpointEngine):
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory."""
-        try:
-            os.makedirs(path, exist_ok=exist_ok)
-        except OSError as error:
-            self._keep_fault(Path(path), error)
+        self._guarded(Path(path), lambda: os.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save a file."""
-        if self.fault is not None:
-            return
-        try:
-            if self._in_memory:
-                # The bytes of the file are the copy: they are made as fast as tensors are copied.
-                buffer = io.BytesIO()
-                torch.save(state_dict, buffer)
-                self._kept.append((Path(path), buffer))
-                return
-            with DurableFile(Path(path)) as file:
-                torch.save(state_dict, file)
-            self.facts[Path(path).name] = file.facts
-        except Exception as error:  # Of any kind: all ranks must raise the same error.
-            self._keep_fault(Path(path), error)
+        if self._in_memory:
+            # The bytes of the file are the copy: they are made as fast as tensors are copied.
+            self._kept.append((Path(path), buffer := io.BytesIO()))
+            self._guarded(Path(path), lambda: torch.save(state_dict, buffer))
+        else:
+            self._write(Path(path), lambda file: torch.save(state_dict, file))
 
     def write_kept(self) -> None:
         """Write the files that are in memory, and free the memory."""
-        while self._kept and self.fault is None:
+        while self._kept:
             path, buffer = self._kept.pop(0)
-            try:
-                with DurableFile(path) as file, buffer.getbuffer() as content:
-                    for start in range(0, len(content), _BLOCK):
-                        file.write(content[start : start + _BLOCK])
-                self.facts[path.name] = file.facts
-            except Exception as error:
-                self._keep_fault(path, error)
-        self._kept.clear()
+            self._write(path, partial(_copy, buffer))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Fail: checkpoints are not loaded with this class."""
@@ -101,9 +83,28 @@ class FileWriter(CheckpointEngine):
         """End: the checkpoint is done when all ranks' files are."""
         return True
 
-    def _keep_fault(self, path: Path, error: Exception) -> None:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        self.fault = self.fault or f"{path.name}: {reason.splitlines()[0]}"
+    def _write(self, path: Path, fill: Callable[[Any], object]) -> None:
+        def write() -> None:
+            with DurableFile(path) as file:
+                fill(file)
+            self.facts[path.name] = file.facts
+
+        self._guarded(path, write)
+
+    def _guarded(self, path: Path, action: Callable[[], object]) -> None:
+        """Act unless there is a fault; store an error of any kind, so that all ranks can raise the same one."""
+        try:
+            if self.fault is None:
+                action()
+        except Exception as error:
+            strerror = error.strerror if isinstance(error, OSError) else None
+            self.fault = f"{path.name}: {strerror or first_line(error)}"
+
+
+def _copy(buffer: io.BytesIO, file: DurableFile) -> None:
+    with buffer.getbuffer() as content:
+        for start in range(0, len(content), _BLOCK):
+            file.write(content[start : start + _BLOCK])
 
 
 STATES_OF_ADAM = 2

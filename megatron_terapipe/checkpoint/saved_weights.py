@@ -97,9 +97,6 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
 
 def weights_of(directory: Path, info: CheckpointInfo) -> SavedWeights | FolderWeights:
     """Return the weights of a checkpoint, or of a folder of Hugging Face."""
-    return folder_weights(directory, info) if is_model_folder(directory) else SavedWeights(directory, info)
-
-
-def folder_weights(folder: Path, info: CheckpointInfo) -> FolderWeights:
-    """Return the weights of a folder."""
-    return FolderWeights(folder, FAMILIES[str(info.family)], ModelConfig(**info.model))
+    if is_model_folder(directory):
+        return FolderWeights(directory, FAMILIES[str(info.family)], ModelConfig(**info.model))
+    return SavedWeights(directory, info)

@@ -27,10 +27,11 @@ from megatron_terapipe.checkpoint.directories import (
 from megatron_terapipe.checkpoint.foreign import refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
-from megatron_terapipe.checkpoint.saved_weights import folder_info, folder_weights
+from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
+from megatron_terapipe.huggingface.folder_weights import FolderWeights
 from megatron_terapipe.model.gpt import layers_with_weights
 
 
@@ -74,8 +75,8 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     Returns:
         The part of the manifest with the files that are loaded; None if there is no manifest.
     """
-    if is_model_folder(directory):
-        folder_weights(directory, info).check()
+    if isinstance(weights := weights_of(directory, info), FolderWeights):
+        weights.check()
         return None
     manifest = manifest_of(directory, info)
     if manifest is not None and not weights_only:

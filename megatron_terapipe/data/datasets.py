@@ -232,7 +232,7 @@ class _Builder:
                 checked_tokens(*each, seq_length=self._seq_length)
             return UnreadSamples(wanted)
         order = interleave(weights, wanted, self._cache)
-        counts = np.bincount(np.asarray(order.dataset_index), minlength=len(weights)).tolist()
+        counts = np.bincount(order.dataset_index[:], minlength=len(weights)).tolist()
         datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
         return BlendedDataset(datasets, order) if self._reads else UnreadSamples(wanted)
 

@@ -98,21 +98,13 @@ class FileColumn:
     def __getitem__(self, index: int | slice) -> Any:
         """Return one number, or an array of a run of them."""
         if isinstance(index, slice):
-            first, end, step = index.indices(self._length)
-            return self.read(first, max(first, end))[::step] if step > 0 else self.read(0, self._length)[index]
+            assert index.step is None, "numbers are read in their order"
+            first, end, _ = index.indices(self._length)
+            return self.read(first, max(first, end))
         position = index + self._length if index < 0 else index
         if not 0 <= position < self._length:
             raise IndexError(f"number {index} of {self._length} in {self._file.path}")
         return self.read(position, position + 1)[0]
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all numbers, for the functions of numpy; they are read each time."""
-        return self.read(0, self._length).astype(dtype or self.dtype)
-
-    def tolist(self) -> list[Any]:
-        """Return all numbers."""
-        numbers: list[Any] = self.read(0, self._length).tolist()
-        return numbers
 
     def pieces(self) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield all numbers in pieces: the index of the first, and the numbers [`NUMBERS_AT_ONCE` or less]."""

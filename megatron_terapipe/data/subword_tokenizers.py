@@ -241,13 +241,6 @@ class _WordCache(dict[str, list[int]]):
         return ids
 
 
-def _printable_bytes() -> list[str]:
-    """Return GPT-2's spelling of each byte: itself if printable, else the next code from 256."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
-
-
 def _read_vocabulary(path: Path) -> dict[str, int]:
     vocabulary = read_json(str(path), "--vocab-file")
     if not isinstance(vocabulary, dict) or not all(
@@ -257,7 +250,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
             f"the vocabulary {path} is not a JSON object from token to id: "
             "--vocab-file takes encoder.json or vocab.json"
         )
-    for token in (END_OF_DOCUMENT, *_printable_bytes()):
+    for token in (END_OF_DOCUMENT, *sorted(pre_tokenizers.ByteLevel.alphabet())):
         if token not in vocabulary:
             raise DataError(
                 f"the vocabulary {path} has no token {token!r}, which a byte-level encoding needs: "

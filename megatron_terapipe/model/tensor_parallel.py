@@ -55,6 +55,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _pending(work: dist.Work, result: Callable[[], Tensor]) -> Pending:
+    def finish() -> Tensor:
+        work.wait()
+        return result()
+
+    return finish
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallelRanks:
     """Ranks that share each layer's matrices; by default a single rank.
@@ -108,38 +116,21 @@ class TensorParallelRanks:
         """Start to sum a tensor [...] over all ranks, in place."""
         if self.size == 1:
             return lambda: part
-        work = dist.all_reduce(part, group=self.group, async_op=True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return part
-
-        return finish
+        return _pending(dist.all_reduce(part, group=self.group, async_op=True), lambda: part)
 
     def start_gather(self, part: Tensor) -> Pending:
         """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
         part = part.contiguous()
         gathered = part.new_empty((self.size, *part.shape))
         work = _all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
-
-        def finish() -> Tensor:
-            work.wait()
-            # With one row the parts of the ranks are contiguous, and no copy is made.
-            return gathered.transpose(0, 1).flatten(1, 2)
-
-        return finish
+        # With one row the parts of the ranks are contiguous, and no copy is made.
+        return _pending(work, lambda: gathered.transpose(0, 1).flatten(1, 2))
 
     def start_reduce_scatter(self, whole: Tensor) -> Pending:
         """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
         by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         own = torch.empty_like(by_rank[0])
-        work = _reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return own
-
-        return finish
+        return _pending(_reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True), lambda: own)
 
     def start_complete(self, partial: Tensor) -> Pending:
         """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_ext.runtime.saved_files import load_saved
 from megatron_terapipe import convert, generate
-from megatron_terapipe.checkpoint.optimizer_state import load_file
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import SavedTensors
 from megatron_terapipe.inference import WholeModel
@@ -38,7 +38,7 @@ def test_a_layer_is_refused_in_one_line_that_names_its_file(
 def test_counters_and_states_of_the_optimizer_are_refused(tmp_path: Path, name: str) -> None:
     torch.save({"global_steps": 3, "optimizer_state_dict": Touch(tmp_path / "hit")}, tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} names .*, which could run a program, and did not"):
-        load_file(tmp_path / name)
+        load_saved(tmp_path / name)
     assert not (tmp_path / "hit").exists()
 
 

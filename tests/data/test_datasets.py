@@ -75,8 +75,8 @@ def test_a_cached_order_is_the_order(tmp_path: Path) -> None:
     orders = [interleave([0.3, 0.7], 1000, each) for each in (None, cache, cache)]
     assert all(isinstance(each, FileColumn) for each in orders[2])
     for first, second, third in zip(*orders, strict=True):
-        assert first.tolist() == second.tolist() == third.tolist()
-    assert interleave([0.7, 0.3], 1000, cache).dataset_index.tolist() != orders[0].dataset_index.tolist()
+        assert first[:].tolist() == second[:].tolist() == third[:].tolist()
+    assert interleave([0.7, 0.3], 1000, cache).dataset_index[:].tolist() != orders[0].dataset_index[:].tolist()
     assert len(interleave([0.3, 0.7], 10, cache).dataset_index) == 10
 
 

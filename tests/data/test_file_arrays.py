@@ -31,7 +31,7 @@ class Squares:
 
 
 def values(arrays: Arrays) -> list[list[float]]:
-    return [arrays["number"].tolist(), arrays["square"].tolist()]
+    return [arrays["number"][:].tolist(), arrays["square"][:].tolist()]
 
 
 SQUARES = [[0, 1, 2, 3, 4], [0.0, 1.0, 4.0, 9.0, 16.0]]
@@ -174,7 +174,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 for size in range(3):
     number = IndexCache(folder / "cache").get({"size": size}, lambda: compute(size))["number"]
-    assert number.tolist() == list(range(100_000))
+    assert number[:].tolist() == list(range(100_000))
 """
 
 

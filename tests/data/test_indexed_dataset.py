@@ -44,8 +44,8 @@ def test_written_documents_are_read(
 ) -> None:
     dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents, vocab_size))
     assert [dataset.run(number, 0, 99).tolist() for number in range(len(dataset))] == documents
-    assert dataset.sequence_lengths.tolist() == [len(document) for document in documents]
-    assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
+    assert dataset.sequence_lengths[:].tolist() == [len(document) for document in documents]
+    assert dataset.document_indices[:].tolist() == list(range(len(documents) + 1))
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, np.uint16), (65_499, np.uint16), (65_500, np.int32)])
@@ -86,7 +86,7 @@ def test_megatron_documents_of_several_sequences_are_read(tmp_path: Path) -> Non
     builder.finalize(str(index_file(prefix)))
     dataset = IndexedDataset(prefix)
     assert [dataset.run(number, 0, 99).tolist() for number in range(3)] == [[1, 2], [3], [4]]
-    assert dataset.document_indices.tolist() == [0, 2, 3]
+    assert dataset.document_indices[:].tolist() == [0, 2, 3]
 
 
 def test_an_interrupted_writer_leaves_the_older_dataset(tmp_path: Path) -> None:
