@@ -117,9 +117,12 @@ def _tokenize(settings: TokenizerSettings) -> None:
 
 
 def _write_gpt2(folder: Path) -> None:
-    from megatron_terapipe.data.subword_tokenizers import END_OF_DOCUMENT, _printable_bytes
+    from tokenizers import pre_tokenizers
 
-    vocabulary = {token: number for number, token in enumerate([*_printable_bytes(), "it", END_OF_DOCUMENT, "It"])}
+    from megatron_terapipe.data.subword_tokenizers import END_OF_DOCUMENT
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "it", END_OF_DOCUMENT, "It"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\ni t\nI t\n")
 
