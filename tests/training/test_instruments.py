@@ -33,7 +33,7 @@ ZEROS = [
 
 
 def observed(setup: Setup, iterations: int = 1) -> tuple[list[int | None], list[Any], list[str]]:
-    """Zeros and timers of a few iterations, and what was noted."""
+    """Zeros and timers of a few iterations, and the lines of the log."""
     run, notes = run_of(setup), []
     engine = build_engine(run)
     instruments = Instruments(run.config.logging, engine, notes.append)
@@ -53,7 +53,7 @@ def observed_of_all(setups: list[Setup]) -> list[int | None]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_zeros_of_the_gradient_are_those_of_plain_autograd(world_size: int) -> None:
-    """Words that no sample holds have a gradient of zeros."""
+    """Tokens of no sample have a gradient of zeros."""
     setups = [setup for setup in ZEROS if setup.world_size == world_size]
     by_rank = run_distributed(observed_of_all, world_size, setups)
     for setup, found in zip(setups, zip(*by_rank, strict=True), strict=True):
@@ -62,16 +62,24 @@ def test_zeros_of_the_gradient_are_those_of_plain_autograd(world_size: int) -> N
         assert expected > 32
         # In bf16 two numbers of a sum may cancel to the last bit; a word that is not counted would be 32.
         by_chance = 31 if setup.dtype == "bf16" else 0
-        assert len(set(found)) == 1, "every rank knows the same number"
+        assert len(set(found)) == 1, "all ranks have the same number"
         assert expected <= found[0] <= expected + by_chance, str(setup)
 
 
-@pytest.mark.parametrize(("option", "num_figures"), [("max", 1), ("minmax", 2), ("all", 2)])
-def test_timers_of_the_phases(option: str, num_figures: int) -> None:
-    flags = f"--num-token-slices 4 --pipeline-model-parallel-size 2 --timing-log-option {option}"
-    for (_, (first, second), _), (_, others, _) in [run_distributed(observed, 2, Setup(2, flags + LEVEL_2), 2)]:
-        assert [first, second] == others, "every rank has those of all"
-        for timers in (first, second):
+OPTIONS = {"max": 1, "minmax": 2, "all": 2}
+"""Options of the timers, and the numbers for each phase on two ranks."""
+
+
+def timers_of_options() -> list[list[Any]]:
+    flags = "--num-token-slices 4 --pipeline-model-parallel-size 2 --timing-log-level 2 --timing-log-option"
+    return [observed(Setup(2, f"{flags} {option}"), 2)[1] for option in OPTIONS]
+
+
+def test_timers_of_the_phases() -> None:
+    first_rank, second_rank = run_distributed(timers_of_options, 2)
+    assert first_rank == second_rank
+    for iterations, num_figures in zip(first_rank, OPTIONS.values(), strict=True):
+        for timers in iterations:
             assert list(timers) == [*PHASES, FORWARD, BACKWARD]
             assert all(len(seconds) == num_figures for seconds in timers.values())
             assert min(map(min, timers.values())) >= 0
@@ -80,14 +88,7 @@ def test_timers_of_the_phases(option: str, num_figures: int) -> None:
             assert 0 < slowest[BACKWARD] <= slowest[OPS]
 
 
-LEVEL_2 = " --timing-log-level 2"
-
-
-def test_nothing_is_measured_that_nobody_asks_for() -> None:
-    assert run_distributed(observed, 1, Setup(1)) == [([None], [None], [])]
-
-
-def test_torchs_profiler_writes_the_ops_of_the_iterations_and_ranks_asked_for(tmp_path: Path) -> None:
+def test_torchs_profiler_writes_the_ops_of_its_iterations_and_ranks(tmp_path: Path) -> None:
     flags = f"--num-token-slices 4 --pipeline-model-parallel-size 2 --tensorboard-dir {tmp_path} --use-pytorch-profiler"
     chosen = " --profile --profile-step-start 1 --profile-step-end 2 --profile-ranks 1"
     (_, _, quiet), (_, _, notes) = run_distributed(observed, 2, Setup(2, flags + chosen), 3)
@@ -100,29 +101,33 @@ def test_torchs_profiler_writes_the_ops_of_the_iterations_and_ranks_asked_for(tm
     assert not any(str(name).startswith("0F") for name in names), "ops of the other stage"
 
 
-def test_an_accelerator_is_told_names_and_where_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_distributed(nsight, 1) == [
-        ["start", "push 0F0.0", "pop", "push 0F1.0", "pop", "stop"],
-    ]
+def test_instruments_of_one_rank() -> None:
+    plain, ranges = run_distributed(one_rank, 1)[0]
+    assert plain == ([None], [None], []), "without flags nothing is measured"
+    assert ranges == ["start", "push 0F0.0", "pop", "push 0F1.0", "pop", "stop"]
+
+
+def one_rank() -> tuple[Any, list[str]]:
+    return observed(Setup(1)), nsight()
 
 
 def nsight() -> list[str]:
-    """What CUDA's profiler and the ranges of the accelerator are told; forwards alone."""
+    """Calls of CUDA's profiler and of the ranges of the accelerator, in two forwards."""
     from deepspeed.accelerator import get_accelerator
 
-    said: list[str] = []
+    calls: list[str] = []
     accelerator = get_accelerator()
-    accelerator.range_push = lambda name: said.append(f"push {name}")
-    accelerator.range_pop = lambda: said.append("pop")
-    torch.cuda.profiler.start = lambda: said.append("start")
-    torch.cuda.profiler.stop = lambda: said.append("stop")
+    accelerator.range_push = lambda name: calls.append(f"push {name}")
+    accelerator.range_pop = lambda: calls.append("pop")
+    torch.cuda.profiler.start = lambda: calls.append("start")
+    torch.cuda.profiler.stop = lambda: calls.append("stop")
     setup = Setup(1, "--profile --profile-step-start 0 --profile-step-end 1")
     run = run_of(setup)
     engine = build_engine(run)
     instruments = Instruments(run.config.logging, engine, lambda line: None)
     with instruments.around(1):
         engine.eval_batch(iter(batches(setup, 0)))
-    return said
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def nsight() -> list[str]:
         ("--timing-log-option some", "--timing-log-option some is not known: choose max, minmax or all"),
     ],
 )
-def test_flags_that_cannot_be_followed(words: str, line: str) -> None:
+def test_refused_flags(words: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         parse_arguments(f"{FLAGS} {words}".split())
 

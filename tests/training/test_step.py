@@ -19,7 +19,7 @@ from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, fee
 
 CUT = (9, 1, 8, 6)
 RATE = 2.0**20
-"""A learning rate beside which a weight is nothing: (before - after) / RATE is the gradient to the last digits."""
+"""A learning rate that makes weights negligible: (before - after) / RATE is the gradient to the last digits."""
 
 STAGES = [
     Setup(pp=2, cut=CUT),
@@ -31,7 +31,7 @@ RAMPS = [*STAGES, *(replace(mode, pp=1, dp=2) for mode in STAGES)]
 SIZES = (1, 4, 2)
 """Micro-batches of consecutive steps: up as on a ramp, and down again."""
 TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2}
-"""That of the other tests of gradients in fp32; in bf16 what 8 binary digits leave."""
+"""That of the other tests of gradients in fp32; in bf16 that of 8 binary digits."""
 
 
 def _steps(setup: Setup) -> list[tuple[float, float, dict[str, np.ndarray]]]:
@@ -58,7 +58,7 @@ def _put_back(engine, kept: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             parameter.copy_(kept[name])
-    # ZeRO and bf16 step on copies in fp32, and would bring the step back with the next one.
+    # ZeRO and bf16 step on copies in fp32, which must be reset, too.
     optimizer = engine.optimizer
     for refresh in ("refresh_fp32_params", "_restore_from_bit16_weights"):
         if hasattr(optimizer, refresh):
@@ -83,7 +83,7 @@ def test_every_step_has_the_gradient_of_its_own_batch() -> None:
                 assert mine[0] == pytest.approx(loss, rel=tolerance), case
                 assert mine[1] == pytest.approx(norm, rel=tolerance), case
                 for name, value in mine[2].items():
-                    # The head's copy of the embedding shares its weight alone; it has no use for positions.
+                    # The head's copy of the embedding shares only its weight, not the positions.
                     if setup.pp == 2 and rank == 1 and name.endswith("position"):
                         continue
                     assert relative_error(value, gradients[name]) < tolerance, f"{case}: {name}"
@@ -104,7 +104,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_in_fp16(words: list[str]) -> int:
-    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    # DeepSpeed requires a CPU with fast fp16; the test does not.
     get_accelerator().is_fp16_supported = lambda: True
     torch.set_num_threads(1)
     return train_on_this_rank(words)
@@ -128,17 +128,17 @@ def test_overflows_skip_updates_until_the_scale_fits(data: Path, tmp_path: Path)
     assert skipped == [True] * count + [False] * (30 - count), "the scale only falls, so updates do not stop again"
     assert [each["loss_scale"] for each in found] == [2.0 ** (32 - min(done, count)) for done in range(1, 31)]
     assert [each["skipped_iterations"] for each in found] == [min(done, count) for done in range(1, 31)]
-    # A skipped iteration is an iteration, and its samples are read; only the schedule waits for an update.
+    # A skipped iteration counts, and its samples are read; only the schedule counts updates.
     assert [each["iteration"] for each in found] == list(range(1, 31))
     assert [each["consumed_samples"] for each in found] == [8 * done for done in range(1, 31)]
     updates = [max(0, done - count) for done in range(30)]
     assert [each["learning_rate"] for each in found] == pytest.approx([1e-2 * (30 - done) / 30 for done in updates])
     losses = [each["lm_loss"] for each in found]
-    assert losses[-1] < losses[count] - 0.5, "it learns once it may"
+    assert losses[-1] < losses[count] - 0.5, "it learns after the last skipped update"
 
 
-def test_a_resumed_run_knows_what_was_skipped(data: Path, tmp_path: Path) -> None:
-    """In samples, on a ramp: the schedule goes on after the updates there were, with the scale there was."""
+def test_a_resumed_run_counts_skipped_iterations(data: Path, tmp_path: Path) -> None:
+    """In samples, on a ramp: the schedule continues after the applied updates, with the saved loss scale."""
     length = "--train-samples 160 --rampup-batch-size 4 4 16 --eval-iters 0 --save-interval 8".split()
     checkpoints = str(tmp_path / "checkpoints")
     whole = trained(data, tmp_path, *length, "--save", checkpoints, metrics="whole.jsonl")
@@ -179,7 +179,7 @@ CLIP = 0.25
 
 
 def _engine(setup: Setup, clip: float) -> TokenSlicePipelineEngine:
-    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    # DeepSpeed requires a CPU with fast fp16; the test does not.
     get_accelerator().is_fp16_supported = lambda: True
     return build(
         setup, config={"gradient_clipping": clip}, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=64.0)
@@ -187,7 +187,7 @@ def _engine(setup: Setup, clip: float) -> TokenSlicePipelineEngine:
 
 
 def _norm_and_update(setup: Setup, clip: float) -> tuple[float, dict[str, np.ndarray]]:
-    """The norm an engine reports of one step, and what the step with this clipping took off this rank's weights."""
+    """The norm of one step, and the change of this rank's weights with this clipping."""
     engine = _engine(setup, clip)
     before = weights(engine)
     engine.train_batch(feed(engine, setup))
@@ -202,7 +202,7 @@ def _norms_and_updates(setups: list[Setup]) -> list[tuple[float, dict[str, np.nd
 
 
 def norm_of(parts: list[dict[str, Any]]) -> float:
-    """2-norm over all stages. What several hold counts once, as the first has it: that of the head has no positions."""
+    """2-norm over all stages. Weights of several stages count once, as on the first one."""
     whole = {name: value for part in reversed(parts) for name, value in part.items()}
     return float(np.sqrt(sum(np.square(value.astype(np.float64)).sum() for value in whole.values())))
 
@@ -212,7 +212,7 @@ def test_the_norm_and_the_clipped_step_are_autograds(setups: list[Setup]) -> Non
     by_rank = run_distributed(_norms_and_updates, setups[0].world_size, setups)
     for index, setup in enumerate(setups):
         expected = norm_of([reference_gradients(setup)[1]])
-        assert expected > 4 * CLIP, "clipping must have something to do"
+        assert expected > 4 * CLIP, "clipping must have an effect"
         for found in by_rank:
             assert found[index][0] == pytest.approx(expected, rel=ROUNDING[setup.dtype]), f"{setup}: before clipping"
         clipped = norm_of([found[index][1] for found in by_rank])
@@ -235,7 +235,7 @@ def _numbers(setups: list[Setup]) -> list[tuple[float, tuple[int, ...], int]]:
     return found
 
 
-def test_every_rank_knows_the_norm_and_the_memory_of_all() -> None:
+def test_norm_and_memory_of_all_ranks() -> None:
     by_rank = run_distributed(_numbers, 2, SETUPS)
     for index, setup in enumerate(SETUPS):
         model = Reference(setup.num_blocks, tied=setup.tied)
