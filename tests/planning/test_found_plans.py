@@ -71,19 +71,9 @@ def test_ranks_that_share_tokens_get_multiples() -> None:
     assert all(length % 4 == 0 for length in config.token_slices().lengths)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            "--num-token-slices 9 --seq-length 8",
-            "--token-slices auto: 9 token slices of 8 tokens, each a multiple of 1: ",
-        ),
-    ],
-)
-def test_too_many_token_slices_are_refused(words: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        found_for(f"--token-slices auto {words}")
-    assert str(caught.value).startswith(line)
+def test_too_many_token_slices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="^--token-slices auto: 9 token slices of 8 tokens, each a multiple of 1: "):
+        found_for("--token-slices auto --num-token-slices 9 --seq-length 8")
 
 
 def test_a_file_is_for_one_number_of_token_slices(tmp_path: Path) -> None:

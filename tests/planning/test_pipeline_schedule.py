@@ -1,6 +1,5 @@
 """Schedule and stages of a run, by its flags, and the bytes of its token slices that wait on the host."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule
-from megatron_terapipe.strategy import Strategy
 
 REQUIRED = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
@@ -125,14 +123,6 @@ def test_a_schedule_too_large_to_play_on_a_model_of_the_device_needs_a_queue_for
         check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=hardware_queues)
 
 
-def test_strategy_sets_model_chunks_and_schedule(tmp_path: Path) -> None:
-    path = tmp_path / "strategy.json"
-    strategy = Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", num_token_slices=4)
-    path.write_text(json.dumps(strategy.to_json()))
-    parallel = parse(f"--micro-batch-size 1 --strategy {path}").parallel
-    assert (parallel.num_model_chunks, parallel.pipeline_schedule, parallel.num_token_slices) == (2, "interleaved", 4)
-
-
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --num-key-value-heads 2 --seq-length 32 --vocab-size 64"
     " --micro-batch-size 3 --global-batch-size 6 --train-iters 1 --lr 1 --mock-data --bf16"
@@ -166,18 +156,10 @@ def config_of(flags: str) -> Config:
 def test_bytes_of_a_token(
     flags: str, inputs: tuple[int, ...], keys: tuple[int, ...], windows: tuple[int | None, ...] | None
 ) -> None:
+    assert host_copies(config_of(flags), 1) is None
     found = host_copies(config_of(f"{flags} {OFFLOAD}"), 1)
     assert found is not None and found.lengths == (20, 12)
     of_a_row = 3 * 2  # rows, and bytes of an element
     assert found.input_bytes == tuple(of_a_row * each for each in inputs)
     assert found.key_value_bytes == tuple(of_a_row * each for each in keys)
     assert found.windows == (windows or (9, 9, 9, None))
-
-
-def test_no_host_copies_without_offload() -> None:
-    assert host_copies(config_of(PP2), 1) is None
-
-
-def test_layers_that_are_dealt_later_cannot_be_planned() -> None:
-    with pytest.raises(ConfigError, match="--stage-partition parameters deals them when the model is built"):
-        host_copies(config_of(f"{PP2} --stage-partition parameters {OFFLOAD}"), 1)

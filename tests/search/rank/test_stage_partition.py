@@ -82,25 +82,6 @@ def test_no_partition_is_better(data):
         assert all(allowed[stage, bounds[stage], bounds[stage + 1]] for stage in range(num_stages))
 
 
-def test_a_slower_device_gets_fewer_layers():
-    layers = np.ones((4, 12))
-    layers[3] *= 3
-    bounds = solve(stage_times(layers, 4), 64)[0].bounds
-    assert bounds[4] - bounds[3] == 1
-
-
-def test_a_cut_avoids_a_wide_boundary():
-    cuts = np.zeros(9)
-    cuts[4] = 5.0
-    assert solve(stage_times(np.ones(8), 2), 4)[0].bounds == (0, 4, 8)
-    assert solve(times_with_cuts(np.ones(8), 2, cuts, blocking=True), 4)[0].bounds in {(0, 3, 8), (0, 5, 8)}
-
-
-def test_with_one_micro_batch_only_the_sum_counts():
-    cuts = np.array([0, 9, 9, 9, 1, 9, 9.0])
-    assert solve(times_with_cuts(np.array([5.0, 1, 1, 1, 1, 1]), 2, cuts), 1)[0].bounds == (0, 4, 6)
-
-
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ConfigError, match="3 layers on 4 stages: give between 1 and 3"):
         stage_times(np.ones(3), 4)
@@ -151,11 +132,3 @@ def test_layers_that_differ() -> None:
     found = balanced_partition(problem, times, 3, 1, num_micro_batches=64)
     others = [(0, *cuts, 9) for cuts in combinations(range(1, 9), 2)]
     assert slowest_s(times, found.bounds, 1) == min(slowest_s(times, bounds, 1) for bounds in others)
-
-
-def test_stage_of_a_heavy_head_has_fewer_layers() -> None:
-    problem = small_problem(num_layers=9)
-    times = np.ones((3, 12))
-    times[:, -1] = 3.0
-    sizes = np.diff(balanced_partition(problem, times, 3, 1, num_micro_batches=8).bounds)
-    assert sizes[-1] < sizes[0]
