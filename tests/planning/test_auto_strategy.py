@@ -178,7 +178,7 @@ def test_a_batch_is_needed_and_a_run(files: Path) -> None:
     words = [*MODEL.split(), "255", *TRAINER.split()]
     with pytest.raises(UserError, match="--strategy auto is found when a run starts: name a strategy file here"):
         read_arguments(words)
-    with pytest.raises(UserError, match="--strategy auto .*add --global-batch-size"):
+    with pytest.raises(UserError, match=r"--strategy auto .*add --global-batch-size"):
         read_arguments(words[:-2], find_strategy)
 
 

@@ -72,7 +72,7 @@ def test_ranks_that_share_tokens_get_multiples() -> None:
 
 
 def test_too_many_token_slices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="^--token-slices auto: 9 token slices of 8 tokens, each a multiple of 1: "):
+    with pytest.raises(ConfigError, match=r"^--token-slices auto: 9 token slices of 8 tokens, each a multiple of 1: "):
         found_for("--token-slices auto --num-token-slices 9 --seq-length 8")
 
 
