@@ -13,8 +13,10 @@ from itertools import accumulate
 from typing import Any
 
 from deepspeed_ext.plan.layout import StagePartition
-from megatron_terapipe.config.options import check, flag, option
+from megatron_terapipe.config.options import check, option, with_value
 from megatron_terapipe.errors import ConfigError
+
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,33 +26,37 @@ class Spellings:
     num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
     """Transformer layers of each stage, instead of `--num-model-chunks`."""
 
-    pipeline_model_parallel_layout: str | None = option(None, metavar="LAYOUT")
+    pipeline_model_parallel_layout: str | None = option(
+        None, metavar="LAYOUT", excludes=("num_layers_per_virtual_pipeline_stage",)
+    )
     """Layers of each stage in Megatron's text, such as Ett|(tt|)*6tL. The number of model chunks follows from it."""
 
-    decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, excludes=("pipeline_model_parallel_layout",), least=1, most=10_000
+    )
     """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
     evenly."""
 
-    decoder_last_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, excludes=("pipeline_model_parallel_layout",), least=1, most=10_000
+    )
     """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
     evenly."""
 
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = option(False, excludes=("pipeline_model_parallel_layout", *ENDS))
     """Count the embedding as a layer of the first stage, where all stages have equally many."""
 
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = option(False, excludes=("pipeline_model_parallel_layout", *ENDS))
     """Count the output layer as a layer of the last stage, where all stages have equally many."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check the ranges, and that not two of them deal the same layers."""
         check(self)
 
     @property
     def ends(self) -> dict[str, int]:
-        """Number of layers by flag, for the flags that set the layers of the first or last pipeline rank."""
-        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
-        return {name: number for name, number in ends.items() if number is not None}
+        """Number of layers by field, for the fields that set the layers of the first or last pipeline rank."""
+        return {name: number for name in ENDS if (number := getattr(self, name)) is not None}
 
     def stages(self, num_layers: int, num_ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the number of model chunks and the stage partition, where one of these flags sets them.
@@ -58,27 +64,24 @@ class Spellings:
         Args:
             given: values of fields of ours.
         """
-        partition, model_chunks = given.get("stage_partition", "uniform"), given.get("num_model_chunks")
-        each, layout = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_layout
+        self._check_other_partitions(given)
+        each, model_chunks = self.num_layers_per_virtual_pipeline_stage, given.get("num_model_chunks")
+        if self.pipeline_model_parallel_layout is not None:
+            stages, model_chunks = layout_stages(self.pipeline_model_parallel_layout, num_ranks)
+            return {"stage_partition": str(stages), "num_model_chunks": model_chunks}
         found: dict[str, Any] = {}
-        if layout is not None:
-            stages, model_chunks_of_layout = layout_stages(layout, num_ranks)
-            others = {
-                "stage_partition": None if partition == "uniform" else partition,
-                "num_model_chunks": model_chunks,
-            }
-            for name, value in (others | {"num_layers_per_virtual_pipeline_stage": each}).items():
-                if value is not None:
-                    raise ConfigError(f"{LAYOUT} {layout} and {flag(name)} {value} both deal layers: drop the latter")
-            partition, model_chunks = str(stages), model_chunks_of_layout
-            found = {"stage_partition": partition, "num_model_chunks": model_chunks}
         embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         counted = num_layers + embedding + output
         if each is not None:
-            self._check_layers_of_each(each, counted, num_ranks, partition, model_chunks)
+            if counted % (each * num_ranks):
+                raise ConfigError(
+                    f"--num-layers {counted} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
+                    f"--pipeline-model-parallel-size {num_ranks} = {each * num_ranks}: change one of them, or give "
+                    "--num-model-chunks, which deals layers unevenly"
+                )
             model_chunks = found["num_model_chunks"] = counted // (each * num_ranks)
         model_chunks = model_chunks or 1
-        self._check_ends(partition, num_ranks, model_chunks, given.get("model_chunk_placement", "looped"))
+        self._check_ends(num_ranks, model_chunks, given.get("model_chunk_placement", "looped"))
         if counted > num_layers:
             weighed = weighed_stages(num_layers, num_ranks * model_chunks, embedding=embedding, output=output)
             found["stage_partition"] = str(weighed)
@@ -86,35 +89,19 @@ class Spellings:
             found["stage_partition"] = str(self._uneven_stages(num_layers, num_ranks, model_chunks))
         return found
 
-    def _check_layers_of_each(
-        self, each: int, counted: int, num_ranks: int, partition: str, model_chunks: int | None
-    ) -> None:
-        words = f"--num-layers-per-virtual-pipeline-stage {each}"
-        if model_chunks is not None:
-            raise ConfigError(
-                f"{words} and --num-model-chunks {model_chunks} both set the stages of a rank: drop one of them"
-            )
-        if partition != "uniform":
-            raise ConfigError(
-                f"{words} and --stage-partition {partition} both deal layers to stages: drop the former, and give "
-                "--num-model-chunks"
-            )
-        if counted % (each * num_ranks):
-            raise ConfigError(
-                f"--num-layers {counted} is not a multiple of {words} x --pipeline-model-parallel-size {num_ranks} = "
-                f"{each * num_ranks}: change one of them, or give --num-model-chunks, which deals layers unevenly"
-            )
+    def _check_other_partitions(self, given: Mapping[str, Any]) -> None:
+        """Check that no field of ours deals the layers, too."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            both_set_chunks = each.name in ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+            for other in ("stage_partition", *(("num_model_chunks",) if both_set_chunks else ())):
+                if value not in (None, False) and given.get(other) not in (None, "uniform"):
+                    both = f"{with_value(each.name, value)} and {with_value(other, given[other])}"
+                    raise ConfigError(f"{both} both deal layers to stages: drop one of them")
 
-    def _check_ends(self, partition: str, num_ranks: int, model_chunks: int, placement: str) -> None:
-        """Check the layers of the first and the last pipeline rank against each other, and against the stages."""
-        names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-        counted = [flag(name) for name in names if getattr(self, name)]
-        words = [f"{name} {number}" for name, number in self.ends.items()]
-        if counted and words:
-            raise ConfigError(f"{counted[0]} and {words[0]} both deal layers to stages: drop one of them")
-        if (counted or words) and partition != "uniform":
-            first = [*counted, *words][0]
-            raise ConfigError(f"{first} and --stage-partition {partition} both deal layers to stages: drop one of them")
+    def _check_ends(self, num_ranks: int, model_chunks: int, placement: str) -> None:
+        """Check the layers of the first and the last pipeline rank."""
+        words = [with_value(*end) for end in self.ends.items()]
         if len(words) > num_ranks - 1:
             raise ConfigError(
                 f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
@@ -128,14 +115,13 @@ class Spellings:
         for name, number in self.ends.items():
             if number % model_chunks:
                 raise ConfigError(
-                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of "
+                    f"{with_value(name, number)} cannot be dealt to {model_chunks} model chunks: give a multiple of "
                     f"{model_chunks}, or use --stage-partition with a list"
                 )
 
     def _uneven_stages(self, num_layers: int, num_ranks: int, model_chunks: int) -> StagePartition:
         """Return the layers of each stage, as even as possible except for the ends; stage i is of rank i mod P."""
-        ends = {0: self.decoder_first_pipeline_num_layers, num_ranks - 1: self.decoder_last_pipeline_num_layers}
-        given = {rank: number for rank, number in ends.items() if number is not None}
+        given = {num_ranks - 1 if "last" in name else 0: number for name, number in self.ends.items()}
         num_between = (num_ranks - len(given)) * model_chunks
         rest = num_layers - sum(given.values())
         if rest < num_between:

@@ -132,15 +132,15 @@ def check(section: Any) -> None:
     for name, (value, facts) in given.items():
         missing = [flag(other) for other in facts.needs if other not in given]
         if missing:
-            words = f"{_with_value(name, value)} has no effect without {missing[0]}"
+            words = f"{with_value(name, value)} has no effect without {missing[0]}"
             raise ConfigError(f"{words}: add it, or drop {flag(name)}")
         for other in facts.excludes:
             if other in given:
-                both = f"{_with_value(other, given[other][0])} and {_with_value(name, value)}"
+                both = f"{with_value(other, given[other][0])} and {with_value(name, value)}"
                 raise ConfigError(f"{both} exclude each other: drop one of them")
 
 
-def _with_value(name: str, value: object) -> str:
+def with_value(name: str, value: object) -> str:
     """Return a flag with its value."""
     words = () if value is True else map(str, value) if isinstance(value, tuple) else (str(value),)
     return " ".join((flag(name), *words))
