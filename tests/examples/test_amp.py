@@ -69,7 +69,7 @@ def spearman(one, other):
 
 @needs_amp
 def test_trials_of_the_homogeneous_cluster(trials, predicted):
-    # Nothing is fitted to them. AMP has .935, .897, 21 % and 1.10.
+    # Without a fit to them. AMP has .935, .897, 21 % and 1.10.
     ran = [index for index, row in enumerate(trials) if row["outcome"] == "ran"]
     times = np.array([predicted[index]["predicted"]["iteration_time_s"] for index in ran])
     measured = np.array([float(trials[index]["real_s"]) for index in ran])
@@ -222,7 +222,7 @@ def test_a_message_keeps_its_sender_when_it_is_larger_than_the_buffers():
     layout = {"data_parallel_size": 4, "pipeline_parallel_size": 4, "stage_partition": (0, 8, 14, 20, 30)}
     small, large = (amp(**layout, micro_batch_size=size) for size in (1, 8))
     assert np.all(costs.messages_s(small).holding_there[:, :26] == 0)
-    # 16 MiB of activations; the mask of 2 MiB goes there alone; 8 MiB are in buffers.
+    # 16 MiB of activations; the mask of 2 MiB is only sent forward; 8 MiB are in buffers.
     messages = costs.messages_s(large)
     assert messages.holding_there[0, 7] == pytest.approx((16 + 2 - 8) * mebibyte / bandwidth)
     assert messages.holding_back[0, 7] == pytest.approx((16 - 8) * mebibyte / bandwidth)

@@ -153,7 +153,7 @@ def test_omitted_links_of_a_trial_are_noted() -> None:
 @pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not here")
 def test_clusters_of_all_published_trials() -> None:
     rows = [json.loads(line) for path in PUBLISHED for line in path.open()]
-    # A cluster that is described by its nodes does not say how many devices it has; the strategy uses them all.
+    # A cluster in the form of nodes has no number of devices; the strategy uses them all.
     num_devices = {json.dumps(row["cluster"]): row["cluster"].get("num_devices", ranks_of(row)) for row in rows}
     for text, number in num_devices.items():
         assert parse_cluster(json.loads(text), "trial")[0].num_devices == number

@@ -1,4 +1,4 @@
-"""Hostfiles: all that DeepSpeed's launcher accepts, and one line on what it does not."""
+"""Hostfiles: accepted as by DeepSpeed's launcher, and otherwise refused in one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The description of this trainer is what its modules do: kernels exactly, bytes to the digits that it gives."""
+"""The description of this trainer agrees with its modules: kernels exactly, bytes to the digits that it gives."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -64,7 +64,7 @@ def test_gradients_of_keys_before_a_token_slice_are_added_up() -> None:
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["GPT", "Llama"])
 def test_operators_make_up_a_layer(model: dict[str, object]) -> None:
-    """What a layer launches is the sum of its operators: none is forgotten."""
+    """The kernels of a layer are the sum of its operators."""
     software, llama = TERAPIPE, bool(model)
     operators, attention = software.operators, software.attention
     norm = operators.rmsnorm if llama else operators.layernorm

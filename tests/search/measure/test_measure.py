@@ -40,7 +40,7 @@ RUNS = ((1, "none"), (2, "none"), (2, "selective"))
 
 
 class Found(NamedTuple):
-    """What a rank found: layers by run, and links."""
+    """Measurements of a rank: layers by run, and links."""
 
     layers: dict[tuple[int, str], list[tuple[LayerShape, list[OpPoint]]]]
     links: list[ProfiledLink]
@@ -53,7 +53,7 @@ def measure() -> Found:
     from megatron_terapipe.search.measure import layers as measuring
     from megatron_terapipe.search.measure import layers as measuring_links
 
-    # What times come to is for benchmarks; a test needs them once.
+    # One timing of each is enough for a test.
     measuring.MOST_VISITS, measuring.VISIT_S = 1, 0.0
     measuring_links.REPEATS, measuring_links.MESSAGE_BYTES, measuring_links.LEAST_SIZES = 1, (1024, 4096), 1
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
@@ -72,7 +72,7 @@ def measure() -> Found:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    """What the first of two ranks found; the other found the same, means over both."""
+    """Measurements of the first of two ranks; those of the other are equal, as means over both."""
     first, second = run_distributed(measure, 2)
     assert first == second
     return first
@@ -81,8 +81,8 @@ def found() -> Found:
 @pytest.mark.parametrize("run", RUNS)
 def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str], found: Found) -> None:
     shapes = {LayerShape.of(layer) for layer in gpt_workload(MODEL).layers}
-    wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape.kind == "block"}
-    assert {shape for shape, _ in found.layers[run]} == wanted
+    expected = shapes if run[1] == "none" else {shape for shape in shapes if shape.kind == "block"}
+    assert {shape for shape, _ in found.layers[run]} == expected
     for shape, points in found.layers[run]:
         assert [point[:3] for point in points] == [*((2, start, start + 8) for start in (0, 8, 16, 24)), (1, 0, 32)]
         assert all(point.forward_s > 0 and point.input_gradient_s + point.weight_gradient_s > 0 for point in points)

@@ -1,4 +1,4 @@
-"""How ranks on other hosts are told what to measure, and tell what they found."""
+"""Messages to and from ranks that measure on other hosts."""
 
 import sys
 from pathlib import Path
@@ -27,11 +27,11 @@ sys.exit({code})
 
 
 def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, messages: list[object], code: int = 0) -> list[object]:
-    """What comes back from a launcher that puts the name of the host before each line."""
+    """Messages from a launcher that puts the name of the host before each line."""
     program = folder / "deepspeed"
     program.write_text(LAUNCHER.format(python=sys.executable, messages=messages, code=code))
     program.chmod(0o755)
-    # Where a launch fails, what may be left of it on its hosts is ended.
+    # After a failed launch, its remaining processes on hosts are ended.
     (folder / "pdsh").write_text("#!/bin/sh\nexit 0\n")
     (folder / "pdsh").chmod(0o755)
     monkeypatch.chdir(folder)

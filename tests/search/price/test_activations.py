@@ -88,7 +88,7 @@ def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
     expected = flops.block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
     found, without = memory(layer, TERAPIPE, recompute=recompute), memory(whole, TERAPIPE, recompute=recompute)
     assert (found.activations, found.key_values, found.key_value_gradients) == (expected, 0, 0)
-    # An input gradient lets go of them, weight gradients do not need them.
+    # An input gradient frees them, weight gradients do not need them.
     assert found.activations - found.freed_by_input_gradient == without.activations - without.freed_by_input_gradient
     # In fp32, of the tokens that a token slice reaches back to.
     assert found.window_gradients == (window - 1) * 2 * without.key_values

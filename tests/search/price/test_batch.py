@@ -47,7 +47,7 @@ def estimated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
 
 
 def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: float) -> list[float]:
-    """Bounds of the same: of each rank, of each stage alone, and of the first rank's round trips."""
+    """Bounds of the same: of each rank, of each single stage, and of the first rank's round trips."""
     ranks, count, token_slices = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices
     parts = parts_of(tables)
     whole = parts.sum(axis=2)
@@ -249,7 +249,7 @@ def test_gradients_travel_as_deepspeed_sends_them(
 
 def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
     def stepped(precision: str, zero_stage: int) -> float:
-        """Seconds without what the step does to all gradients of the rank."""
+        """Seconds without the part of the step on all gradients of the rank."""
         whole = TERAPIPE.state(precision, zero_stage).whole_step
         return float(step(precision, zero_stage).optimizer) - whole * 1e6 / 1e12
 
@@ -286,13 +286,13 @@ def test_exposed_reductions_are_those_of_the_simulated_plan(
     shown = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.0), cool_down)
     after = max(last.end - op - cool_down, 0)
     assert shown == pytest.approx(after + late)
-    # What is hidden takes something from the ops all the same.
+    # Hidden parts slow the ops nevertheless.
     disturbed = exposed_reduction_s(step, ops, OVERLAPPED, replace(FREE, overlap_exposed=0.25), cool_down)
     assert disturbed - shown == pytest.approx((reduction - after) / 4)
 
 
 def shown(communication: Communication, gather: float, reduction: float = 0.0) -> float:
-    """Seconds that show beside two micro-batches of a forward of 2 s and a backward of 4 s, in four layers."""
+    """Exposed seconds of two micro-batches of a forward of 2 s and a backward of 4 s, in four layers."""
     step = StepCosts(reduction, 0.0, 0.0, weight_gather=gather)
     ops = CoveringOps(completing=4.0, forward=2.0, backward=4.0, layers=4, num_micro_batches=2)
     return float(exposed_reduction_s(step, ops, communication, replace(FREE, overlap_exposed=0.0)))

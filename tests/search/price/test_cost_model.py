@@ -165,7 +165,7 @@ def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> 
 
 
 def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage() -> None:
-    """Not the first that the file lists: swapping nodes that hold replicas of the same stages changes nothing."""
+    """Not the first of the file: swapping nodes with replicas of the same stages does not change the time."""
     node = replace(NODE, device=replace(A100, name="slow", half_flops=100e12))
     orders = [Cluster(nodes=nodes) for nodes in ((NODE, node), (node, NODE))]
     models = [CostModel(GPT, cluster, software=MEGATRON_LM) for cluster in orders]

@@ -59,7 +59,7 @@ def test_vocabulary_stages_have_equal_parts_of_the_head() -> None:
     assert cut.per_stage.sum(axis=0).tolist() == whole.per_stage.sum(axis=0).tolist()
     half = untied[-1].parameters / 2
     assert (cut.parameters - whole.parameters).tolist() == [half, -half]
-    # Behind the last transformer layer every stage receives what the final norm gives.
+    # After the last transformer layer every stage receives the output of the final norm.
     assert cut.last_layers.tolist()[1:] == [len(untied) - 2] * 2
 
 

@@ -107,7 +107,7 @@ def test_parts_add_up_for_every_rank() -> None:
 def test_ranks_of_bloom() -> None:
     """176 B parameters (arXiv 2211.05100 section 3.1): 70 layers of 12 h^2 + 13 h, 250,880 words; 4 x 12 ranks.
 
-    Matrices and words are shared by four ranks; norms, positions and the biases behind a reduction are on all of them.
+    Matrices and words are shared by four ranks; norms, positions and the biases after a reduction are on all of them.
     """
     hidden, words, size = 14336, 250880, 4
     bloom = workload(num_layers=70, hidden_size=hidden, num_attention_heads=112, vocab_size=words)
@@ -172,7 +172,7 @@ def test_an_optimised_order_has_the_limit_of_1f1b() -> None:
 )
 def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_batches: int) -> None:
     """Recomputing more, sharing layers, and smaller micro-batches never take more memory."""
-    # One communicator more takes what it takes.
+    # An additional communicator always takes memory.
     model = MemoryModel(workload=workload(), cluster=cluster(), overheads=MemoryOverheads(communicator_bytes=0.0))
     base = {
         "pipeline_parallel_size": ranks,
@@ -187,7 +187,7 @@ def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_
         return max(rank.total for rank in ranks)
 
     by_mode = [held(recompute=mode) for mode in ("none", "selective", "full")]
-    # What is recomputed is there while its backward runs: with one micro-batch nothing is saved.
+    # Recomputed activations exist while their backward runs: with one micro-batch they save no memory.
     assert by_mode[0] * (1 + 1e-9) >= by_mode[1] and by_mode[1] * (1 + 1e-9) >= by_mode[2]
     assert held(tensor_parallel_size=2) < held()
     assert held(tensor_parallel_size=2, sequence_parallel=True) <= held(tensor_parallel_size=2)
@@ -207,10 +207,10 @@ def states(software: str, precision: str, zero_stage: int, parameters: float) ->
         ("terapipe", "fp16", 0, 16),
         ("terapipe", "fp16", 1, 2 + 2 + 12 / 4),
         ("deepspeed", "fp16", 1, 2 + 2 + 12 / 4),
-        # Sums in fp32 take 4 bytes more, which no rank shares; ours has them alone.
+        # Sums in fp32 take 4 bytes more, which no rank shares; ours has only these.
         ("deepspeed", "bf16", 1, 2 + 6 + 12 / 4),
         ("terapipe", "bf16", 1, 2 + 4 + 12 / 4),
-        # fp32: two moments of 4 bytes each; ZeRO 1 keeps a copy of the weights beside them.
+        # fp32: two moments of 4 bytes each; ZeRO 1 keeps a copy of the weights in addition.
         ("terapipe", "fp32", 0, 16),
         ("terapipe", "fp32", 1, 8 + 12 / 4),
     ],

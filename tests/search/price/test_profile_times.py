@@ -54,16 +54,16 @@ def test_one_point_gives_times_proportional_to_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "wanted"),
+    ("points", "others"),
     [
         # fixed 0.1 + 0.01 for each of 10 rows: neither micro-batches nor lengths determine attention.
         ([Point(1, 0, 10, 0.2), Point(2, 0, 10, 0.3)], [Point(4, 0, 10, 0.5), Point(1, 0, 20, 0.3)]),
         ([Point(1, 0, 10, 0.2), Point(1, 0, 40, 0.5)], [Point(1, 0, 80, 0.9), Point(2, 0, 20, 0.5)]),
     ],
 )
-def test_two_points_separate_fixed_time_and_rows(points: list[Point], wanted: list[Point]) -> None:
+def test_two_points_separate_fixed_time_and_rows(points: list[Point], others: list[Point]) -> None:
     surface = Surface.through(points)
-    for size, start, end, expected in (*points, *wanted):
+    for size, start, end, expected in (*points, *others):
         assert surface(size, start, end) == pytest.approx(expected, rel=1e-9)
 
 

@@ -1,7 +1,7 @@
-"""Large runs that others published, priced as the software that ran them, with nothing fitted.
+"""Large runs that others published, priced with the software that ran them, without a fit.
 
 `published_runs.jsonl` has the figures with their sources. Micro-batch sizes, model chunks and layouts that are not
-published are assumed, and the line says so.
+published are assumed, as the line notes.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ RUNS = read_trials(Path(__file__).parent / "published_runs.jsonl")
 
 LATE = ("mt-nlg-2240", "mt-nlg-2800", "mt-nlg-3360")
 """Runs that took a quarter longer than predicted. Their times are a line in the number of micro-batches: .196 s for
-each, 5 % more than Megatron-LM needs for the same model, and 6.4 s for an iteration, which nothing published explains.
+each, 5 % more than Megatron-LM needs for the same model, and 6.4 s for an iteration, which is not explained.
 """
 
 

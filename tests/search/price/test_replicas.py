@@ -57,7 +57,7 @@ def pipelines(replicas: int, stages: int, micro_batches: int, schedule: str = "1
 
 def test_a_stage_that_is_slow_in_one_replica_does_not_hold_up_the_others() -> None:
     # Stages of 3 blocks: 9 s a micro-batch on a fast device, 18 s on a slow one. Four micro-batches pass the slow
-    # stage, one the fast stage before or behind it. If all replicas waited for the slowest, it would be 4 x 18 + 18.
+    # stage, one the fast stage before or after it. If all replicas waited for the slowest, it would be 4 x 18 + 18.
     model = CostModel(MODEL, Cluster(nodes=(FAST, SLOW, SLOW, FAST)), software=MEGATRON_LM, op_times=TwiceAsLong())
     crossed = model.predict_time(pipelines(2, 2, 4))
     assert in_pipeline_s(crossed) == pytest.approx(4 * 18 + 9, abs=1e-3)
@@ -69,7 +69,7 @@ def test_a_stage_that_is_slow_in_one_replica_does_not_hold_up_the_others() -> No
 @pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_a_mixed_cluster_takes_the_time_of_its_slowest_replica(software: Software, schedule: str) -> None:
-    """Nodes of one device share nothing, so that each replica is a cluster of its own."""
+    """Nodes with one device do not share links, so that each replica can be priced as a cluster."""
     rng = random.Random(0)
     kinds = [
         FAST,
@@ -100,7 +100,7 @@ def test_closed_forms_of_many_strategies_look_at_each_kind_of_replica() -> None:
         CostModel(MODEL, Cluster(nodes=nodes), software=MEGATRON_LM, efficiency=efficiency, op_times=TwiceAsLong())
         for nodes in ((FAST, SLOW, SLOW, FAST), (FAST, SLOW, FAST, SLOW))
     )
-    # All stages have both devices: only replicas tell the two clusters apart.
+    # All stages have both devices: the two clusters differ only in replicas.
     assert batch_key(crossed, strategy) != batch_key(apart, strategy)
     for model, expected in ((crossed, 4 * 18 + 9), (apart, 4 * 18 + 18)):
         time = StrategyBatch.of([model], [strategy]).times(efficiency)

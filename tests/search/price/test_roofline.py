@@ -104,7 +104,7 @@ def test_selective_recompute_is_of_attention_or_of_norms() -> None:
 def test_later_token_slices_attend_to_more() -> None:
     grid = times(start=np.array([0.0, 1024.0]), end=np.array([1024.0, 2048.0]))
     assert np.all(np.diff(np.asarray(grid.forward)) > 0)
-    # Cutting a sequence computes nothing less.
+    # A cut sequence takes no less compute.
     assert np.sum(grid.forward) > times().forward
 
 
@@ -314,7 +314,7 @@ def test_all_shares_are_below_the_data_sheet() -> None:
 
 def test_constants_are_those_of_an_a100() -> None:
     assert relative_efficiency(REFERENCE_GPU) == AS_AN_A100
-    # Nothing is known of these, so the constants are taken as they are.
+    # Devices without a known generation have the constants themselves.
     for other in (device("cpu-core"), replace(REFERENCE_GPU, generation="")):
         assert relative_efficiency(other) == AS_AN_A100
         assert reachable_bandwidth(other) == other.memory_bandwidth
@@ -323,8 +323,8 @@ def test_constants_are_those_of_an_a100() -> None:
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        # Measured alone: .84 to .94 of an A100's peak, .75 to .80 of an H100's, .69 to .78 (H200), .68 to .76 (B200).
-        # In training, Hopper's reach .92 of that beside an A100's.
+        # Measured outside of training: .84 to .94 of an A100's peak, .75 to .80 of an H100's, .69 to .78 (H200), .68 to .76 (B200).
+        # In training, Hopper reaches .92 of that relative to an A100.
         ("A100-SXM4-80GB", 0.84, 0.94),
         ("H100-SXM5-80GB", 0.69, 0.74),
         ("H200-SXM5-141GB", 0.64, 0.74),

@@ -39,7 +39,7 @@ def attending(**fields: object) -> dict[str, Any]:
 def test_presets_are_as_large_as_published(name: str) -> None:
     workload = read_workload(name)
     assert workload.name == name
-    # GPT-3 is published without saying what is counted; small models are mostly embedding.
+    # The published counts of GPT-3 are not defined; small models are mostly embedding.
     assert workload.parameters == pytest.approx(MODEL_PRESETS[name].published_parameters, rel=0.06)
     assert workload.config is not None
 
@@ -154,7 +154,7 @@ def test_transgan_has_the_layers_that_amp_counts() -> None:
     assert (wide.tokens, wide.hidden_size) == (81, 1024)
     assert windowed.attention is not None
     assert (windowed.tokens // windowed.attention.separate_window, windowed.hidden_size) == (256, 16)  # type: ignore[operator]
-    # Each step of upsampling hands on what the next takes: pixels x channels never shrink before the colours.
+    # The output of each step of upsampling is the input of the next: pixels x channels never shrink before the colours.
     sizes = [layer.output_elements for layer in workload.layers[:-1]]
     assert sizes == sorted(sizes)
 
