@@ -35,7 +35,6 @@ from megatron_terapipe.search.price.cost_model import CostModel
 from megatron_terapipe.search.price.layer_times import LayerQuery
 from megatron_terapipe.search.price.links import RankGroups, all_gather_s, transfer_s
 from megatron_terapipe.search.price.prediction import Prediction, TimeBreakdown
-from megatron_terapipe.search.price.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.price.stages import pipeline_shape
 from megatron_terapipe.search.price.step import StepCosts
 from megatron_terapipe.search.price.workload import Layer
@@ -155,7 +154,6 @@ class DeepSpeedCosts(CostModel):
         """AMP's profiles by name of the device."""
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._messages_of: dict[tuple[object, ...], Messages] = {}
-        self._simulator = ScheduleSimulator()
 
     def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> Prediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
@@ -169,7 +167,7 @@ class DeepSpeedCosts(CostModel):
         stages = self.stages(strategy)
         forward, backward = self._computing_s(strategy, stages, groups)
         costs = self._with_messages(strategy, stages, forward, backward, groups)
-        makespan = self._simulator.simulate(strategy.schedule, shape, costs).makespan
+        makespan = self.simulator.simulate(strategy.schedule, shape, costs).makespan
         micro_batches, computing = shape.num_micro_batches, forward + backward
         busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]
         busiest = int(np.argmax(busy))

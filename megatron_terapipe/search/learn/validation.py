@@ -27,6 +27,7 @@ from megatron_terapipe.search.learn.scores import (
 )
 from megatron_terapipe.search.learn.trials import Trial
 from megatron_terapipe.search.price.cost_model import CostModel
+from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 from megatron_terapipe.search.price.memory import default_overheads, total_bytes
 from megatron_terapipe.search.price.profile import Profile
 
@@ -76,7 +77,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
             first.workload,
             first.cluster,
             software=first.software,
-            efficiency=calibration.efficiency,
+            efficiency=calibration.efficiency or HardwareEfficiency(),
             precision=first.precision,
         )
     if calibration.factors is not None:

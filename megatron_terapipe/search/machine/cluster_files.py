@@ -254,14 +254,14 @@ class NodeGroup:
                 return cls.of_machine(machine, library.device(machine.device))
         device = library.device(name, where)
         machine = library.usual_machine(name)
-        return cls.of_machine(machine, device, assumed(["links"], device, machine))
+        return cls.of_machine(machine, device, library_note(["links"], device, machine))
 
 
 def _some(note: str | None) -> list[str]:
     return [] if note is None else [note]
 
 
-def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
+def library_note(missing: Sequence[str], device: Device, machine: Machine) -> str:
     """Return the note that something was taken from the library."""
     omitted = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
     return f"{omitted} of {device.name} nodes not given: those of a {machine.name} are taken"
@@ -342,7 +342,7 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
     missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
-    return NodeGroup.of_machine(usual, device, *([assumed(missing, device, usual)] if missing else []))
+    return NodeGroup.of_machine(usual, device, *([library_note(missing, device, usual)] if missing else []))
 
 
 def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
@@ -415,7 +415,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
         node = replace(node, network=replace(node.network, bandwidth=total / cards), num_network_cards=cards)
     elif num_devices > per_node:
         missing.append("network")
-    notes = [assumed(missing, device, machine)] if missing else []
+    notes = [library_note(missing, device, machine)] if missing else []
     if flat.intra_node_GBps is not None:
         notes += _some(inside_note(device, node.inside))
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]

@@ -56,7 +56,7 @@ class IsolatedRanks(TensorParallelRanks):
         return lambda: part
 
 
-class OpTimes(NamedTuple):
+class OpSeconds(NamedTuple):
     """Seconds of a token slice's ops."""
 
     forward: float
@@ -66,7 +66,7 @@ class OpTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MeasuredLayers:
+class TimedLayers:
     """Layers of one kind, to be run one after the other."""
 
     shape: LayerShape
@@ -81,7 +81,7 @@ class MeasuredLayers:
 
 def build_layers(
     model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device, *, recompute: str
-) -> list[MeasuredLayers]:
+) -> list[TimedLayers]:
     """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends."""
     specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
     workload = gpt_workload(model)
@@ -94,15 +94,15 @@ def build_layers(
     for shape in dict.fromkeys(LayerShape.of(block) for block in blocks):
         index = [LayerShape.of(block) for block in blocks].index(shape)
         modules = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
-        found.append(MeasuredLayers(shape, modules, modules, count=BLOCKS_TOGETHER))
+        found.append(TimedLayers(shape, modules, modules, count=BLOCKS_TOGETHER))
     if recompute != "none":
         return found
     words, positions, norm, head = (built(specs[index]) for index in (0, 1, -2, -1))
     output = partial(specs[-1].forward_fn, head) if isinstance(specs[-1], TiedLayerSpec) else head
     embedding_shape, norm_shape, head_shape = (LayerShape.of(workload.layers[index]) for index in (0, -2, -1))
-    found.append(MeasuredLayers(embedding_shape, (words, positions), (words, positions), reads_tokens=True))
-    found.append(MeasuredLayers(norm_shape, (norm,), (norm,)))
-    found.append(MeasuredLayers(head_shape, (head,), (output,), ends_in_loss=True))
+    found.append(TimedLayers(embedding_shape, (words, positions), (words, positions), reads_tokens=True))
+    found.append(TimedLayers(norm_shape, (norm,), (norm,)))
+    found.append(TimedLayers(head_shape, (head,), (output,), ends_in_loss=True))
     return found
 
 
@@ -116,8 +116,8 @@ class LayerTimer:
         self._weight_gradients = WeightGradients()
 
     def points(
-        self, built: Sequence[MeasuredLayers], runs: Sequence[MeasuredRun], is_over: Callable[[MeasuredRun], bool]
-    ) -> list[tuple[MeasuredLayers, list[OpPoint]]]:
+        self, built: Sequence[TimedLayers], runs: Sequence[MeasuredRun], is_over: Callable[[MeasuredRun], bool]
+    ) -> list[tuple[TimedLayers, list[OpPoint]]]:
         """Medians over repeats, for each token slice of each layer; all ranks must call it at the same time.
 
         All runs are visited in turn, again and again, so that a temporary disturbance of the machine affects all runs.
@@ -131,7 +131,7 @@ class LayerTimer:
             for module in layers.modules:
                 self._weight_gradients.attach(module)
             sums[layers.shape] = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
-        found: dict[tuple[LayerShape, MeasuredRun], list[list[OpTimes]]] = {}
+        found: dict[tuple[LayerShape, MeasuredRun], list[list[OpSeconds]]] = {}
         for run in islice(cycle(runs), MOST_VISITS * len(runs)):
             for layers in built:
                 repeats = found.setdefault((layers.shape, run), [])
@@ -144,13 +144,13 @@ class LayerTimer:
                     repeats.append(self._repeat(layers, run, sums[layers.shape]))
             if is_over(run):
                 break
-        of_layers: list[tuple[MeasuredLayers, list[OpPoint]]] = []
+        of_layers: list[tuple[TimedLayers, list[OpPoint]]] = []
         for layers in built:
             measured = [(run, found[layers.shape, run]) for run in runs if (layers.shape, run) in found]
             of_layers.append((layers, [point for run, times in measured for point in self._points(layers, run, times)]))
         return of_layers
 
-    def _points(self, layers: MeasuredLayers, run: MeasuredRun, repeats: Sequence[list[OpTimes]]) -> Iterator[OpPoint]:
+    def _points(self, layers: TimedLayers, run: MeasuredRun, repeats: Sequence[list[OpSeconds]]) -> Iterator[OpPoint]:
         # One message for all token slices: on a slow link a message takes longer than a measured op.
         medians = self._together(
             [[median(times) for times in zip(*ops, strict=True)] for ops in zip(*repeats, strict=True)]
@@ -172,16 +172,16 @@ class LayerTimer:
         means: list[list[float]] = (total / dist.get_world_size()).tolist()
         return means
 
-    def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpTimes]:
+    def _repeat(self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpSeconds]:
         whole = self._once(layers, run, sums, defers=False)
         parts = self._once(layers, run, sums, defers=True)
         return [
-            OpTimes((first[0] + second[0]) / 2, first[1], second[1], second[2])
+            OpSeconds((first[0] + second[0]) / 2, first[1], second[1], second[2])
             for first, second in zip(whole, parts, strict=True)
         ]
 
     def _once(
-        self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, defers: bool
+        self, layers: TimedLayers, run: MeasuredRun, sums: AccumulatedGradients | None, *, defers: bool
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         cut = self._cut(run)
@@ -218,14 +218,14 @@ class LayerTimer:
             found.append((forwards[index], watch.seconds, weights_s))
         return found[::-1]
 
-    def _forward(self, layers: MeasuredLayers, given: Tensor, state: SequenceState, token_slice: int) -> Tensor:
+    def _forward(self, layers: TimedLayers, given: Tensor, state: SequenceState, token_slice: int) -> Tensor:
         hidden = given
         for number, (module, function) in enumerate(zip(layers.modules, layers.functions, strict=True)):
             keywords: dict[str, Any] = {"past": state.past(number, token_slice)} if takes_past(module) else {}
             hidden = function(hidden, **keywords)
         return hidden
 
-    def _input(self, layers: MeasuredLayers, rows: int, length: int) -> Tensor:
+    def _input(self, layers: TimedLayers, rows: int, length: int) -> Tensor:
         if layers.reads_tokens:
             return torch.randint(self._model.vocab_size or 2, (rows, length), device=self._device)
         return torch.randn(

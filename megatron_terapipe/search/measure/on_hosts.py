@@ -105,14 +105,14 @@ def main(word: str) -> int:
             report(Progress(0.0, "the engine"))
             engine = engine_here(sizes, int(os.environ["LOCAL_SIZE"]))
         measure_together(report, sizes, sizes.budget_s - (time.perf_counter() - begun), engine)
-        _leave()
+        _close_groups()
     except UserError as error:
         print(*lines_of({"error": str(error)}), sep="\n", flush=True)
         return 2
     return 0
 
 
-def _leave() -> None:
+def _close_groups() -> None:
     """Close the groups of this rank. Threads of a group that stays open can abort the end of the process."""
     import torch.distributed as dist
 

@@ -5,7 +5,7 @@ Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimula
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -61,50 +61,38 @@ __all__ = ["CostModel", "Pricing"]
 Floats = NDArray[np.float64]
 
 
+@dataclass(eq=False)
 class CostModel:
     """Prices strategies of one model on one cluster, and caches the times that strategies share."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        *,
-        software: Software = TERAPIPE,
-        efficiency: HardwareEfficiency | None = None,
-        op_times: OpTimes | None = None,
-        precision: str = "bf16",
-        simulator: ScheduleSimulator | None = None,
-    ) -> None:
-        self.workload = workload
-        self.cluster = cluster
-        self.software = software
-        self.efficiency = efficiency or HardwareEfficiency()
-        self.op_times = op_times or Roofline(self.efficiency, software, precision)
-        self.precision = precision
-        self.element_bytes = ELEMENT_BYTES[precision]
-        self.counter = LayerCounter(workload)
+    workload: Workload
+    cluster: Cluster
+    _: KW_ONLY
+    software: Software = TERAPIPE
+    efficiency: HardwareEfficiency = None  # type: ignore[assignment]
+    op_times: OpTimes = None  # type: ignore[assignment]
+    """None = a roofline."""
+    precision: str = "bf16"
+    simulator: ScheduleSimulator = field(default_factory=ScheduleSimulator)
+
+    def __post_init__(self) -> None:
+        self.efficiency = self.efficiency or HardwareEfficiency()
+        self.op_times = self.op_times or Roofline(self.efficiency, self.software, self.precision)
+        self.element_bytes = ELEMENT_BYTES[self.precision]
+        self.counter = LayerCounter(self.workload)
         self.prices = LayerPrices(
-            self.op_times, self.efficiency, self.element_bytes, software.communication, self.counter.kinds
+            self.op_times, self.efficiency, self.element_bytes, self.software.communication, self.counter.kinds
         )
         self._known_ops: dict[tuple[object, ...], Floats] = {}
-        self._table = ClusterTable.of(cluster)
+        self._table = ClusterTable.of(self.cluster)
         self._known_groups: dict[ParallelLayout, RankGroups] = {}
-        self._simulator = simulator or ScheduleSimulator()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
         """Return the cost model of the same model and cluster with other constants; orders of schedules are shared."""
         if op_times is None:
             same = self.op_times
             op_times = replace(same, efficiency=efficiency) if isinstance(same, Roofline) else same
-        return CostModel(
-            self.workload,
-            self.cluster,
-            software=self.software,
-            efficiency=efficiency,
-            op_times=op_times,
-            precision=self.precision,
-            simulator=self._simulator,
-        )
+        return replace(self, efficiency=efficiency, op_times=op_times)
 
     def with_factors(self, factors: ProfileFactors) -> "CostModel":
         """Return the cost model of training, where this one has the times of a profile."""
@@ -140,7 +128,7 @@ class CostModel:
             if activation_limit is not None and strategy.schedule == "zero-bubble":
                 simulated = closed_form_of(shape, costs, activation_limit)
             else:
-                simulated = self._simulator.simulate(
+                simulated = self.simulator.simulate(
                     strategy.schedule,
                     shape,
                     costs,
@@ -226,7 +214,7 @@ class CostModel:
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), num_micro_batches=num_micro_batches)
         costs, settings = self.pipeline_costs(strategy), self.host_copy_settings(placed)
-        return self._simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
+        return self.simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
         """Look up the groups, layer counts and token slices of a strategy."""

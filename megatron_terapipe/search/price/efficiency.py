@@ -235,7 +235,7 @@ class KernelEfficiency:
     """Rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles."""
     memory: float
     processors: int
-    """Multiprocessors, which compute a tile each."""
+    """Multiprocessors, which compute a tile each; 1 in ratios."""
     is_measured: bool = False
     """Whether products are from a table of many sizes."""
 
@@ -267,30 +267,21 @@ GAMING_PRODUCTS = 0.85
 GAMING_BOARDS = frozenset({"RTX-2080", "RTX-2080-Ti", "Titan-RTX", "RTX-4090"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RelativeEfficiency:
-    """Efficiency of kernels on a device, relative to an A100."""
-
-    products: float = 1.0
-    depth: float = 1.0
-    area: float = 1.0
-    memory: float = 1.0
+AS_AN_A100 = KernelEfficiency(products=1.0, depth=1.0, area=1.0, memory=1.0, processors=1)
 
 
-AS_AN_A100 = RelativeEfficiency()
-
-
-def relative_efficiency(device: Device) -> RelativeEfficiency:
+def relative_efficiency(device: Device) -> KernelEfficiency:
     """Return the efficiency of kernels on a device relative to an A100; 1 if its generation is unknown."""
     one, reference = GENERATIONS.get(device.generation), GENERATIONS[REFERENCE]
     if one is None:
         return AS_AN_A100
     products = GAMING_PRODUCTS if device.name in GAMING_BOARDS else one.products
-    return RelativeEfficiency(
+    return KernelEfficiency(
         products=products / reference.products,
         depth=one.depth / reference.depth,
         area=one.area / reference.area,
         memory=one.memory / reference.memory,
+        processors=1,
     )
 
 

@@ -94,7 +94,7 @@ class Surface:
         """
         seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
         sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
-        seconds = _growing(sizes, starts, ends - starts, seconds)
+        seconds = _monotonic(sizes, starts, ends - starts, seconds)
         coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
         log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends, window=window))
         found = []
@@ -203,7 +203,7 @@ def _independent(features: NDArray[np.float64]) -> list[int]:
     return chosen
 
 
-def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
+def _monotonic(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
     """Times that never fall where a token slice begins later, is longer, or has more sequences."""
     from scipy.optimize import isotonic_regression
 

@@ -323,7 +323,7 @@ def test_constants_are_those_of_an_a100() -> None:
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        # Measured outside of training: .84 to .94 of an A100's peak, .75 to .80 of an H100's, .69 to .78 (H200), .68 to .76 (B200).
+        # Outside of training: .84 to .94 of an A100's peak, .75 to .80 (H100), .69 to .78 (H200), .68 to .76 (B200).
         # In training, Hopper reaches .92 of that relative to an A100.
         ("A100-SXM4-80GB", 0.84, 0.94),
         ("H100-SXM5-80GB", 0.69, 0.74),
