@@ -23,15 +23,10 @@ class RankFailed(AssertionError):
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """Call `function(*arguments)` on every rank of a process group.
+    """Call `function(*arguments)` on every rank of a process group, and return the results by rank.
 
     Args:
         function: importable by name; may use `torch.distributed` and `deepspeed` at once.
-        world_size: number of ranks.
-        *arguments: sent to every rank.
-
-    Returns:
-        What each rank returned, by rank.
 
     Raises:
         RankFailed: if a rank raised, died or took longer than `TIMEOUT_S`; the others are killed.
@@ -60,13 +55,15 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     while len(results) < len(pipes):
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=TIMEOUT_S)
         if not ready:
-            raise RankFailed(f"ranks {sorted(set(range(len(pipes))) - results.keys())} said nothing for {TIMEOUT_S} s")
+            raise RankFailed(
+                f"ranks {sorted(set(range(len(pipes))) - results.keys())} did not return within {TIMEOUT_S} s"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 ok, value = pipe.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankFailed(f"rank {rank} died") from None
             if not ok:
                 raise RankFailed(f"rank {rank} failed:\n{value}")
             results[rank] = value
@@ -91,7 +88,7 @@ def _rank(
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
-        # Rank 0 holds the store that slower ranks may still read. The parent ends all once it has heard all; but a
-        # rank that waits for one that gave up must see it go.
+        # Rank 0 serves the store that slower ranks may still read. The parent ends all once it has all results; but a
+        # rank that waits for one that failed must lose its connection.
         time.sleep(LINGER_S)
         os._exit(0)

@@ -1,8 +1,7 @@
-"""Imported once by the server that test ranks are forked from. Nothing here may start threads or touch a device.
+"""Imported once by the server from which test ranks are forked. It may start no threads and use no device.
 
-What the first engine of a process imports takes three seconds, with ZeRO eight, which every rank of every test would
-spend again: torch imports its compiler as soon as a module is built on the meta device, DeepSpeed makes it ready for an
-optimizer.
+The imports of the first engine of a process take three seconds, with ZeRO eight, on every rank of every test: torch
+imports its compiler as soon as a module is built on the meta device, DeepSpeed prepares it for an optimizer.
 """
 
 import gc

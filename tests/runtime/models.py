@@ -1,4 +1,4 @@
-"""A small transformer that is not our GPT: what any user of the runtime might bring."""
+"""A small transformer other than our GPT, as a user of the runtime may have."""
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec

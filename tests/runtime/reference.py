@@ -15,7 +15,7 @@ BASE_SEED = 1234
 
 
 class WholePast:
-    """Stands in for `Past` on a whole sequence, by torch's own causal attention."""
+    """Replaces `Past` on a whole sequence, by torch's own causal attention."""
 
     prefix_len = 0
 
@@ -61,5 +61,5 @@ def reference_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
-    """Norm of the difference over norm of what is expected."""
+    """Norm of the difference over norm of the expected values."""
     return float(np.linalg.norm(value.astype(np.float64) - expected) / np.linalg.norm(expected))

@@ -271,7 +271,7 @@ def _on_three() -> dict[str, str | float]:
     declared = ("tokens", "shift")
     return {
         "a tuple": _optional(None, False, True),
-        "nothing declared": _optional(None, False),
+        "not declared, without one": _optional(None, False),
         "declared": _optional(declared, True),
         "declared and missing": _optional(declared, False),
         "declared, and a tuple": _optional(declared, False, True),
@@ -283,8 +283,8 @@ def _on_three() -> dict[str, str | float]:
 def test_arguments_with_a_default_get_entries_that_are_declared() -> None:
     first, middle, last = run_distributed(_on_three, 3)
     for found in (first, middle, last):
-        assert found["a tuple"] == found["nothing declared"] != found["declared"]
-        assert all(isinstance(found[name], float) for name in ("a tuple", "nothing declared", "declared"))
+        assert found["a tuple"] == found["not declared, without one"] != found["declared"]
+        assert all(isinstance(found[name], float) for name in ("a tuple", "not declared, without one", "declared"))
         assert found["declared and missing"].startswith("the data has no entry 'shift' of data_entries ('tokens'): ")
         assert found["declared, and a tuple"].startswith(
             "the data is a Tensor, and data_entries=('shift', 'tokens') names the entries of a dict"

@@ -1,4 +1,4 @@
-"""What the engine ran, measured by its own clock, is what the schedule says: the picture cannot lie."""
+"""The measured timeline of the engine has the ops of the schedule, in its order."""
 
 from functools import cache
 from itertools import pairwise

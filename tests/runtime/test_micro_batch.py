@@ -25,21 +25,15 @@ CUT = TokenSlices((3, 1, 2))
 def test_parts_make_up_the_whole(cut: TokenSlices) -> None:
     tokens = torch.arange(2 * cut.seq_length).reshape(2, cut.seq_length)
     parts = split_along_sequence((tokens, tokens + 1), cut)
+    assert {part.inputs.untyped_storage().data_ptr() for part in parts} == {tokens.untyped_storage().data_ptr()}
+    assert [part.labels for part in split_along_sequence((tokens, None), cut)] == [None] * len(cut)
     assert [part.inputs.shape[1] for part in parts] == list(cut.lengths)
     assert torch.equal(torch.cat([part.inputs for part in parts], dim=1), tokens)
     assert torch.equal(torch.cat([part.labels for part in parts], dim=1), tokens + 1)
     assert sum(part.loss_weight for part in parts) == pytest.approx(1.0)
 
 
-@given(cut=cuts())
-def test_weighted_means_of_parts_are_the_mean_of_the_whole(cut: TokenSlices) -> None:
-    values = torch.arange(2.0 * cut.seq_length, dtype=torch.float64).reshape(2, cut.seq_length)
-    parts = split_along_sequence((values, values), cut)
-    mean = sum(part.labels.mean() * part.loss_weight for part in parts)
-    assert float(mean) == pytest.approx(float(values.mean()))
-
-
-def test_tuples_are_cut_tensor_by_tensor_and_what_has_no_sequence_goes_whole() -> None:
+def test_tuples_are_cut_tensor_by_tensor() -> None:
     tokens, wide, per_row, scalar = torch.zeros(2, 6), torch.ones(2, 6, 5), torch.arange(2), torch.tensor(3.0)
     parts = split_along_sequence(((tokens, wide, per_row, scalar), (tokens, (per_row, wide))), CUT)
     for part, length in zip(parts, CUT.lengths, strict=True):
@@ -48,7 +42,7 @@ def test_tuples_are_cut_tensor_by_tensor_and_what_has_no_sequence_goes_whole() -
         assert part.labels[1][1].shape == (2, length, 5)
 
 
-def test_dicts_are_cut_entry_by_entry_and_what_is_no_tensor_goes_along() -> None:
+def test_dicts_are_cut_entry_by_entry() -> None:
     tokens, per_row = torch.arange(12).reshape(2, 6), torch.arange(2)
     data = {"tokens": tokens, "rows": per_row, "nested": [tokens, {"wide": torch.ones(2, 6, 5)}], "name": "words"}
     parts = split_along_sequence([data, {"targets": tokens, "none": None}], CUT)
@@ -62,13 +56,8 @@ def test_dicts_are_cut_entry_by_entry_and_what_is_no_tensor_goes_along() -> None
         assert part.labels["none"] is None
 
 
-def test_a_batch_without_labels_is_cut() -> None:
-    parts = split_along_sequence((torch.zeros(2, 6), None), CUT)
-    assert [part.labels for part in parts] == [None] * 3
-
-
 @given(cut=cuts())
-def test_joining_is_the_opposite_of_cutting(cut: TokenSlices) -> None:
+def test_joining_is_the_inverse_of_cutting(cut: TokenSlices) -> None:
     tokens, per_row = torch.arange(3 * cut.seq_length).reshape(3, -1), torch.arange(3)
     tree = (tokens, {"wide": tokens.unsqueeze(-1).expand(-1, -1, 2), "rows": per_row, "name": "words"})
     joined = join_token_slices([part.inputs for part in split_along_sequence((tree, tokens), cut)], cut)
@@ -78,7 +67,7 @@ def test_joining_is_the_opposite_of_cutting(cut: TokenSlices) -> None:
     assert joined[1]["name"] == "words"
 
 
-def test_what_has_no_sequence_is_stacked_over_token_slices() -> None:
+def test_tensors_without_a_sequence_are_stacked() -> None:
     rows = [torch.full((2,), float(index)) for index in range(3)]
     assert join_token_slices(rows, CUT).tolist() == [[0.0, 1.0, 2.0]] * 2
     assert join_token_slices([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], CUT).tolist() == [1.0, 2.0, 3.0]
@@ -109,12 +98,6 @@ def test_trees_are_moved_and_detached_tensor_by_tensor() -> None:
     assert found["a"].data_ptr() == tree["a"].data_ptr()
 
 
-def test_parts_are_views() -> None:
-    tokens = torch.zeros(2, 6)
-    parts = split_along_sequence((tokens, tokens), CUT)
-    assert {part.inputs.untyped_storage().data_ptr() for part in parts} == {tokens.untyped_storage().data_ptr()}
-
-
 @pytest.mark.parametrize(
     ("inputs", "labels", "named"),
     [
@@ -141,7 +124,7 @@ def test_a_batch_that_is_no_pair_is_refused(batch) -> None:
         split_along_sequence(batch, CUT)
 
 
-def test_gradients_are_those_of_the_inputs_that_want_one_and_zeros_where_nothing_came() -> None:
+def test_gradients_of_inputs_that_need_one_are_zeros_if_missing() -> None:
     used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
     (used * 5).sum().backward()
     found = Buffer(inputs=(used, torch.ones(4), unused)).take_gradients()

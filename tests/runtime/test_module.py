@@ -1,4 +1,4 @@
-"""Stages of a model: which layers they hold, how they are initialised, and what they refuse."""
+"""Stages of a model: their layers, initial weights, forwards and refusals."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
-from deepspeed_ext.runtime.module import TokenSlicePipelineModule, stage_partition, takes_past
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference
@@ -67,35 +67,15 @@ def test_layers_go_where_the_partition_says(on_two) -> None:
     assert [bounds for bounds, _ in on_two] == [expected, expected]
 
 
-def test_parameters_balance_the_stages() -> None:
-    assert stage_partition("parameters", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 1, 4))
-    assert stage_partition("uniform", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 2, 4))
-    assert stage_partition("0,3,4", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 3, 4))
-
-
-@pytest.mark.parametrize(
-    ("partition", "message"),
-    [("0,2,5", "give 3 bounds, the last one 6"), ("0,2,4,6", "give 3 bounds"), ("type:block", "neither uniform")],
-)
-def test_a_partition_that_does_not_fit_is_refused(partition: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        stage_partition(partition, [1.0] * 6, 2)
-
-
-def test_a_stage_with_nothing_to_train_is_refused_before_any_rank_waits() -> None:
+def test_modules_that_no_rank_can_train_are_refused() -> None:
     def double(hidden: Tensor) -> Tensor:
         return hidden * 2.0
 
     layers = [LayerSpec(nn.Linear, 4, 4), double, LayerSpec(nn.ReLU)]
     with pytest.raises(UserError, match=r"stage 1 of the partition 0,1,3 has no parameters to train"):
         module(layers, stages=2, partition="0,1,3")
-
-
-def test_layout_and_cut_must_have_as_many_token_slices() -> None:
     with pytest.raises(UserError, match="give the layout num_token_slices=4"):
-        TokenSlicePipelineModule(
-            models.layers(), layout=ParallelLayout(num_token_slices=3), token_slices=CUT, partition="uniform"
-        )
+        TokenSlicePipelineModule(models.layers(), layout=ParallelLayout(num_token_slices=3), token_slices=CUT)
 
 
 class Counted(nn.Linear):
@@ -130,7 +110,7 @@ def test_weights_do_not_depend_on_the_stages(on_one, on_two) -> None:
 
 
 class Records(nn.Module):
-    """Passes on what it gets and remembers what it saw of the past."""
+    """Notes the number of earlier tokens and of its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +142,7 @@ def _forwards() -> dict[str, Any]:
     }
 
 
-def test_layers_that_ask_for_the_past_get_it(on_one) -> None:
+def test_layers_with_an_argument_past_get_it(on_one) -> None:
     found = on_one["forwards"]
     assert found["seen"] == [[0, 9, 10, 18], [0, 9, 10, 18]]
     assert found["whole"]
@@ -170,16 +150,6 @@ def test_layers_that_ask_for_the_past_get_it(on_one) -> None:
     with torch.no_grad():
         expected = as_numpy(Reference(4, tied=True)(models.batches(1, 2)[0][0]))
     assert np.linalg.norm(found["plain"] - expected) <= 1e-6 * np.linalg.norm(expected)
-
-
-def test_a_past_is_asked_for_by_the_name_of_an_argument() -> None:
-    def with_past(module: nn.Module, hidden: Tensor, past: Past) -> Tensor:
-        return hidden
-
-    assert takes_past(models.Block())
-    assert takes_past(with_past)
-    assert not takes_past(nn.Linear(2, 2))
-    assert not takes_past(models.head)
 
 
 class Shared(nn.Module):
@@ -201,7 +171,7 @@ def _tied_with_past() -> list[float]:
     return [stage(torch.zeros(1, 1, 4), state, index).max().item() for index in range(len(CUT))]
 
 
-def test_a_tied_layer_may_ask_for_the_past(on_one) -> None:
+def test_a_tied_layer_gets_the_past(on_one) -> None:
     assert on_one["tied"] == [0.0, 9.0, 10.0, 18.0]
 
 
@@ -226,7 +196,7 @@ def _recomputed() -> dict[str, tuple[list[Any], int]]:
     return found
 
 
-def test_layers_that_draw_random_numbers_draw_them_again_unless_told_that_none_does(on_one) -> None:
+def test_recomputed_layers_draw_the_same_random_numbers_unless_set_otherwise(on_one) -> None:
     ((kept, never), (default, often), (others, not_once)) = on_one["recomputed"].values()
     assert all(np.array_equal(*pair) for pair in zip(kept, default, strict=True))
     assert not all(np.array_equal(*pair) for pair in zip(kept, others, strict=True))

@@ -1,4 +1,4 @@
-"""What waits on the host comes back as it was: not a bit of any gradient changes, and the device does let go of it."""
+"""Tensors on the host come back unchanged: gradients are equal to the bit, and the device frees its copies."""
 
 import weakref
 from collections import Counter
@@ -120,7 +120,7 @@ def _steps(names: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _check_measured(timeline: Timeline, rank: int, number: int) -> None:
-    """On a CPU a copy is over before the op behind it begins: from its forward to its backward all has its place."""
+    """On a CPU a copy ends before the next op begins: its times are between those of its forward and backward."""
     own = [copy for copy in timeline.host_copies if timeline.shape.rank_of(copy.stage) == rank]
     assert len(own) == len({copy[:4] for copy in own}) == number
     ends = {span.op: span for spans in timeline.spans for span in spans}
@@ -135,7 +135,7 @@ def _check_measured(timeline: Timeline, rank: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
+def test_results_are_equal_to_the_bit_and_the_device_frees_its_copies(world_size: int) -> None:
     names = [name for name, setup in SETUPS.items() if setup.pp == world_size]
     by_rank = run_distributed(_steps, world_size, names)
     for rank, by_name in enumerate(by_rank):
@@ -147,7 +147,7 @@ def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
             assert sum(with_copies["dropped"].values()) > 0, f"{name} on rank {rank}"
             _check_measured(with_copies["measured"], rank, sum(with_copies["dropped"].values()))
             assert without["measured"].host_copies == ()
-    # All that a stage leaves waits where a rank runs its other stage in between; the first stage's inputs are tokens.
+    # Everything is offloaded if a rank runs its other stage in between; the inputs of the first stage are tokens.
     everything = "breadth-first" if world_size == 2 else names[0]
     dropped = by_rank[-1][everything][1]["dropped"]
     token_slices = SETUPS[everything].micro_batches * len(CUT)

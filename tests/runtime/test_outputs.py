@@ -1,4 +1,4 @@
-"""Outputs and labels of a batch, given when asked for and let go of when not; evaluation in other shapes."""
+"""Outputs and labels of a batch, returned on request and freed otherwise; evaluation in other shapes."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ CLOSE = 1e-6
 SHARED = (8, 2, 8, 6)
 """Lengths that two ranks can share."""
 SHORT, SAME_COUNT, OTHER_ROWS, OTHER_COUNT = (4, 6, 2), (8, 8, 8), 5, 3
-"""Cuts, of sequences of another length and of the same, and sizes of a batch, for evaluation alone."""
+"""Cuts, of sequences of another length and of the same, and sizes of a batch, only for evaluation."""
 
 
 def _still(parameters: Any) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ def _results(setups: list[Setup]) -> list[dict[str, Any]]:
                 name: (loss.item(), *(each if each is None else as_numpy(each) for each in rest))
                 for name, (loss, *rest) in results.items()
             }
-            | {"alone": plain.item(), "data rank": engine.replica}
+            | {"plain": plain.item(), "data rank": engine.replica}
         )
     return found
 
@@ -93,7 +93,7 @@ def test_outputs_and_labels_are_those_of_the_whole_batch(world_size: int) -> Non
     for index, setup in enumerate(SETUPS[world_size]):
         complete = 0
         for found in (rank[index] for rank in by_rank):
-            assert found["alone"] == found["training"][0], "asking for outputs changes nothing"
+            assert found["plain"] == found["training"][0], "outputs have no effect on the loss"
             for name, kind in {
                 "training": "training", "evaluation": "training", "held out": "held out", "short": "short",
                 "short, as a cut": "short",
@@ -144,7 +144,7 @@ def _with_and_without_evaluation() -> list[Any]:
     ]
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_evaluation_has_no_effect_on_training() -> None:
     by_rank = run_distributed(_with_and_without_evaluation, 2)
     for rank, found_by_rank in enumerate(by_rank):
         for index, (undisturbed, disturbed) in enumerate(found_by_rank):
@@ -167,25 +167,26 @@ def on_one() -> dict[str, Any]:
     return run_distributed(_on_one, 1)[0]
 
 
+REFUSED = (
+    ({"return_logits": True, "return_output_label": True}, "return_logits and return_output_label give outputs in two"),
+    ({"token_slices": (8, 0)}, "0"),
+    ({"token_slices": (8, 8)}, "inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8"),
+)
+
+
 def _refusals() -> list[str]:
     engine = build(Setup(cut=CUT))
     found = []
-    for keywords in (
-        {"return_logits": True, "return_output_label": True},
-        {"token_slices": (8, 0)},
-        {"token_slices": (8, 8)},
-    ):
+    for keywords, _ in REFUSED:
         with pytest.raises((UserError, PlanError)) as refused:
             engine.eval_batch(iter(_held_out()), **keywords)
         found.append(str(refused.value))
     return found
 
 
-def test_what_cannot_be_evaluated_is_said_in_one_line(on_one) -> None:
-    both, empty, other = on_one["refusals"]
-    assert both == "return_logits and return_output_label give outputs in two forms: set one of them"
-    assert "0" in empty
-    assert other.startswith("inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8")
+def test_evaluations_are_refused_in_one_line(on_one) -> None:
+    for found, (_, line) in zip(on_one["refusals"], REFUSED, strict=True):
+        assert line in found and "\n" not in found
 
 
 # ---------------------------------------------------------------------- other forms of outputs
@@ -226,7 +227,7 @@ def _forms() -> dict[str, Any]:
         "grad": logits.requires_grad or means.requires_grad,
         "means": torch.allclose(means[:, 0], logits[:, : CUT[0]].mean(dim=(1, 2)), atol=1e-6),
         "made": [torch.equal(each, logits.argmax(-1)) for each, (logits, _) in zip(made, by_micro_batch, strict=True)],
-        "loss is of what the layer gave": torch.equal(loss, same_loss),
+        "same loss": torch.equal(loss, same_loss),
         "by micro-batch": [(type(each).__name__, *(tuple(part.shape) for part in each)) for each in by_micro_batch],
         "names": {name: tuple(each.shape) if torch.is_tensor(each) else each for name, each in labels_of_names.items()},
     }
@@ -238,21 +239,21 @@ def test_outputs_may_be_tuples_and_labels_dicts(on_one) -> None:
     assert found["shapes"] == [(rows, models.SEQ, models.VOCAB), (rows, len(CUT)), (rows, models.SEQ)]
     assert not found["grad"]
     assert found["means"]
-    assert found["made"] == [True, True], "what `output_fn` makes of the outputs is what is given"
-    assert found["loss is of what the layer gave"]
+    assert found["made"] == [True, True], "outputs are those of `output_fn`"
+    assert found["same loss"]
     assert found["by micro-batch"] == [("tuple", (ROWS, models.SEQ, models.VOCAB), (ROWS, len(CUT)))] * 2
     assert found["names"] == {"targets": (rows, models.SEQ), "task": "words"}
 
 
-# ---------------------------------------------------------------------- what is let go of
+# ---------------------------------------------------------------------- memory
 
 
 class Token:
-    """Lives as long as what holds it."""
+    """Lives as long as a reference to it."""
 
 
 class Marked(torch.autograd.Function):
-    """Hangs a token on the graph. Saved tensors go after backward; the graph goes when nobody holds its end."""
+    """Adds a token to the graph. Saved tensors are freed after backward, the graph with the last reference."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, token: Token) -> Tensor:
@@ -265,7 +266,7 @@ class Marked(torch.autograd.Function):
 
 
 class Witness:
-    """A loss function that counts, whenever it is called, the graphs and the values of outputs that somebody holds."""
+    """A loss function that counts, in each call, the graphs and the values of outputs that are alive."""
 
     def __init__(self) -> None:
         self.graphs: list[weakref.ref[Token]] = []
@@ -303,7 +304,7 @@ def _alive(setup: Setup) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_nothing_is_kept_of_outputs_that_nobody_asks_for(pp: int, on_one) -> None:
+def test_outputs_are_freed_unless_requested(pp: int, on_one) -> None:
     found = on_one["alive"] if pp == 1 else run_distributed(_alive, 2, Setup(pp=2, cut=CUT, micro_batches=4))[-1]
     # On the last stage the other token slices of the micro-batch are live, and the loss sums up without their graphs.
     assert found["in training"] == (len(CUT) - 1, len(CUT) - 1)
@@ -312,4 +313,4 @@ def test_nothing_is_kept_of_outputs_that_nobody_asks_for(pp: int, on_one) -> Non
     assert found["after training"] == found["after evaluation"] == (0, 0)
     assert found["held by the engine"] == 0
     assert not found["asked"]
-    assert found["after asking"] == (0, 0), "what was returned is a copy in one piece"
+    assert found["after asking"] == (0, 0), "the result is a copy in one piece"

@@ -1,4 +1,4 @@
-"""What a rank runs is a whole training step, whoever wrote the schedule."""
+"""Programs of a rank are whole training steps, for any schedule."""
 
 from dataclasses import replace
 from inspect import unwrap
@@ -61,7 +61,7 @@ def test_no_message_travels_under_an_op_before_a_program_has_run_once() -> None:
     assert evaluation(of_rank, 3).program == lower(forward_order, first.shape, under_ops=False)[0]
 
 
-def test_where_the_host_computes_itself_messages_travel_from_the_first_step_on() -> None:
+def test_without_an_accelerator_messages_travel_from_the_first_step_on() -> None:
     assert training(programs(gpipe), 3).program == lower(gpipe, replace(SHAPE, num_micro_batches=3))[0]
 
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint runs nothing, whatever its files hold."""
+"""Reading a checkpoint runs no program in its files."""
 
 import os
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def test_tensors_values_and_deepspeeds_classes_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [hostile_zip, legacy_torch_file, plain_pickle])
-def test_nothing_runs(tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
+def test_programs_do_not_run(tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
     path, hit = tmp_path / "layer_00.pt", tmp_path / "hit"
     write(path, hit)
     with pytest.raises((UnsafeFileError, RuntimeError)):
@@ -40,7 +40,7 @@ def test_nothing_runs(tmp_path: Path, write: Callable[[Path, Path], None]) -> No
     with pytest.raises(Exception, match=r"."), only_safe_files(tmp_path):
         torch.load(path, weights_only=False)
     assert not hit.exists()
-    # The same file does run where nobody forbids it: otherwise this test would say nothing.
+    # Without the protection the same file does run a program.
     with suppress(AttributeError, RuntimeError):  # Its result is no dictionary of weights.
         torch.load(path, weights_only=False)
     assert hit.exists()
@@ -56,7 +56,7 @@ def test_one_line_names_the_file_and_what_it_would_call(tmp_path: Path) -> None:
 
 
 class Reduced:
-    """Is saved as the attribute of something, as Python 3.11.0 to 3.11.3 save members of enumerations."""
+    """Is saved as the attribute of an object, as Python 3.11.0 to 3.11.3 save members of enumerations."""
 
     def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
@@ -65,20 +65,20 @@ class Reduced:
         return getattr, (self._owner, self._name)
 
 
-def test_members_of_enumerations_are_read_as_every_release_of_python_saves_them(tmp_path: Path) -> None:
-    torch.save({"zero_stage": Reduced(ZeroStageEnum, "gradients")}, tmp_path / "file.pt")
-    assert load_saved(tmp_path / "file.pt") == {"zero_stage": ZeroStageEnum.gradients}
+def test_of_attributes_only_members_of_enumerations_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"zero_stage": Reduced(ZeroStageEnum, "gradients")}, path)
+    assert load_saved(path) == {"zero_stage": ZeroStageEnum.gradients}
     with only_safe_files(tmp_path):
-        assert torch.load(tmp_path / "file.pt", weights_only=False) == {"zero_stage": ZeroStageEnum.gradients}
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(ZeroStageEnum, "__init__"), (LossScaler, "__init__"), (fragment_address(1, 2), "count")]
-)
-def test_no_other_attributes_are(tmp_path: Path, owner: object, name: str) -> None:
-    torch.save({"more": Reduced(owner, name)}, tmp_path / "file.pt")
-    with pytest.raises(UnsafeFileError, match="names getattr, which could run a program"):
-        load_saved(tmp_path / "file.pt")
+        assert torch.load(path, weights_only=False) == {"zero_stage": ZeroStageEnum.gradients}
+    for other in (
+        Reduced(ZeroStageEnum, "__init__"),
+        Reduced(LossScaler, "__init__"),
+        Reduced(fragment_address(1, 2), "count"),
+    ):
+        torch.save({"more": other}, path)
+        with pytest.raises(UnsafeFileError, match="names getattr, which could run a program"):
+            load_saved(path)
 
 
 def test_variables_of_torch_are_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,21 +94,7 @@ SETUP = Setup(pp=1, cut=(24,), zero=1)
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def _save_and_load_poisoned(folder: str) -> list[str]:
-    """What an engine says that saves, and loads with one file after the other poisoned. It is DeepSpeed that reads."""
-    engine = build(SETUP, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
-    losses(engine, SETUP, 1)
-    said = []
-    for name in FILES:
-        engine.save_checkpoint(folder, tag=name)
-        poison(Path(folder, name, name), Path(folder, "hit"))
-        said.append(_said(engine, folder, name))
-    engine.save_checkpoint(folder, tag="whole", client_state={"mine": 7})
-    said.append(str(engine.load_checkpoint(folder, "whole")[1]["mine"]))
-    return said
-
-
-def _said(engine: Any, folder: str, tag: str) -> str:
+def _error(engine: Any, folder: str, tag: str) -> str:
     try:
         engine.load_checkpoint(folder, tag)
     except UnsafeFileError as error:
@@ -116,12 +102,18 @@ def _said(engine: Any, folder: str, tag: str) -> str:
     return "loaded"
 
 
-def test_deepspeed_runs_nothing_of_a_checkpoint_of_an_own_model(tmp_path: Path) -> None:
-    (said,) = run_distributed(_save_and_load_poisoned, 1, str(tmp_path))
-    assert said[-1] == "7"
-    for name, line in zip(FILES, said, strict=False):
-        assert line.startswith(f"a file of {tmp_path / name} names ") and "could run a program, and did not" in line
-    assert not (tmp_path / "hit").exists()
+def _save_and_load_poisoned(folder: str) -> list[str]:
+    """Errors of an engine that saves, and loads with one file after the other poisoned, which DeepSpeed reads."""
+    engine = build(SETUP, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
+    losses(engine, SETUP, 1)
+    errors = []
+    for name in FILES:
+        engine.save_checkpoint(folder, tag=name)
+        poison(Path(folder, name, name), Path(folder, "hit"))
+        errors.append(_error(engine, folder, name))
+    engine.save_checkpoint(folder, tag="whole", client_state={"mine": 7})
+    errors.append(str(engine.load_checkpoint(folder, "whole")[1]["mine"]))
+    return errors
 
 
 def _train_and_save(directory: str, setup: Setup) -> dict[str, Any]:
@@ -138,8 +130,7 @@ def _train_and_save(directory: str, setup: Setup) -> dict[str, Any]:
 
 
 def test_weights_of_all_stages_are_saved_in_one_file(tmp_path: Path) -> None:
-    setup = Setup(pp=2, cut=(12, 12))
-    by_rank = run_distributed(_train_and_save, 2, str(tmp_path), setup)
+    by_rank = run_distributed(_train_and_save, 2, str(tmp_path), Setup(pp=2, cut=(12, 12)))
     whole = torch.load(tmp_path / "pytorch_model.bin")
     expected = by_rank[1]["weights"] | by_rank[0]["weights"]
     assert whole.keys() == expected.keys()
@@ -147,12 +138,21 @@ def test_weights_of_all_stages_are_saved_in_one_file(tmp_path: Path) -> None:
         assert np.array_equal(as_numpy(whole[name]), weight), name
     for found in by_rank:
         assert found["state"].keys() == found["weights"].keys()
-        # In fp32 the weight itself is what DeepSpeed would look up.
+        # In fp32 the weight itself is the one that DeepSpeed would look up.
         assert found["full"] is None
 
 
-def test_fp32_copies_of_bf16_weights_are_found(tmp_path: Path) -> None:
-    (found,) = run_distributed(_train_and_save, 1, str(tmp_path), Setup(cut=(12, 12), dtype="bf16"))
+def _on_one(directory: str) -> tuple[list[str], dict[str, Any]]:
+    bf16 = Setup(cut=(12, 12), dtype="bf16")
+    return _save_and_load_poisoned(directory), _train_and_save(f"{directory}/bf16", bf16)
+
+
+def test_deepspeed_reads_checkpoints_safely_and_finds_fp32_copies_of_bf16_weights(tmp_path: Path) -> None:
+    ((errors, found),) = run_distributed(_on_one, 1, str(tmp_path))
+    assert errors[-1] == "7"
+    for name, line in zip(FILES, errors, strict=False):
+        assert line.startswith(f"a file of {tmp_path / name} names ") and "could run a program, and did not" in line
+    assert not (tmp_path / "hit").exists()
     for full, weight in zip(found["full"], found["weights"].values(), strict=True):
         assert full.dtype == np.float32
         assert np.allclose(full, weight, rtol=1e-2)

@@ -39,7 +39,7 @@ KNOWN, ONCE, DYNAMIC = {}, {"activation_spec": None}, {"activation_spec": None, 
 
 
 def _launch(world_size: int) -> dict[str, Any]:
-    """By setup and way to know shapes, the tensors this rank sent in each of three steps, and then in an evaluation."""
+    """By setup and source of shapes, the tensors this rank sent in each of three steps, and then in an evaluation."""
     messages = [
         [_messages_of(setup, keywords) for keywords in (KNOWN, ONCE, DYNAMIC)] for setup in SETUPS.get(world_size, ())
     ]
@@ -117,7 +117,7 @@ def _error_of(engine: Any, batch: list[Any]) -> str:
         return str(error)
     except RuntimeError:
         return ""
-    return "nothing was raised"
+    return "no error"
 
 
 CHANGED = (

@@ -15,9 +15,9 @@ from tests.architecture.sources import CODE, python_files, tree_of
 from tests.architecture.test_dependencies import declared
 
 LOADED_LATE = ("torch._dynamo", "torch._inductor", "torch.utils._pytree")
-"""What loads seconds of code, which only compiled functions need, and what has stayed for years."""
+"""Names that load for seconds, for compiled functions only, and names that have stayed for years."""
 HAS_A_PUBLIC_NAME = ("torch.distributed.distributed_c10d._set_pg_timeout",)
-"""What the code calls only where the name that newer releases have for it is missing."""
+"""Names that the code uses only if the name of newer releases is missing."""
 OF_AN_OBJECT = {"torch.distributed.group.WORLD": "torch.distributed.ProcessGroup"}
 """Objects through which the code calls methods, with their class."""
 

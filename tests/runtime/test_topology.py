@@ -1,17 +1,31 @@
-"""The topology has a token axis that costs no rank, and agrees with the layout and with DeepSpeed's grid."""
+"""The topology with its token axis agrees with the layout; process groups have the right members and few calls."""
+
+import os
+from collections import Counter
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from hypothesis import given
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
-from deepspeed_ext.runtime.topology import SequenceParallelRanks, TokenSliceTopology
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.initialize import initialize
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.topology import SequenceParallelRanks, TokenSliceTopology, own_group
 from tests.distributed import run_distributed
 from tests.runtime.training import Setup, build
 from tests.strategies import layouts
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2, tensor_parallel_size=3, num_token_slices=8)
 SHARING = ParallelLayout(data_parallel_size=2, sequence_parallel_size=2)
+AT_SCALE = ParallelLayout(pipeline_parallel_size=64, data_parallel_size=8, tensor_parallel_size=2, num_token_slices=4)
+PIPELINES = [[0, 2], [1, 3]]
 
 
 def test_token_axis_has_one_rank_and_all_its_steps() -> None:
@@ -22,7 +36,7 @@ def test_token_axis_has_one_rank_and_all_its_steps() -> None:
 
 
 @given(layout=layouts())
-def test_ranks_lie_as_in_the_layout(layout: ParallelLayout) -> None:
+def test_ranks_have_the_coordinates_of_the_layout(layout: ParallelLayout) -> None:
     topology = TokenSliceTopology(layout)
     assert topology.world_size() == layout.world_size
     for rank in range(layout.world_size):
@@ -54,6 +68,79 @@ def test_other_axes_can_still_be_named() -> None:
     assert TokenSliceTopology(LAYOUT).get_rank_repr(11, omit_axes=["data"]) == "pipe_01-token_00-model_02"
 
 
+def counted_calls(rank: int, splits: bool) -> Counter[str]:
+    """Calls that make groups while an engine of 1,024 ranks starts, on one rank over a process group that is fake."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=AT_SCALE.world_size)
+    calls: Counter[str] = Counter()
+    new_group = dist.new_group
+
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        calls["of members" if keywords.get("use_local_synchronization") else "of all ranks"] += 1
+        return new_group(*arguments, **keywords)
+
+    def split_group(split_ranks: list[list[int]], timeout: Any) -> dist.ProcessGroup:
+        assert sorted(rank for ranks in split_ranks for rank in ranks) == list(range(AT_SCALE.world_size))
+        calls["of all ranks"] += 1
+        return new_group(next(ranks for ranks in split_ranks if rank in ranks), use_local_synchronization=True)
+
+    ends = [TiedLayerSpec("word", nn.Linear, 4, 4), TiedLayerSpec("word", nn.Linear, 4, 4, forward_fn=nn.Linear)]
+    middle = [LayerSpec(nn.Linear, 4, 4) for _ in range(AT_SCALE.pipeline_parallel_size - 2)]
+    with (
+        mock.patch.object(dist, "new_group", counting),
+        mock.patch.object(dist, "split_group", split_group),
+        mock.patch("deepspeed_ext.runtime.topology._splits", lambda: splits),
+        mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(AT_SCALE.world_size)),
+    ):
+        token_slices = TokenSlices((2,) * AT_SCALE.num_token_slices)
+        module = TokenSlicePipelineModule([ends[0], *middle, ends[1]], layout=AT_SCALE, token_slices=token_slices)
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+        engine, *_ = initialize(module, settings, optimizer=torch.optim.Adam(module.parameters()))
+        grid, layout = engine.grid, AT_SCALE
+        made = {
+            "pipe": grid.get_pipe_parallel_group(),
+            "data": grid.get_data_parallel_group(),
+            "tensor": grid.get_slice_parallel_group(),
+        }
+        for axis, group in made.items():
+            (expected,) = [ranks for ranks in layout.groups(axis) if rank in ranks]
+            assert dist.get_process_group_ranks(group) == expected
+        replica = dist.get_process_group_ranks(grid.get_model_parallel_group())
+        assert {layout.coordinate(each).data for each in replica} == {layout.coordinate(rank).data}
+        assert len(replica) == grid.get_model_parallel_world_size() == 128
+        assert replica[grid.get_model_parallel_rank()] == rank
+    return calls
+
+
+SCALES = [(1023, False, 1), (517, True, 10)]
+"""A rank, whether groups are split as with NCCL, and the most calls of all ranks."""
+
+
+def _all_counted() -> list[Counter[str]]:
+    return [counted_calls(rank, splits) for rank, splits, _ in SCALES]
+
+
+def test_calls_that_take_all_ranks_grow_with_the_logarithm_at_most() -> None:
+    (counted,) = run_distributed(_all_counted, 1)
+    for (_, _, most), calls in zip(SCALES, counted, strict=True):
+        assert 0 < calls["of all ranks"] <= most
+        assert sum(calls.values()) >= 8
+
+
+def _members_and_sums() -> list[tuple[list[int], float]]:
+    """Sums of several groups, some of which leave ranks out; then with ranks in unequal numbers of groups."""
+    rank, seen = dist.get_rank(), []
+    groups_of_both = (PIPELINES, [[0, 3]], PIPELINES, [[0, 1, 2, 3]]) * 2
+    for number, groups in enumerate(groups_of_both):
+        if number == len(groups_of_both) // 2:
+            dist.new_group([0, 1])
+        group = own_group(groups)
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=group)
+        seen.append((dist.get_process_group_ranks(group), total.item()))
+    return seen
+
+
 def _grid() -> dict[str, object]:
     engine = build(Setup(pp=2, dp=2, cut=(9, 1, 8, 6)))
     grid, ranks = engine.grid, SequenceParallelRanks.of(SHARING)
@@ -63,11 +150,15 @@ def _grid() -> dict[str, object]:
         "world": engine.dp_world_size,
         "slices": engine.grid._topo.layout.num_token_slices,
         "sequence": (ranks.rank, ranks.size, dist.get_process_group_ranks(ranks.group)),
+        "sums": _members_and_sums(),
     }
 
 
-def test_grid_of_an_engine_and_sequence_parallel_ranks_agree_with_the_layout() -> None:
+def test_each_rank_gets_its_own_groups_by_the_layout() -> None:
     layout = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2)
     for rank, found in enumerate(run_distributed(_grid, 4)):
+        pipeline = PIPELINES[rank % 2]
+        members = [pipeline, [0, 3] if rank in (0, 3) else [rank], pipeline, [0, 1, 2, 3]] * 2
+        assert found.pop("sums") == [(ranks, float(sum(ranks))) for ranks in members]
         assert found.pop("sequence") == (rank % 2, 2, [rank - rank % 2, rank - rank % 2 + 1])
         assert found == {"sizes": (2, 2), "place": layout.coordinate(rank), "world": 2, "slices": 4}

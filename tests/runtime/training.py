@@ -1,4 +1,4 @@
-"""What ranks of the runtime's tests run: build an engine for a setup, train it, and bring back what it computed."""
+"""Functions that ranks of the runtime's tests run: build an engine for a setup, train it, and return its results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tests.runtime import models
 
 ROWS = 2
 LONG_STEP = 2.0**20
-"""A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
+"""A learning rate with which (before - after) / LONG_STEP is the gradient to the last digits."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RecordingSGD(torch.optim.SGD):
 
 
 def hidden_spec(rows: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """What passes between the stages of the small transformer."""
+    """Tensors between the stages of the small transformer."""
     return (TensorSpec((rows, tokens, models.HIDDEN), dtype, True),)
 
 
@@ -91,7 +91,7 @@ def build(
     prepare: Callable[[TokenSlicePipelineModule], Any] = lambda model: None,
     **module_keywords: Any,
 ) -> TokenSlicePipelineEngine:
-    """The engine of a setup; SGD with a learning rate of 1 unless told otherwise. `prepare` sees the module first."""
+    """The engine of a setup, by default with SGD and a learning rate of 1. `prepare` gets the module first."""
     torch.manual_seed(0)
     module_keywords.setdefault("activation_spec", hidden_spec)
     module_keywords.setdefault("activation_checkpoint_interval", setup.recompute)
@@ -119,7 +119,7 @@ def build(
         "zero_optimization": {"stage": setup.zero, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 if not told
+        "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 by default
     }
     if setup.dtype in ("bf16", "fp16"):
         settings[setup.dtype] = {"enabled": True}
@@ -133,7 +133,7 @@ def build(
         optimizer=optimizer([parameter for parameter in model.parameters() if parameter.requires_grad]),
     )
     if setup.dtype == "fp64":
-        # DeepSpeed refuses fp64 weights when it makes an engine, and to reduce them, but nothing in it minds them.
+        # DeepSpeed refuses fp64 weights when it makes an engine, and to reduce them, but computes with them.
         accelerator = get_accelerator()
         accelerator.supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]
         engine.communication_data_type = torch.float64

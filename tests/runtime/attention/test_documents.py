@@ -46,7 +46,7 @@ def one_by_one(
 
 
 class RunsWrittenOut:
-    """Does what flash attention does with runs of tokens, and knows of them what it is given alone."""
+    """Computes runs of tokens as flash attention does, from the same arguments."""
 
     def __init__(self, window: int | None = None) -> None:
         self.plain, self.window = PlainAttention(window=window), window
@@ -89,15 +89,15 @@ class RunsWrittenOut:
     way=st.sampled_from(["piece by piece", "dropped", "at once"]),
     window=st.one_of(st.none(), st.integers(1, 9)),
 )
-def test_every_document_attends_as_if_alone(case, way: str, window: int | None) -> None:
+def test_every_document_attends_to_itself(case, way: str, window: int | None) -> None:
     """Forward and every gradient, whatever the cut; dropout written out on one side goes through the same masks."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "at once":
             patch.setattr(sequence_state, "kernel_of_runs_for", lambda _, window: RunsWrittenOut(window))
-        attends_as_if_alone(*case, window, dropped=way == "dropped")
+        check_attention(*case, window, dropped=way == "dropped")
 
 
-def attends_as_if_alone(
+def check_attention(
     cut: TokenSlices, starts: tuple[tuple[int, ...], ...], window: int | None, *, dropped: bool
 ) -> None:
     torch.manual_seed(0)
@@ -136,8 +136,8 @@ def test_positions_restart_with_each_document() -> None:
     assert state.past(0, 1).positions(3).tolist() == [[1, 2, 3], [5, 6, 7]]
 
 
-def test_a_token_slice_looks_at_its_own_documents_alone() -> None:
-    """A sequence of a million tokens may have 100,000 documents, and each layer asks for those of each token slice."""
+def test_a_token_slice_reads_only_its_own_documents() -> None:
+    """A sequence of a million tokens may have 100,000 documents, and each layer needs those of each token slice."""
     looked_at: list[int] = []
 
     class Starts(tuple):
@@ -168,16 +168,8 @@ def test_positions_count_on_where_only_attention_is_apart() -> None:
     assert state.past(0, 1).positions(3).tolist() == [[5, 6, 7]]
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_the_first_token_of_a_document_sees_others_only_if_it_may(apart: bool) -> None:
-    state = SequenceState(TokenSlices((4,)), documents=Documents(((0, 2),), attend_apart=apart))
-    heads = torch.randn(1, 4, 2, SIZE)
-    output = state.past(0, 0).attend(heads, heads, heads)
-    assert torch.allclose(output[:, 2], heads[:, 2], atol=1e-6) is apart
-
-
-def test_what_all_token_slices_see_is_made_at_once() -> None:
-    """As on the way to a device; the meta device stands in for one."""
+def test_keys_of_all_token_slices_are_made_at_once() -> None:
+    """As for a device; the meta device takes its place."""
     documents = Documents(((0, 3, 4), (0,)))
     meta, host = torch.device("meta"), torch.device("cpu")
     prepared = documents.on(meta, TokenSlices((5, 3)))

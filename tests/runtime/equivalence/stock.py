@@ -1,4 +1,4 @@
-"""DeepSpeed's own pipeline engine, on layers that need no token slices: what the traps are held against."""
+"""DeepSpeed's own pipeline engine, on layers that need no token slices, for comparison."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def pairs(count: int, *, rows: int = ROWS, dtype: torch.dtype = torch.float32, s
 def stock_engine(
     layers: list[Any], config: dict[str, Any], *, stages: int, lr: float = 1.0, **module_keywords: Any
 ) -> PipelineEngine:
-    """What `deepspeed.initialize` makes of a `PipelineModule`; its gradients accumulate over two micro-batches."""
+    """DeepSpeed's engine of a `PipelineModule`; its gradients accumulate over two micro-batches."""
     module_keywords.setdefault("loss_fn", squared_error)
     torch.manual_seed(0)
     model = PipelineModule(layers, num_stages=stages, seed_layers=True, partition_method="uniform", **module_keywords)

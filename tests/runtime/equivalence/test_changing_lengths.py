@@ -36,7 +36,7 @@ def _train(setup: Setup, cuts: tuple[tuple[int, ...], ...], keywords: dict[str, 
 
 
 def _documents(batch: Any) -> Documents:
-    """Documents that are told apart in name only, read off the batch, so that all ranks find the same."""
+    """Documents without an effect on attention, computed from the batch, so that all ranks find the same."""
     tokens = batch[0] if torch.is_tensor(batch[0]) else batch[0][0]
     starts = tuple((0, *sorted({1 + int(token) % (len(row) - 1) for token in row[:3]})) for row in tokens)
     return Documents(starts, attend_apart=False, positions_restart=False)
@@ -50,7 +50,7 @@ def _cut_at_documents(documents: Documents) -> TokenSlices:
 
 
 def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
-    """Two steps, then an evaluation that gives back what the model put out."""
+    """Two steps, then an evaluation with the outputs of the model."""
     seen = []
 
     def cut(documents: Documents) -> TokenSlices:
@@ -66,7 +66,7 @@ def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
     return {"losses": [*losses, loss.item()], "kept": kept, "weights": weights(engine), "cuts": set(seen)}
 
 
-ALONE = Setup(cut=(models.SEQ,), dtype="fp64")
+WHOLE = Setup(cut=(models.SEQ,), dtype="fp64")
 IN_THREE = Setup(pp=2, cut=(8, 8, models.SEQ - 16), dtype="fp64", schedule="zero-bubble", micro_batches=4)
 CHANGING = [
     (Setup(pp=2, cut=CUT, dtype="fp64"), {}),
@@ -81,7 +81,7 @@ FOUND = Setup(pp=2, cut=CUT, dtype="fp64", schedule="optimised", micro_batches=3
 
 def _on_one() -> tuple[dict[str, Any], dict[str, Any]]:
     whole = tuple((sum(cut),) for cut in CUTS)
-    return _train_by_documents(replace(ALONE, micro_batches=4)), _train(ALONE, whole, {})
+    return _train_by_documents(replace(WHOLE, micro_batches=4)), _train(WHOLE, whole, {})
 
 
 def _on_two() -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
@@ -129,7 +129,7 @@ def test_a_cut_of_another_length_is_refused() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(CHANGING)), ids=[str(setup) for setup, _ in CHANGING])
-def test_lengths_change_and_nothing_else_does(index: int, on_one, on_two) -> None:
+def test_results_with_other_lengths_are_those_of_one_token_slice(index: int, on_one, on_two) -> None:
     expected = on_one[1]
     for found in (changing[index] for _, changing, _ in on_two):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)

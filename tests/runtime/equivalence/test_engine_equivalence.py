@@ -1,6 +1,6 @@
 """The equivalence ladder: token slices, stages and replicas change neither the loss nor any gradient.
 
-Each setup trains one step and is held against plain autograd in fp64, on one process, without token slices. Setups of
+Each setup trains one step and is compared with plain autograd in fp64, on one process, without token slices. Setups of
 one world size share a launch. An error is the norm of a tensor's difference over the norm of the tensor.
 """
 
@@ -148,7 +148,7 @@ def axes(setup: Setup) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def trained(setups: list[Setup]) -> Trained:
-    """What each rank found with a setup."""
+    """Results of each rank with a setup."""
 
     @cache
     def by_setup(world_size: int) -> dict[Setup, list[tuple[float, dict[str, np.ndarray]]]]:
@@ -176,7 +176,7 @@ def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup, trained: Tra
 
 
 def _is_unused_copy(name: str, rank: int, setup: Setup) -> bool:
-    """The head's copy of the embedding has positions of its own, which nothing reads."""
+    """The head's copy of the embedding has positions of its own, which are not read."""
     has_embedding = rank < setup.dp * setup.sp
     return name == "tied_modules.embedding.position" and not has_embedding
 

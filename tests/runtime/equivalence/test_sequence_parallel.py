@@ -1,4 +1,4 @@
-"""An engine whose ranks share the tokens of every token slice: what it computes, counts, reads, sends and refuses."""
+"""Ranks that share the tokens of every token slice: gradients, batch sizes, data, messages and refusals."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, fee
 CUT = (12, 2, 4, 6)
 STARTS = ((0, 5, 13), (0, 10))
 IGNORED = 7
-ALONE, SHARED = Setup(cut=CUT, dtype="fp64"), Setup(pp=2, sp=2, cut=CUT, dtype="fp64", recompute=1)
+WHOLE, SHARED = Setup(cut=CUT, dtype="fp64"), Setup(pp=2, sp=2, cut=CUT, dtype="fp64", recompute=1)
 
 
 class Embedding(models.Embedding):
@@ -83,7 +83,7 @@ def engine_of(setup: Setup, **keywords: Any) -> TokenSlicePipelineEngine:
 
 
 Step = tuple[float, float, dict[str, np.ndarray]]
-"""Loss, tokens that bore it, and gradients."""
+"""Loss, number of its tokens, and gradients."""
 Found = list[tuple[dict[str, Any], list[Step]]]
 """By rank."""
 
@@ -105,7 +105,7 @@ FACTS = Setup(dp=2, sp=2, cut=CUT, micro_batches=3)
 
 
 def _facts() -> dict[str, Any]:
-    """What an engine counts, reads and sends, and what it does with token slices that ranks cannot share."""
+    """Batch sizes, data and messages of an engine, and its refusals."""
     dataset = TensorDataset(torch.arange(24))
     sizes = {"train_batch_size": ROWS * 3 * FACTS.dp}
     engine = build(FACTS, config=sizes)
@@ -150,8 +150,8 @@ def facts(found_by_rank: Found) -> list[dict[str, Any]]:
 
 
 def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank(found_by_rank: Found) -> None:
-    (alone,) = run_distributed(_both_gradients, 1, ALONE)
-    for kind, (expected_loss, expected_tokens, expected) in enumerate(alone):
+    (whole,) = run_distributed(_both_gradients, 1, WHOLE)
+    for kind, (expected_loss, expected_tokens, expected) in enumerate(whole):
         found: dict[str, np.ndarray] = {}
         for _, gradients in found_by_rank:
             loss, tokens, of_rank = gradients[kind]
@@ -167,21 +167,21 @@ LAYOUT = ParallelLayout(data_parallel_size=3, sequence_parallel_size=4)
 
 
 @pytest.mark.parametrize("given", [{}, {MICRO: 1}, {COUNT: 2}, {MICRO: 1, COUNT: 2}, {"bf16": {"enabled": True}}])
-def test_deepspeed_is_told_sizes_as_it_counts_them(given: dict[str, Any]) -> None:
+def test_deepspeed_gets_sizes_as_it_counts_them(given: dict[str, Any]) -> None:
     assert for_deepspeed({"train_batch_size": 6, **given}, LAYOUT) == {"train_batch_size": 24, **given}
     assert for_deepspeed(given, LAYOUT) == given
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "line"),
     [
         ({}, "one sequence x data-parallel size 3 = 3"),
         ({MICRO: 2}, f"{MICRO} 2 x data-parallel size 3 = 6"),
         ({MICRO: 1, COUNT: 1}, f"{MICRO} 1 x {COUNT} 1 x data-parallel size 3 = 3"),
     ],
 )
-def test_sizes_that_contradict_each_other_are_refused_as_the_user_counts(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"^train_batch_size 8 does not fit {said}: change one of them"):
+def test_sizes_that_contradict_each_other_are_refused_as_the_user_counts(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=f"^train_batch_size 8 does not fit {line}: change one of them"):
         for_deepspeed({"train_batch_size": 8, **given}, LAYOUT)
 
 
@@ -212,7 +212,7 @@ def test_losses_of_micro_batches_are_those_of_whole_sequences(facts: list[dict[s
     assert [found["mean"] for found in facts] == pytest.approx([mean] * 4, rel=1e-6)
 
 
-def test_the_ledger_counts_head_exchanges_so_that_who_is_missing_shows(facts: list[dict[str, Any]]) -> None:
+def test_the_ledger_counts_head_exchanges(facts: list[dict[str, Any]]) -> None:
     """One there and one back, forward and backward, of each layer, token slice and micro-batch; and one of the data."""
     assert [found["exchanges"] for found in facts] == [4 * FACTS.num_blocks * len(CUT) * FACTS.micro_batches + 1] * 4
 

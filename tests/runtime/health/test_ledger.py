@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
+from deepspeed_ext.plan.programs.program import InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime.health import ledger as op_ledger
 from deepspeed_ext.runtime.health.ledger import OpLedger, accelerator_mark
@@ -67,18 +67,6 @@ def test_position_of_an_accelerator() -> None:
     ]  # fmt: skip
 
 
-def test_a_program_takes_one_event_for_each_op_and_one_to_begin() -> None:
-    queue = Queue()
-    ledger = OpLedger(1, queue.mark)
-    ledger.begin("train step 1", PROGRAM)
-    for instruction in PROGRAM:
-        if instruction.kind in RECEIVE.values():
-            with ledger.waiting_for(0, over=lambda: True):
-                pass
-        ledger.done()
-    assert queue.enqueued == 1 + 4  # two token slices, there and back
-
-
 def test_a_wait_without_an_end_of_its_own_is_marked() -> None:
     queue = Queue()
     ledger = OpLedger(1, queue.mark)
@@ -87,18 +75,6 @@ def test_a_wait_without_an_end_of_its_own_is_marked() -> None:
     assert ledger.position().waits_for == 0
     queue.worked_off = queue.enqueued
     assert ledger.position().waits_for is None
-
-
-def test_a_queue_worked_off_is_not_kept() -> None:
-    queue = Queue()
-    ledger = OpLedger(1, queue.mark)
-    for _ in range(3):
-        ledger.begin("train step 1", PROGRAM)
-        for _ in PROGRAM:
-            ledger.done()
-        queue.worked_off = queue.enqueued
-    ledger.done()
-    assert len(ledger._ahead) == 0
 
 
 def test_events_are_reused_once_they_were_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_the_largest_numbers_of_each_dtype_are_numbers() -> None:
     assert not_finite([*largest, state(MASTER)]) == []
 
 
-def test_states_are_named_with_their_rank_and_many_are_counted() -> None:
+def test_texts_of_bad_states() -> None:
     assert str(state(WEIGHT)) == "weight 2.mlp.up.weight"
     assert str(state("exp_avg")) == "exp_avg of 2.mlp.up.weight"
     bad = [BadState(rank, "weight 3.bias", 2, 8) for rank in range(5)]
@@ -46,28 +46,20 @@ def test_states_are_named_with_their_rank_and_many_are_counted() -> None:
     assert described(bad).startswith(first) and described(bad).endswith("on rank 2 (2 of 8 numbers) and 2 more")
 
 
-def test_equal_copies_do_not_differ() -> None:
-    assert compared("weight 1.bias", REPLICAS, [0, 2, 4], [7, 7, 7]) is None
-
-
-def test_the_copy_that_differs_from_most_is_named() -> None:
-    found = compared("weight 1.bias", REPLICAS, [0, 2, 4], [7, 7, 9])
-    assert found is not None
-    assert (found.odd, found.others) == ((4,), (0, 2))
-    assert str(found) == "weight 1.bias on rank 4 differs from that on ranks 0, 2 (replicas)"
-
-
-def test_where_no_copy_has_a_majority_all_are_named() -> None:
-    for hashed in ([7, 9], [7, 7, 9, 9]):
-        ranks = list(range(len(hashed)))
-        found = compared("weight 1.bias", REPLICAS, ranks, hashed)
-        assert found is not None and found.odd == tuple(ranks) and found.others == ()
-    assert str(found) == "weight 1.bias on ranks 0, 1, 2, 3 differs (replicas)"
-
-
-def test_a_message_names_the_first_few_and_counts_the_rest() -> None:
-    found = [compared(f"weight {number}", REPLICAS, [0, 1], [1, 2]) for number in range(5)]
-    assert described([each for each in found if each]).endswith("weight 2 on ranks 0, 1 differs (replicas); and 2 more")
+@pytest.mark.parametrize(
+    ("hashed", "odd", "text"),
+    [
+        ([7, 7, 7], None, ""),
+        ([7, 7, 9], (2,), "weight 1.bias on rank 2 differs from that on ranks 0, 1 (replicas)"),
+        ([7, 9], (0, 1), "weight 1.bias on ranks 0, 1 differs (replicas)"),
+        ([7, 7, 9, 9], (0, 1, 2, 3), "weight 1.bias on ranks 0, 1, 2, 3 differs (replicas)"),
+    ],
+)
+def test_copies_that_differ_from_most_are_named(hashed: list[int], odd: tuple[int, ...] | None, text: str) -> None:
+    found = compared("weight 1.bias", REPLICAS, range(len(hashed)), hashed)
+    assert (None if found is None else found.odd) == odd
+    assert found is None or str(found) == text
+    assert found is None or described([found] * 5).endswith(f"{text}; and 2 more")
 
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
@@ -97,7 +89,7 @@ def test_order_and_the_sign_of_zero_count_and_the_shape_does_not() -> None:
     assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
 
 
-def test_a_tensor_of_many_pieces_is_told_from_one_with_two_pieces_swapped() -> None:
+def test_the_order_of_pieces_changes_the_hash() -> None:
     tensor = torch.arange(10.0)
     with patch.object(states, "_PIECE", 4):
         swapped = torch.cat([tensor[4:8], tensor[:4], tensor[8:]])
