@@ -56,7 +56,9 @@ def read_lines(path: Path) -> Iterator[Lines]:
             if path.suffix == ".gz":
                 file = stack.enter_context(cast("IO[bytes]", gzip.GzipFile(fileobj=raw)))
             elif path.suffix == ".zst":
-                file = stack.enter_context(cast("IO[bytes]", io.BufferedReader(_ZstandardFile(path, raw), _RUN_BYTES)))
+                file = stack.enter_context(
+                    cast("IO[bytes]", io.BufferedReader(_Pieces(_zstandard_bytes(path, raw)), _RUN_BYTES))
+                )
             first = 1
             while lines := file.readlines(_RUN_BYTES):
                 yield Lines(first, lines, raw.tell())
@@ -68,20 +70,31 @@ def read_lines(path: Path) -> Iterator[Lines]:
         ) from None
 
 
-class _ZstandardFile(io.RawIOBase):
-    """Reader of a file of Zstandard frames; the package's own reader takes a truncated file for a whole one."""
+def _zstandard_bytes(path: Path, raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of Zstandard frames; the package's own reader takes a truncated file for a whole one."""
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"--input {path} needs {not_installed('zstandard')}, or decompress the file") from None
+    new_frame = zstandard.ZstdDecompressor().decompressobj
+    frame, in_frame = new_frame(), False
+    while compressed := raw.read(_RUN_BYTES):
+        while compressed:
+            try:
+                yield frame.decompress(compressed)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
+            compressed, in_frame = frame.unused_data if frame.eof else b"", not frame.eof
+            frame = new_frame() if frame.eof else frame
+    if in_frame:
+        raise EOFError("it is cut short")
 
-    def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise DataError(f"--input {path} needs {not_installed('zstandard')}, or decompress the file") from None
-        self._raw = raw
-        self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame = self._new_frame()
-        self._in_frame = False
-        self._compressed = self._decoded = b""
+
+class _Pieces(io.RawIOBase):
+    """A file of consecutive pieces."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, b""
 
     def readable(self) -> bool:
         """Return True."""
@@ -89,22 +102,13 @@ class _ZstandardFile(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         """Fill the buffer with the next bytes, and return their number."""
-        while not self._decoded:
-            self._compressed = self._compressed or self._raw.read(_RUN_BYTES)
-            if not self._compressed:
-                if self._in_frame:
-                    raise EOFError("it is cut short")
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            try:
-                self._decoded = self._frame.decompress(self._compressed)
-            except self._error as error:
-                raise OSError(str(error)) from None
-            self._compressed, self._in_frame = b"", True
-            if self._frame.eof:
-                self._compressed, self._in_frame = self._frame.unused_data, False
-                self._frame = self._new_frame()
-        size = min(len(buffer), len(self._decoded))
-        buffer[:size], self._decoded = self._decoded[:size], self._decoded[size:]
+            self._rest = piece
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
 
 

@@ -14,7 +14,8 @@ Bytes are in base64, and the 256 single bytes come first. Ids of special tokens 
 
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -90,30 +91,31 @@ class PackageTokenizer(Tokenizer):
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def _encode(self, text: str) -> list[int]:
-        # The fast form leaves out which characters each token came from: a quarter less time.
-        try:
+        with _errors_of_package("the tokenizer contradicts itself"):
+            # The fast form leaves out which characters each token came from: a quarter less time.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except BaseException as error:
-            raise _contradiction(error) from None
         ids: list[int] = encoding.ids
         return ids
 
     def _decode(self, ids: list[int]) -> str:
-        try:
+        with _errors_of_package("the tokenizer contradicts itself"):
             text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        except BaseException as error:
-            raise _contradiction(error) from None
         return text
 
 
-def _contradiction(error: BaseException) -> BaseException:
-    """Return the error to raise for one of the package, such as a missing token for unknown words."""
-    if not _is_of_package(error):
-        return error
-    return DataError(
-        f"the tokenizer contradicts itself ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face, or the "
-        "vocabulary and the merges of one encoding"
-    )
+@contextmanager
+def _errors_of_package(problem: str) -> Iterator[None]:
+    """Raise errors of the package as `DataError`s: plain exceptions, or a `PanicException`, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        is_plain = isinstance(error, Exception) and not isinstance(error, MemoryError)
+        if not is_plain and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{problem} ({' '.join(str(error).split())}): give the {TOKENIZER_FILE} of Hugging Face, or the vocabulary "
+            "and the merges of one encoding"
+        ) from None
 
 
 class HuggingFaceTokenizer(PackageTokenizer):
@@ -156,21 +158,8 @@ def _read_tokenizer_json(file: Path) -> TokenizerOfPackage:
         raise DataError(
             f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
         )
-    try:
+    with _errors_of_package(f"{file} cannot be read as a tokenizer"):
         return TokenizerOfPackage.from_file(str(file))
-    except BaseException as error:
-        if not _is_of_package(error):
-            raise
-        raise DataError(
-            f"{file} cannot be read as a tokenizer ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face"
-        ) from None
-
-
-def _is_of_package(error: BaseException) -> bool:
-    """Whether an error is of the package: a plain exception, or a `PanicException`, which is no `Exception`."""
-    return type(error).__name__ == "PanicException" or (
-        isinstance(error, Exception) and not isinstance(error, MemoryError)
-    )
 
 
 def _end_named_by(config_file: Path) -> str | None:
@@ -182,10 +171,6 @@ def _end_named_by(config_file: Path) -> str | None:
     # Older files spell it as an object with the text and how it is stripped.
     named = token.get("content") if isinstance(token, dict) else token
     return named if isinstance(named, str) else None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -36,6 +36,25 @@ that is not empty."""
 _ORIGINAL = "original_max_position_embeddings"
 """Key of the tokens of sequences before scaling."""
 
+_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
+    "llama3": {
+        "low_freq_factor": "rotary_low_frequency_factor",
+        "high_freq_factor": "rotary_high_frequency_factor",
+    },
+    # Peng et al., arXiv 2309.00071
+    "yarn": {
+        "attention_factor": "rotary_attention_factor",
+        "beta_fast": "rotary_beta_fast",
+        "beta_slow": "rotary_beta_slow",
+    },
+    # Ding et al., arXiv 2402.13753
+    "longrope": {"attention_factor": "rotary_attention_factor"},
+}
+"""Fields of the numbers that only one scaling has, by their keys."""
+
+_LISTS = {"short_factor": "rotary_short_factors", "long_factor": "rotary_long_factors"}
+"""Fields of the lists of `longrope`, by their keys."""
+
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 """Types of layers, and sections of `rope_parameters` in Gemma 3: layers with a window have rotations of their own."""
 
@@ -108,58 +127,31 @@ def _read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[
             f"{section.where} scales the rotations of positions as {kind}, and our models {choices}: this model "
             "cannot be trained here"
         )
+    before = max_positions if kind in ("linear", "dynamic") else section.value(_ORIGINAL, COUNT, max_positions)
     fields: dict[str, Any] = {"rotary_scaling": kind}
-    before = max_positions
-    if kind not in ("linear", "dynamic"):
-        before = section.value(_ORIGINAL, COUNT, max_positions)
     if kind != "linear":
         # With dynamic the length before scaling is always the longest sequence of the file.
         fields["rotary_original_length"] = before
-    if kind in ("yarn", "longrope"):
-        stretch = max_positions / before  # the factor where none is given
-        read = _read_yarn if kind == "yarn" else _read_longrope
-        return {**fields, **read(section, before, stretch)}
-    if kind == "llama3":
-        fields["rotary_low_frequency_factor"] = float(section.value("low_freq_factor", NUMBER))
-        fields["rotary_high_frequency_factor"] = float(section.value("high_freq_factor", NUMBER))
-    return {**fields, "rotary_scaling_factor": float(section.value("factor", NUMBER))}
+    if kind == "yarn":
+        section.expect("truncate", (True, None))
 
+    def number(key: str, required: bool = kind not in ("yarn", "longrope")) -> float | None:
+        value = section.value(key, NUMBER) if required else section.value(key, NUMBER, None, nullable=True)
+        return None if value is None else float(value)
 
-def _optional(section: SettingsFile, key: str) -> float | None:
-    """Return a number above 0; None if it is missing or null."""
-    value = section.value(key, NUMBER, None, nullable=True)
-    return None if value is None else float(value)
-
-
-def _read_longrope(section: SettingsFile, before: int, stretch: float) -> Fields:
-    """Return the fields that only `longrope` has (Ding et al., arXiv 2402.13753)."""
-    factor = _optional(section, "factor") or stretch
-    given = _optional(section, "attention_factor")
-    return {
-        "rotary_scaling_factor": factor,
-        "rotary_attention_factor": longrope_attention_factor(factor, before) if given is None else given,
-        "rotary_short_factors": ",".join(str(float(each)) for each in section.value("short_factor", NUMBERS)),
-        "rotary_long_factors": ",".join(str(float(each)) for each in section.value("long_factor", NUMBERS)),
-    }
-
-
-def _read_yarn(section: SettingsFile, before: int, stretch: float) -> Fields:
-    """Return the fields that only YaRN has (Peng et al., arXiv 2309.00071)."""
-    section.expect("truncate", (True, None))
-    factor = _optional(section, "factor") or stretch
-    fast, slow = _optional(section, "beta_fast"), _optional(section, "beta_slow")
-    given = _optional(section, "attention_factor")
-    weight, weight_of_all = _optional(section, "mscale"), _optional(section, "mscale_all_dim")
-    if given is None and weight is not None and weight_of_all is not None:
-        # DeepSeek's form, with a weight for the rotated channels and one for all.
-        length = log(max(1.0, factor))
-        given = (0.1 * weight * length + 1) / (0.1 * weight_of_all * length + 1)
-    fields = {
-        "rotary_scaling_factor": factor,
-        "rotary_beta_fast": fast,
-        "rotary_beta_slow": slow,
-        "rotary_attention_factor": given,
-    }
+    fields |= {field: number(key) for key, field in _SCALING_KEYS.get(kind, {}).items()}
+    factor = fields["rotary_scaling_factor"] = number("factor") or max_positions / before
+    attention = fields.get("rotary_attention_factor")
+    if kind == "yarn":
+        weight, weight_of_all = number("mscale"), number("mscale_all_dim")
+        if attention is None and weight is not None and weight_of_all is not None:
+            # DeepSeek's form, with a weight for the rotated channels and one for all.
+            length = log(max(1.0, factor))
+            fields["rotary_attention_factor"] = (0.1 * weight * length + 1) / (0.1 * weight_of_all * length + 1)
+    if kind == "longrope":
+        fields["rotary_attention_factor"] = attention or longrope_attention_factor(factor, before)
+        for key, field in _LISTS.items():
+            fields[field] = ",".join(str(float(each)) for each in section.value(key, NUMBERS))
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -171,16 +163,9 @@ def _written_scaling(model: ModelConfig) -> Mapping[str, Any] | None:
     section: dict[str, Any] = {"rope_type": kind, "factor": model.rotary_scaling_factor}
     if kind not in ("linear", "dynamic"):
         section[_ORIGINAL] = model.rotary_original_length
-    if kind in ("yarn", "longrope"):
-        section["attention_factor"] = model.rotary_attention_factor
+    section |= {key: getattr(model, field) for key, field in _SCALING_KEYS.get(kind, {}).items()}
     if kind == "longrope":
-        section["short_factor"] = list(listed_factors(model, "rotary_short_factors"))
-        section["long_factor"] = list(listed_factors(model, "rotary_long_factors"))
-    if kind == "llama3":
-        section["low_freq_factor"] = model.rotary_low_frequency_factor
-        section["high_freq_factor"] = model.rotary_high_frequency_factor
-    if kind == "yarn":
-        section["beta_fast"], section["beta_slow"] = model.rotary_beta_fast, model.rotary_beta_slow
+        section |= {key: list(listed_factors(model, field)) for key, field in _LISTS.items()}
     return section
 
 
