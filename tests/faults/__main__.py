@@ -1,4 +1,4 @@
-"""The fault suite: makes every fault of docs/reliability.md on purpose, and holds the promises against what came of it.
+"""The fault suite: makes every fault of docs/reliability.md on purpose, and checks its promises.
 
 make faults                                 # all campaigns; hours
 python -m tests.faults --quick              # each fault once or a few times
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.measuring.report import Section, one_line, progress, publish, software
 from tests.faults.campaign import Campaign, Settings, add, table
-from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak
+from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, soak
 from tests.faults.fuzzing import fuzz
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
@@ -26,9 +26,8 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "hangs": ("Ranks that hang", hangs.campaign),
     "hosts": ("Several hosts", hosts.campaign),
     "kills": ("A rank or a launcher dies", kills.campaign),
-    "restarts": ("Going on by itself", kills.restarts),
+    "restarts": ("Automatic restarts", kills.restarts),
     "numbers": ("Numbers", bad_numbers.campaign),
-    "sizes": ("Absurd sizes", sizes.campaign),
     "soak": ("Long runs", soak.campaign),
 }
 """Title and function of each campaign, by name."""
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections.append(table(title))
         with tempfile.TemporaryDirectory(prefix=f"faults-{name}-") as folder:
             kept &= _play(campaign, Settings(folder=Path(folder), quick=options.quick, seed=options.seed), sections[-1])
-        # What there is so far, so that it is not lost with what is not.
+        # After each campaign, so that its results are not lost if a later one fails.
         publish("make faults", software(), sections, options.output)
     print(publish("make faults", software(), sections, options.output))
     return 0 if kept else 1
@@ -63,7 +62,7 @@ def _play(campaign: Campaign, settings: Settings, section: Section) -> bool:
             add(section, outcome)
             progress(" | ".join(section.rows[-1]))
             kept &= not outcome.all_broken
-    except Exception as error:  # A campaign that fails must not take the others with it.
+    except Exception as error:  # The other campaigns must run even if one fails.
         section.add("the campaign itself", "", "", "", one_line(f"{type(error).__name__}: {error}"), "NO: it failed")
         return False
     return kept

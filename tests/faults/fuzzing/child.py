@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-SOURCES = ("edits", "hypothesis", "coverage")
-"""Where inputs come from: edits by chance, hypothesis, or atheris, which looks for inputs that reach new code."""
+SOURCES = ("edits", "coverage")
+"""Sources of inputs: random edits, or atheris, which searches for inputs that reach new code."""
 
 MEMORY = 1 << 30
 """Bytes that a parser may take."""
@@ -102,10 +102,6 @@ def main() -> None:
     if options.source == "edits":
         for _ in range(options.inputs):
             tries(random_input(random, subject.seeds, words))
-    elif options.source == "hypothesis":
-        from tests.faults.fuzzing.properties import try_examples
-
-        try_examples(tries, subject, options.inputs, options.seed)
     else:
         _follow_coverage(tries, subject.seeds, words, options)
     tries.note()

@@ -15,8 +15,8 @@ from tests.faults.fuzzing.child import SOURCES, read_current, write_fault
 from tests.faults.fuzzing.target import Target
 from tests.faults.fuzzing.targets import targets
 
-SHARES = {"edits": 0.6, "hypothesis": 0.1, "coverage": 0.3}
-"""Share of the inputs from each source. Without atheris its share is made by edits."""
+SHARES = {"edits": 0.7, "coverage": 0.3}
+"""Share of the inputs from each source. Without atheris all are made by edits."""
 
 _START_S = 180.0
 """Time for a process to start."""
@@ -45,7 +45,7 @@ def fuzz(target: Target, folder: Path, inputs: int, seed: int) -> Fuzzed:
         shares["edits"] += shares.pop("coverage")
     tried = 0
     for source in (each for each in SOURCES if each in shares):
-        wanted = done = round(inputs * shares[source])
+        wanted = round(inputs * shares[source])
         done = deaths = 0
         while done < wanted and deaths < _DEATHS:
             number, died = _run_child(target, folder, source, wanted - done, seed + deaths)
