@@ -5,24 +5,16 @@ import os
 import re
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from shutil import get_terminal_size
-from types import TracebackType
-from typing import Any, NoReturn, Self, TextIO, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import write_text
 
 Progress = Callable[[float], None]
 """Takes the share that is done of some work, from 0 to 1."""
-
-INTERVAL_S = 0.2
-"""Seconds between two changes of the line."""
-
-SILENT_S = 1.0
-"""Seconds before the line appears: shorter work needs none."""
 
 
 def unseen(share: float) -> None:
@@ -35,22 +27,26 @@ def part_of(progress: Progress, first: float, last: float) -> Progress:
 
 
 class ProgressLine:
-    """A line that is overwritten, and removed at the end. It is only written to a terminal."""
+    """A line of progress on standard error, removed at the end. It is only written to a terminal."""
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
-        self._is_seen = self._stream is not None and self._stream.isatty()
-        self._began = self._shown_at = clock()
-        self._width = 0
+    _bar: Any = None
+    """The line as rich draws it; None where standard error is no terminal."""
 
     def __enter__(self) -> Self:
+        if sys.stderr is not None and sys.stderr.isatty():
+            # Imported only where it is used: most commands end before it is loaded.
+            from rich.console import Console
+            from rich.progress import Progress, TimeRemainingColumn
+
+            columns = ("{task.description}", "{task.percentage:.0f}%", TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task("", total=1.0)
+            self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._write("")
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def part(self, doing: str, first: float = 0.0, last: float = 1.0) -> Progress:
         """Return a callback for the progress of a part of the work.
@@ -59,32 +55,10 @@ class ProgressLine:
             first: share of all work that is done before it.
             last: share of all work that is done after it.
         """
-        if not self._is_seen:
+        if self._bar is None:
             return unseen
-
-        def show(share: float) -> None:
-            now = self._clock()
-            if now - self._began < SILENT_S or now - self._shown_at < INTERVAL_S:
-                return
-            self._shown_at = now
-            done = first + min(max(share, 0.0), 1.0) * (last - first)
-            left = f", about {time_left(now - self._began, done)} left" if done > 0.01 else ""
-            self._write(f"{doing}: {done:.0%}{left}")
-
-        return show
-
-    def _write(self, line: str) -> None:
-        if line or self._width:
-            print(f"\r{line:<{self._width}}", end="" if line else "\r", file=self._stream, flush=True)
-            self._width = len(line)
-
-
-def time_left(elapsed_s: float, done: float) -> str:
-    """Return the remaining time in words, if the rest is as fast as the part that is done."""
-    left_s = elapsed_s * (1 - done) / done
-    if left_s < 100:
-        return f"{left_s:.0f} s"
-    return f"{left_s / 60:.0f} min" if left_s < 6000 else f"{left_s / 3600:.1f} h"
+        (task,) = self._bar.task_ids
+        return part_of(lambda share: self._bar.update(task, description=doing, completed=share), first, last)
 
 
 BAD_INPUT = 2

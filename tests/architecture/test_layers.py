@@ -38,7 +38,7 @@ class Layer:
 
 LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
-    Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
+    Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba", "rich")),
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.class_schema",), PLAN, ("pydantic",)),
     Layer(("megatron_terapipe.devices",)),
