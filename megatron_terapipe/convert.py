@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.terminal import (
@@ -33,6 +33,18 @@ examples:
 Read on: docs/how-to/huggingface.md, with the families of models that can be converted."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """Answer of `convert`."""
+
+    output: str
+    """Directory that was written."""
+    source: str
+    """Directory that was read."""
+    tokenizer_files: tuple[str, ...] = ()
+    """Files of the tokenizer that `to-huggingface` wrote."""
+
+
 def _run(options: argparse.Namespace, prog: str) -> int:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -41,7 +53,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     with _removed_on_failure(output), ProgressLine() as line:
         written, sentence = convert(options, output, line)
     if options.json is not None:
-        write_json(options.json, json.dumps(written))
+        write_json(options.json, json.dumps(asdict(written)))
     if options.json != STANDARD_OUTPUT:
         print(sentence)
     return 0
@@ -91,7 +103,7 @@ def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: st
     return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
-def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[dict[str, Any], str]:
+def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
     """Export, and return the answer for programs and the sentence for people."""
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
     from megatron_terapipe.checkpoint.conversion import export_checkpoint
@@ -107,7 +119,7 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
         progress=line.part("writing the model"),
     )
     known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
-    written = {"output": str(output), "source": str(directory), "tokenizer_files": tokenizer}
+    written = Converted(output=str(output), source=str(directory), tokenizer_files=tuple(tokenizer))
     return written, f"wrote {output} from {directory}, {known}"
 
 
@@ -124,13 +136,13 @@ def _eod(directory: Path) -> int | None:
         return None
 
 
-def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[dict[str, Any], str]:
+def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
     """Import, and return the answer for programs and the sentence for people."""
     from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")
     checkpoint = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
-    return {"output": str(checkpoint), "source": options.load}, (
+    return Converted(output=str(checkpoint), source=options.load), (
         f"wrote {checkpoint} from {options.load}: train it with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
     )

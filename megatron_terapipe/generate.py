@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,16 @@ VERIFIED = 0.5
 """Share of the time to load a checkpoint after which it has been verified, about."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """Answer of `generate`."""
+
+    prompt: str
+    """The prompt, as the model read it."""
+    continuation: str
+    """The text of the new tokens."""
+
+
 def _run(options: argparse.Namespace, prog: str) -> int:
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens} is too few: give 1 or more")
@@ -61,8 +72,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
         print()
     if options.json is not None:
         prompt, *continuation = said
-        answer = {"prompt": prompt, "continuation": "".join(continuation)}
-        write_json(options.json, json.dumps(answer, ensure_ascii=False))
+        answer = Generated(prompt=prompt, continuation="".join(continuation))
+        write_json(options.json, json.dumps(asdict(answer), ensure_ascii=False))
     return 0
 
 
@@ -135,7 +146,7 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
         # A prompt that is too long leaves no room; `generate` refuses it.
         room = source.model.max_position_embeddings - len(prompt)
         num_new_tokens = max(1, min(_MOST_UNASKED, room))
-    model = source.load(len(prompt) + num_new_tokens)
+    model = _loaded(source, len(prompt) + num_new_tokens)
     text = TextStream(tokenizer, prompt)
     tokens = generate(
         model,
@@ -162,8 +173,8 @@ class _Source(NamedTuple):
     model: ModelConfig
     tokenizer: Mapping[str, Any]
     """Settings of its tokenizer; empty if it names none."""
-    load: Callable[[int], "WholeModel"]
-    """Loads the weights of the model for so many tokens, once everything else is known to be good."""
+    weights: Callable[[ProgressLine], tuple[Callable[..., Mapping[str, Any]], Progress]]
+    """Checks the weights; returns those of a layer by number and layer, and the progress for loading them."""
 
 
 def _checkpoint(options: argparse.Namespace) -> _Source:
@@ -174,16 +185,14 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
 
-    def load(tokens: int) -> "WholeModel":
+    def weights(line: ProgressLine) -> tuple[Callable[..., Mapping[str, Any]], Progress]:
         from megatron_terapipe.checkpoint.saved_weights import SavedWeights
         from megatron_terapipe.checkpoint.verify import verify_weights
 
-        with ProgressLine() as line:
-            verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
-            weights = SavedWeights(directory, info).whole
-            return _loaded(for_length(model, tokens), weights, line.part("loading the model", VERIFIED, 1.0))
+        verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
+        return SavedWeights(directory, info).whole, line.part("loading the model", VERIFIED, 1.0)
 
-    return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
+    return _Source(f"checkpoint {directory}", model, info.tokenizer, weights)
 
 
 def _model_folder(options: argparse.Namespace) -> _Source:
@@ -197,26 +206,26 @@ def _model_folder(options: argparse.Namespace) -> _Source:
         )
     folder = Path(options.load)
     family, model = read_model(folder, "--load")
-    weights = FolderWeights(folder, family, model)
-    weights.check()
+    found = FolderWeights(folder, family, model)
+    found.check()
 
-    def load(tokens: int) -> "WholeModel":
-        with ProgressLine() as line:
-            progress = line.part("loading the model")
-            return _loaded(for_length(model, tokens), lambda index, _: weights.layer(index), progress)
+    def weights(line: ProgressLine) -> tuple[Callable[..., Mapping[str, Any]], Progress]:
+        return lambda index, _: found.layer(index), line.part("loading the model")
 
-    return _Source(f"--load {folder}", model, tokenizer_of(folder), load)
+    return _Source(f"--load {folder}", model, tokenizer_of(folder), weights)
 
 
-def _loaded(model: ModelConfig, weights: Callable[..., Mapping[str, Any]], progress: Progress) -> "WholeModel":
-    """Return a model with weights from files; it is built on `meta`, so that no initial weights are drawn."""
+def _loaded(source: _Source, tokens: int) -> "WholeModel":
+    """Return the model for so many tokens; it is built on `meta`, so that no initial weights are drawn."""
     import torch
 
     from megatron_terapipe.inference import WholeModel
 
-    with torch.device("meta"):
-        empty = WholeModel(model)
-    return empty.take(weights, progress).float().eval()
+    with ProgressLine() as line:
+        weights, progress = source.weights(line)
+        with torch.device("meta"):
+            empty = WholeModel(for_length(source.model, tokens))
+        return empty.take(weights, progress).float().eval()
 
 
 main = command_main(build_parser, _run, "python -m megatron_terapipe.generate")

@@ -189,23 +189,3 @@ class Deadlock(Part):
 def plan_schema() -> dict[str, Any]:
     """Return the JSON Schema of the answer of `terapipe plan --json`."""
     return class_schema(PlannedStep | Deadlock) | {"title": "Answer of plan"}
-
-
-class Converted(Part):
-    """Answer of `convert`."""
-
-    output: str
-    """Directory that was written."""
-    source: str
-    """Directory that was read."""
-    tokenizer_files: list[str] = ABSENT
-    """Files of the tokenizer that were written; of `to-huggingface`."""
-
-
-class Generated(Part):
-    """Answer of `generate`."""
-
-    prompt: str
-    """The prompt, as the model read it."""
-    continuation: str
-    """The text of the new tokens."""

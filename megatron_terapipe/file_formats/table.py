@@ -112,10 +112,10 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             "Answer of `terapipe preprocess`, which `--json` writes.", "megatron_terapipe.data.preprocess:Written"
         ),
         "converted": FileFormat(
-            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.descriptions:Converted"
+            "Answer of `terapipe convert`, which `--json` writes.", "megatron_terapipe.convert:Converted"
         ),
         "generated": FileFormat(
-            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.descriptions:Generated"
+            "Answer of `terapipe generate`, which `--json` writes.", "megatron_terapipe.generate:Generated"
         ),
         "doctor": FileFormat(
             "Answer of `terapipe doctor`, which `--json` writes.", "megatron_terapipe.doctor.report:Document"
