@@ -114,40 +114,6 @@ def samples_of(count: int, *shape: int, size: int = 1000, num_workers: int = 0) 
         return [batch.tokens[:, 0].tolist() for batch in islice(batches, count)]
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    micro_batch_size=st.integers(1, 3),
-    data_parallel_size=st.sampled_from([1, 2, 3, 4, 6]),
-    consumed=st.integers(0, 50),
-    num_workers=st.integers(0, 2),
-)
-def test_a_global_batch_is_the_same_samples_under_every_data_parallel_size(
-    micro_batch_size: int, data_parallel_size: int, consumed: int, num_workers: int
-) -> None:
-    global_batch_size = 36 * micro_batch_size
-    per_rank = global_batch_size // (micro_batch_size * data_parallel_size)
-    batches = [
-        samples_of(
-            2 * per_rank,
-            micro_batch_size,
-            rank,
-            data_parallel_size,
-            consumed,
-            num_workers=num_workers,
-        )
-        for rank in range(data_parallel_size)
-    ]
-    for step in range(2):
-        start = consumed + step * global_batch_size
-        seen = [
-            sample
-            for of_rank in batches
-            for batch in of_rank[step * per_rank : (step + 1) * per_rank]
-            for sample in batch
-        ]
-        assert sorted(seen) == list(range(start, start + global_batch_size))
-
-
 def test_after_the_last_sample_comes_the_first() -> None:
     assert samples_of(3, 2, 0, 1, 3, size=5) == [[3, 4], [0, 1], [2, 3]]
 
