@@ -91,13 +91,13 @@ def export_checkpoint(
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
     verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
-    wanted = None if dtype is None else DTYPES[dtype]
+    target = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
 
     def written(share: float) -> None:
         progress(VERIFIED + (1 - VERIFIED) * share)
 
-    tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted, written)
+    tensors = _tensors(chosen, model, SavedWeights(directory, info), target, written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
     # Null where it is unknown: the default of a family may not be in the vocabulary.
@@ -108,12 +108,12 @@ def export_checkpoint(
     return export_tokenizer(info.tokenizer, output)
 
 
-def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -> Family:
+def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None) -> Family:
     """The family of the flag, or the one that the model was imported from, or the first that can express it."""
-    if wanted is not None:
-        if wanted not in FAMILIES:
-            raise ConfigError(f"--family {wanted} is unknown: choose {one_of(list(FAMILIES))}")
-        family = FAMILIES[wanted]
+    if requested is not None:
+        if requested not in FAMILIES:
+            raise ConfigError(f"--family {requested} is unknown: choose {one_of(list(FAMILIES))}")
+        family = FAMILIES[requested]
         check_expressible(family, model)
         return family
     if origin is not None and origin in FAMILIES and not FAMILIES[origin].differences(model):

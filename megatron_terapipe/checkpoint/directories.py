@@ -259,8 +259,8 @@ def remove_older(save: Path, iteration: int, keep_last: int | None) -> None:
     whole = [each for each in sorted(saved) if each <= iteration and _is_whole(saved[each])]
     for older in whole[:-keep_last]:
         # Renamed first: a partly removed directory must not have the name of a checkpoint.
-        going = saved[older].rename(save / f"{saved[older].name}{ASIDE}")
-        rmtree(going, ignore_errors=True)
+        removed = saved[older].rename(save / f"{saved[older].name}{ASIDE}")
+        rmtree(removed, ignore_errors=True)
 
 
 def keep_aside(directory: Path, instead: Path) -> Path:

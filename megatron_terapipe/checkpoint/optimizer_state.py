@@ -82,10 +82,10 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     try:
         found: Any = parse_json(path.read_text(encoding="utf-8"), INDEX_FILE)
         places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
-        known = all(_is_known(place, info) for place in places.values())
+        valid = all(_is_valid(place, info) for place in places.values())
     except (OSError, ValueError, TypeError, AttributeError):
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise CheckpointError(
             f"{path} does not list the optimizer state of each parameter: put the file back, or load only the weights "
             "with --no-load-optim"
@@ -93,7 +93,7 @@ def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     return places
 
 
-def _is_known(place: Place, info: CheckpointInfo) -> bool:
+def _is_valid(place: Place, info: CheckpointInfo) -> bool:
     """Whether the run had the stage and the replicas of a place."""
     numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
     return (

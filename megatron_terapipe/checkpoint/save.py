@@ -41,13 +41,13 @@ class FileWriter(CheckpointEngine):
     A fault is stored and not raised: DeepSpeed would wait for this rank on the others.
 
     Args:
-        in_memory: keep the files in memory until `write_kept`. They hold the same bytes.
+        in_memory: keep the files in memory until `write_buffers`. They hold the same bytes.
     """
 
     def __init__(self, *, in_memory: bool) -> None:
         super().__init__()
         self._in_memory = in_memory
-        self._kept: list[tuple[Path, io.BytesIO]] = []
+        self._buffers: list[tuple[Path, io.BytesIO]] = []
         self.facts: dict[str, FileFacts] = {}
         """Sizes and hashes of the files that are on the disk, by name."""
         self.fault: str | None = None
@@ -64,15 +64,15 @@ class FileWriter(CheckpointEngine):
         """Save a file."""
         if self._in_memory:
             # The bytes of the file are the copy: they are made as fast as tensors are copied.
-            self._kept.append((Path(path), buffer := io.BytesIO()))
+            self._buffers.append((Path(path), buffer := io.BytesIO()))
             self._guarded(Path(path), lambda: torch.save(state_dict, buffer))
         else:
             self._write(Path(path), lambda file: torch.save(state_dict, file))
 
-    def write_kept(self) -> None:
+    def write_buffers(self) -> None:
         """Write the files that are in memory, and free the memory."""
-        while self._kept:
-            path, buffer = self._kept.pop(0)
+        while self._buffers:
+            path, buffer = self._buffers.pop(0)
             self._write(path, partial(_copy, buffer))
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -152,13 +152,13 @@ def room_warning(save: Path, size: int, num_new: int, keep_last: int | None) -> 
     """
     free = disk_usage(save).free
     # One more than are kept is there while the oldest is still whole.
-    wanted = num_new if keep_last is None else min(num_new, keep_last + 1)
-    fitting = free // size if size else wanted
-    if fitting >= wanted:
+    needed = num_new if keep_last is None else min(num_new, keep_last + 1)
+    fitting = free // size if size else needed
+    if fitting >= needed:
         return None
     advice = "make room" if keep_last is not None else "make room, or keep fewer with --keep-last-n-checkpoints"
     return (
-        f" warning: {save} has room for {fitting} checkpoints of {_readable(size)}, and this run needs {wanted} at a "
+        f" warning: {save} has room for {fitting} checkpoints of {_readable(size)}, and this run needs {needed} at a "
         f"time: {advice}"
     )
 
@@ -196,7 +196,7 @@ class UnfinishedSave:
         Args:
             group: of all ranks, not used by others meanwhile; None for that of the run.
         """
-        self.writer.write_kept()
+        self.writer.write_buffers()
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         own: Part = self.writer.facts, self.writer.fault, self.places
         dist.gather_object(own, parts, dst=0, group=group)

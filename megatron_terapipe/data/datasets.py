@@ -189,16 +189,16 @@ def build_datasets(
         reads: whether samples are read on this rank; otherwise only their number is computed.
     """
     builder = _Builder(data, seq_length, seed, vocab_size, reads)
-    return DatasetSplits(**{part: builder.part(part, wanted) for part, wanted in zip(PARTS, num_samples, strict=True)})
+    return DatasetSplits(**{part: builder.part(part, size) for part, size in zip(PARTS, num_samples, strict=True)})
 
 
 def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_size: int, seed: int) -> DatasetSplits:
     """Draw the training, validation and test samples at random, each part with a seed of its own; 0 builds none."""
     train, valid, test = (
-        MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)
-        if wanted
+        MockDataset(seq_length=seq_length, num_samples=size, vocab_size=vocab_size, seed=seed * 3 + part)
+        if size
         else None
-        for part, wanted in enumerate(num_samples)
+        for part, size in enumerate(num_samples)
     )
     return DatasetSplits(train=train, valid=valid, test=test)
 
@@ -213,34 +213,34 @@ class _Builder:
         self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in data.prefixes}
         self._cache = index_cache(data)
 
-    def part(self, part: Part, wanted: int) -> SampleDataset | None:
+    def part(self, part: Part, num_samples: int) -> SampleDataset | None:
         """Build the samples of one part; None for 0 samples."""
         weighted = self._data.weighted_prefixes(part)
-        if wanted == 0:
+        if num_samples == 0:
             return None
         if not weighted:
-            raise DataError(f"--{part}-data-path is needed for {_PURPOSES[part]} of {wanted} samples: give it")
-        chosen = [(self._indexed[prefix], self._documents(part, prefix, wanted)) for _, prefix in weighted]
+            raise DataError(f"--{part}-data-path is needed for {_PURPOSES[part]} of {num_samples} samples: give it")
+        chosen = [(self._indexed[prefix], self._documents(part, prefix, num_samples)) for _, prefix in weighted]
         weights = [
             weight or float(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=float))
             for (weight, _), (indexed, documents) in zip(weighted, chosen, strict=True)
         ]
         if len(chosen) == 1:
-            return self._dataset(part, *chosen[0], wanted)
+            return self._dataset(part, *chosen[0], num_samples)
         if not (self._reads or self._epochs(part)):
             for each in chosen:
                 checked_tokens(*each, seq_length=self._seq_length)
-            return UnreadSamples(wanted)
-        order = interleave(weights, wanted, self._cache)
+            return UnreadSamples(num_samples)
+        order = interleave(weights, num_samples, self._cache)
         counts = np.bincount(order.dataset_index[:], minlength=len(weights)).tolist()
         datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
-        return BlendedDataset(datasets, order) if self._reads else UnreadSamples(wanted)
+        return BlendedDataset(datasets, order) if self._reads else UnreadSamples(num_samples)
 
     def _epochs(self, part: Part) -> int | None:
         """Return the number of epochs of a part, if a flag sets it."""
         return self._data.train_data_exact_num_epochs if part == "train" else None
 
-    def _documents(self, part: Part, prefix: str, wanted: int) -> range:
+    def _documents(self, part: Part, prefix: str, num_samples: int) -> range:
         """Return which documents of a prefix belong to a part."""
         data, count = self._data, len(self._indexed[prefix])
         shares = data.split_shares()
@@ -248,30 +248,30 @@ class _Builder:
         if not documents:
             where = f"--{part}-data-path has" if shares is None else f"--split {data.split} leaves"
             raise DataError(
-                f"{where} no document of the {count} in {prefix} for {_PURPOSES[part]}, which needs {wanted} samples: "
-                + ("name another" if shares is None else "raise its share, or request no samples")
+                f"{where} no document of the {count} in {prefix} for {_PURPOSES[part]}, which needs {num_samples} "
+                "samples: " + ("name another" if shares is None else "raise its share, or request no samples")
             )
         return documents
 
-    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> SampleDataset:
+    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, num_samples: int) -> SampleDataset:
         """Build the samples of one prefix: the given number, or those of the epochs that a flag sets."""
         epochs = self._epochs(part)
         if epochs is not None:
             available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)
-            if wanted > available:
+            if num_samples > available:
                 raise DataError(
                     f"--train-data-exact-num-epochs {epochs} makes {available} samples of {indexed.prefix} and the run "
-                    f"takes {wanted}: raise it, or train fewer iterations"
+                    f"takes {num_samples}: raise it, or train fewer iterations"
                 )
-            wanted = available
+            num_samples = available
         if not self._reads:
             checked_tokens(indexed, documents, seq_length=self._seq_length)
-            return UnreadSamples(wanted)
+            return UnreadSamples(num_samples)
         return GPTDataset(
             indexed,
             documents,
             seq_length=self._seq_length,
-            num_samples=wanted,
+            num_samples=num_samples,
             seed=self._seed,
             vocab_size=self._vocab_size,
             cache=self._cache,

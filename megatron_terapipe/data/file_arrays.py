@@ -212,7 +212,7 @@ def _column(path: Path, *, dtype: str, length: int, crc32: int) -> FileColumn:
 
 def _store(folder: Path, key: str, description: Mapping[str, object], arrays: Arrays) -> None:
     for name, array in arrays.items():
-        with _appearing(_file(folder, key, name)) as partial, partial.open("wb") as file:
+        with _replacing(_file(folder, key, name)) as partial, partial.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     stored = {
         name: {
@@ -222,7 +222,7 @@ def _store(folder: Path, key: str, description: Mapping[str, object], arrays: Ar
         }
         for name, array in arrays.items()
     }
-    with _appearing(folder / f"{key}.json") as partial:
+    with _replacing(folder / f"{key}.json") as partial:
         partial.write_text(json.dumps({"description": description, "arrays": stored}), encoding="utf-8")
 
 
@@ -231,7 +231,7 @@ def _file(folder: Path, key: str, name: str) -> Path:
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` at the end."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
     os.close(handle)

@@ -81,7 +81,7 @@ class IndexedDatasetWriter:
         return len(self._lengths)
 
     def __enter__(self) -> Self:
-        self._data = _own(self._files[self._data_file])
+        self._data = _open_exclusively(self._files[self._data_file])
         return self
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -91,7 +91,7 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"document {self.num_documents} has {tokens.size} tokens, and the format takes {_LONGEST}: split it"
             )
-        with _named_errors(self._files[self._data_file]):
+        with _disk_errors(self._files[self._data_file]):
             self._data.write(tokens.tobytes())
         self._lengths.append(tokens.size)
         self.num_tokens += tokens.size
@@ -112,15 +112,15 @@ class IndexedDatasetWriter:
     def _finish(self) -> None:
         """Give both files their names."""
         partial = self._files[self._data_file]
-        with _named_errors(partial):
+        with _disk_errors(partial):
             self._data.flush()
             os.fsync(self._data.fileno())
         partial = self._files[self._index_file]
-        with _named_errors(partial):
+        with _disk_errors(partial):
             self._write_index(partial)
         # Without an index there is no dataset, so at no moment does a whole pair of files mix
         # the ids of this run with the index of an older one.
-        with _named_errors(self._index_file):
+        with _disk_errors(self._index_file):
             self._index_file.unlink(missing_ok=True)
             for final, partial in self._files.items():
                 partial.replace(final)
@@ -150,9 +150,9 @@ class IndexedDatasetWriter:
             os.fsync(index.fileno())
 
 
-def _own(path: Path) -> IO[bytes]:
+def _open_exclusively(path: Path) -> IO[bytes]:
     """Open a file that no other process writes, and empty it."""
-    with _named_errors(path):
+    with _disk_errors(path):
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +169,7 @@ def _own(path: Path) -> IO[bytes]:
 
 
 @contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     """Let errors of the disk name the file."""
     try:
         yield
@@ -177,13 +177,13 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be written ({error.strerror}): make room, or name another folder") from None
 
 
-def _meant(prefix: Path) -> str:
+def _suggestion(prefix: Path) -> str:
     """Return the remedy for a prefix without a dataset: a similar name in its folder, if there is one."""
     without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
-    beside = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.idx"))
-    for meant in (without_suffix, *(path.with_suffix("") for path in beside)):
-        if index_file(meant).is_file() and data_file(meant).is_file():
-            return f"did you mean {meant}?"
+    similar = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.idx"))
+    for each in (without_suffix, *(path.with_suffix("") for path in similar)):
+        if index_file(each).is_file() and data_file(each).is_file():
+            return f"did you mean {each}?"
     return "--data-path takes the path without .bin and .idx, for example corpus_text_document"
 
 
@@ -199,7 +199,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         missing = [path for path in (data_file(prefix), index_file(prefix)) if not path.is_file()]
         if missing:
-            remedy = "both files belong together, so copy it, too" if len(missing) == 1 else _meant(Path(prefix))
+            remedy = "both files belong together, so copy it, too" if len(missing) == 1 else _suggestion(Path(prefix))
             raise DataError(f"no indexed dataset at {prefix}: {' and '.join(map(str, missing))} not found: {remedy}")
         data = ReadFile(data_file(prefix))
         self.dtype = self._open_index(ReadFile(index_file(prefix)))

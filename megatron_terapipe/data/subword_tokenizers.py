@@ -146,9 +146,9 @@ class HuggingFaceTokenizer(PackageTokenizer):
             token_id: int | None = self._tokenizer.token_to_id(token)
             if token_id is not None:
                 return token_id
-        looked_for = f"{named}, which {CONFIG_FILE} names" if named else ", ".join(ENDS_OF_DOCUMENT)
+        candidates = f"{named}, which {CONFIG_FILE} names" if named else ", ".join(ENDS_OF_DOCUMENT)
         raise DataError(
-            f"{file} has no token that ends a document (looked for {looked_for}): name one of its tokens as eos_token "
+            f"{file} has no token that ends a document (looked for {candidates}): name one of its tokens as eos_token "
             f"in {file.with_name(CONFIG_FILE)}"
         )
 
@@ -308,16 +308,16 @@ class TikTokenizer(Tokenizer):
         special = _special_tokens(special_tokens or TIKTOKEN_SPECIAL_TOKENS, num_special_tokens)
         self.eod = special.index(TIKTOKEN_SPECIAL_TOKENS[-1])
         tokens = _read_tiktoken_vocabulary(path)
-        wanted = self.vocab_size - num_special_tokens
-        if not 0 < wanted <= len(tokens):
+        needed = self.vocab_size - num_special_tokens
+        if not 0 < needed <= len(tokens):
             raise DataError(
-                f"{path} has {len(tokens)} tokens, and --vocab-size {self.vocab_size} needs {wanted} and "
+                f"{path} has {len(tokens)} tokens, and --vocab-size {self.vocab_size} needs {needed} and "
                 f"{num_special_tokens} special ones: give --vocab-size {len(tokens) + num_special_tokens} or less"
             )
         self._encoding = Encoding(
             path.stem,
             pat_str=PATTERNS[pattern],
-            mergeable_ranks={token: num_special_tokens + rank for rank, token in enumerate(tokens[:wanted])},
+            mergeable_ranks={token: num_special_tokens + rank for rank, token in enumerate(tokens[:needed])},
             special_tokens={token: number for number, token in enumerate(special)},
         )
 

@@ -50,7 +50,7 @@ class _Gated(torch.autograd.Function):
 @Pointwise
 def _gated(inputs: Tensor, gate_function: str) -> Tensor:
     gate, up = inputs.chunk(2, dim=-1)
-    return _opened(gate, gate_function) * up
+    return _gate_output(gate, gate_function) * up
 
 
 @Pointwise
@@ -58,12 +58,12 @@ def _gated_backward(output_gradient: Tensor, inputs: Tensor, gate_function: str)
     gate, up = inputs.chunk(2, dim=-1)
     gradient = torch.empty_like(inputs)
     of_gate, of_up = gradient.chunk(2, dim=-1)
-    of_up.copy_(_opened(gate, gate_function).mul_(output_gradient))
+    of_up.copy_(_gate_output(gate, gate_function).mul_(output_gradient))
     of_gate.copy_(_gate_gradient(output_gradient * up, gate, gate_function))
     return gradient
 
 
-def _opened(gate: Tensor, gate_function: str) -> Tensor:
+def _gate_output(gate: Tensor, gate_function: str) -> Tensor:
     return F.silu(gate) if gate_function == "silu" else F.gelu(gate, approximate=gate_function)
 
 

@@ -260,8 +260,8 @@ class _Linear(torch.autograd.Function):
             of_bias = output_gradient.flatten(0, -2).sum(0).view(weight.shape[:-1])
         found = [None for _ in needed] if of_inputs is None else [of_inputs()]
         if ctx.before is not None and of_inputs is not None:
-            wanted = list(compress([raw, *parameters_before], needed))
-            gradients = iter(torch.autograd.grad(inputs, wanted, found[0]))
+            differentiated = list(compress([raw, *parameters_before], needed))
+            gradients = iter(torch.autograd.grad(inputs, differentiated, found[0]))
             found = [next(gradients) if each else None for each in needed]
         of_raw, *of_parameters = found
         return of_raw, of_weight, of_bias, None, None, *of_parameters

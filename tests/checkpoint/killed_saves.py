@@ -25,7 +25,7 @@ def save(folder: Path, iteration: int, keep_last: int | None = None) -> None:
     writer = FileWriter(in_memory=iteration % 2 == 0)
     for layer in range(2):
         writer.save({"iteration": iteration}, str(_aside(directory) / f"layer_{layer:02d}-model_00-model_states.pt"))
-    writer.write_kept()
+    writer.write_buffers()
     UnfinishedSave(directory, info, writer, [], keep_last)._complete([(writer.facts, writer.fault, [])])
 
 
