@@ -87,9 +87,28 @@ def _results(setups: list[Setup]) -> list[dict[str, Any]]:
     return found
 
 
+def _launch(world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"results": _results(SETUPS[world_size])}
+    if world_size == 1:
+        found |= {"refusals": _refusals(), "forms": _forms(), "alive": _alive(Setup(cut=CUT, micro_batches=4))}
+    if world_size == 2:
+        found |= {"evaluations": _evaluations(), "alive": _alive(Setup(pp=2, cut=CUT, micro_batches=4))}
+        found["trained"] = [
+            [_trained(setup, evaluate=evaluate, known_shapes=known_shapes) for evaluate in (False, True)]
+            for setup in TRAINED
+            for known_shapes in (True, False)
+        ]
+    return found
+
+
+@cache
+def launched(world_size: int) -> list[dict[str, Any]]:
+    return run_distributed(_launch, world_size, world_size)
+
+
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_outputs_and_labels_are_those_of_the_whole_batch(world_size: int) -> None:
-    by_rank = run_distributed(_results, world_size, SETUPS[world_size])
+    by_rank = [found["results"] for found in launched(world_size)]
     for index, setup in enumerate(SETUPS[world_size]):
         complete = 0
         for found in (rank[index] for rank in by_rank):
@@ -136,18 +155,9 @@ def _trained(setup: Setup, *, evaluate: bool, known_shapes: bool) -> tuple[list[
     return found, weights(engine), messages
 
 
-def _with_and_without_evaluation() -> list[Any]:
-    return [
-        [_trained(setup, evaluate=evaluate, known_shapes=known_shapes) for evaluate in (False, True)]
-        for setup in TRAINED
-        for known_shapes in (True, False)
-    ]
-
-
 def test_evaluation_has_no_effect_on_training() -> None:
-    by_rank = run_distributed(_with_and_without_evaluation, 2)
-    for rank, found_by_rank in enumerate(by_rank):
-        for index, (undisturbed, disturbed) in enumerate(found_by_rank):
+    for rank, found_by_rank in enumerate(launched(2)):
+        for index, (undisturbed, disturbed) in enumerate(found_by_rank["trained"]):
             (same, same_weights, _), (found, found_weights, messages) = undisturbed, disturbed
             setup, known_shapes = TRAINED[index // 2], index % 2 == 0
             assert found == same
@@ -158,18 +168,37 @@ def test_evaluation_has_no_effect_on_training() -> None:
             assert messages == [tensors + headers * (not known_shapes), tensors, tensors], "shapes are learned once"
 
 
-def _on_one() -> dict[str, Any]:
-    return {"refusals": _refusals(), "forms": _forms(), "alive": _alive(Setup(cut=CUT, micro_batches=4))}
+def _evaluations() -> dict[str, Any]:
+    """Losses of an evaluation in all forms, and outputs without a loss."""
+    engine, sizes = (
+        build(TRAINED[0], optimizer=_still),
+        {"num_micro_batches": OTHER_COUNT, "micro_batch_size": OTHER_ROWS},
+    )
+    by_micro_batch = engine.eval_batch(iter(_held_out()), reduce_output=None, **sizes)
+    of_last_stage = engine.eval_batch(iter(_held_out()), bcast_loss=False, **sizes)
+    outputs = engine.eval_batch(iter(_held_out()), return_logits=True, compute_loss=False, **sizes)[1]
+    return {
+        "mean": engine.eval_batch(iter(_held_out()), **sizes).item(),
+        "by micro-batch": by_micro_batch and [loss.item() for loss in by_micro_batch],
+        "of the last stage": of_last_stage if of_last_stage is None else of_last_stage.item(),
+        "outputs": outputs and [as_numpy(tensor) for tensor in outputs],
+    }
 
 
-@pytest.fixture(scope="module")
-def on_one() -> dict[str, Any]:
-    return run_distributed(_on_one, 1)[0]
+def test_forms_of_the_loss_of_an_evaluation() -> None:
+    first, last = (found["evaluations"] for found in launched(2))
+    loss, outputs, _ = _whole("held out")
+    assert first["mean"] == last["mean"] == last["of the last stage"] == pytest.approx(loss, rel=CLOSE)
+    assert (first["by micro-batch"], first["of the last stage"], first["outputs"]) == (None, None, None)
+    assert len(last["by micro-batch"]) == OTHER_COUNT
+    assert np.mean(last["by micro-batch"]) == pytest.approx(loss, rel=CLOSE)
+    assert np.linalg.norm(np.concatenate(last["outputs"]) - outputs) <= CLOSE * np.linalg.norm(outputs)
 
 
 REFUSED = (
     ({"return_logits": True, "return_output_label": True}, "return_logits and return_output_label give outputs in two"),
     ({"token_slices": (8, 0)}, "0"),
+    ({"reduce_output": "sum"}, "reduce_output='sum'"),
     ({"token_slices": (8, 8)}, "inputs of shape (5, 24) do not have the 16 tokens of the token slices 8,8"),
 )
 
@@ -184,8 +213,8 @@ def _refusals() -> list[str]:
     return found
 
 
-def test_evaluations_are_refused_in_one_line(on_one) -> None:
-    for found, (_, line) in zip(on_one["refusals"], REFUSED, strict=True):
+def test_evaluations_are_refused_in_one_line() -> None:
+    for found, (_, line) in zip(launched(1)[0]["refusals"], REFUSED, strict=True):
         assert line in found and "\n" not in found
 
 
@@ -233,8 +262,8 @@ def _forms() -> dict[str, Any]:
     }
 
 
-def test_outputs_may_be_tuples_and_labels_dicts(on_one) -> None:
-    found = on_one["forms"]
+def test_outputs_may_be_tuples_and_labels_dicts() -> None:
+    found = launched(1)[0]["forms"]
     rows = 2 * ROWS
     assert found["shapes"] == [(rows, models.SEQ, models.VOCAB), (rows, len(CUT)), (rows, models.SEQ)]
     assert not found["grad"]
@@ -304,8 +333,8 @@ def _alive(setup: Setup) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_outputs_are_freed_unless_requested(pp: int, on_one) -> None:
-    found = on_one["alive"] if pp == 1 else run_distributed(_alive, 2, Setup(pp=2, cut=CUT, micro_batches=4))[-1]
+def test_outputs_are_freed_unless_requested(pp: int) -> None:
+    found = launched(pp)[-1]["alive"]
     # On the last stage the other token slices of the micro-batch are live, and the loss sums up without their graphs.
     assert found["in training"] == (len(CUT) - 1, len(CUT) - 1)
     assert found["in evaluation"] == (0, 0)

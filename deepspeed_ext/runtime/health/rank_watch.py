@@ -18,7 +18,6 @@ once a rank has lost a connection: a rank that is only stopped is a case of the 
 
 import json
 import os
-import queue
 import signal
 import socket
 import threading
@@ -84,73 +83,72 @@ class HostNews:
     def __init__(self, attempt: str, *, received: Callable[[Loss], object], serves_store: bool) -> None:
         self._prefix, self._received, self._serves_store = f"liveness/{attempt}", received, serves_store
         self._key = f"{self._prefix}/gone"
-        self._outgoing: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
-        self._sent, self._ended = threading.Event(), threading.Event()
+        self._address: tuple[str, int] | None = None
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self.compares = False
         """Whether to look for ranks without signs of life, because a connection was lost."""
         self.connected = False
         """Whether this rank has reached the store."""
 
     def begin(self, address: str, port: int, *, name: str, listens: bool) -> None:
-        """Connect as the rank `name`; one that does not listen connects only to send."""
-        arguments = (address, port, name, listens)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="news of other hosts", daemon=True)
-        self._thread.start()
+        """Use the store at an address as the rank `name`; one that does not listen connects only to send."""
+        self._address = address, port
+        if listens:
+            self._thread = threading.Thread(target=self._listen, args=(name,), name="news of other hosts", daemon=True)
+            self._thread.start()
 
     def send(self, loss: Loss) -> None:
         """Notify the other hosts, unless they cannot be reached."""
-        if self._thread is None or self._ended.is_set():
+        if self._address is None or self._ended.is_set():
             return
-        self._outgoing.put(loss)
-        if self._sent.wait(_SEND_S) and self._serves_store:
-            time.sleep(2 * _LOOK_AT_STORE_S)  # They have yet to look.
+        with suppress(RuntimeError):
+            self._connection(_SEND_S).compare_set(self._key, "", json.dumps(asdict(loss)))
+            if self._serves_store:
+                time.sleep(2 * _LOOK_AT_STORE_S)  # They have yet to look.
 
     def end(self) -> None:
         """Stop listening: the store may end."""
         self._ended.set()
-        self._outgoing.put(None)
 
     def join(self) -> None:
         """Wait, after `end`, for the thread: one that is in a call to the store would abort the process."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    def _run(self, address: str, port: int, name: str, listens: bool) -> None:
-        news = None if listens else self._outgoing.get()
+    def _connection(self, timeout_s: float) -> Any:
         # Torch takes seconds to import, which the main thread has done by now.
         from torch.distributed import TCPStore
 
-        timeout, store = timedelta(seconds=_CONNECT_S), None
+        assert self._address is not None, "after `begin`"
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(*self._address, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def _listen(self, name: str) -> None:
+        store = None
         while store is None:
             if self._ended.is_set():
                 return
             with suppress(RuntimeError):
-                store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+                store = self._connection(_CONNECT_S)
+        self.connected = True
         try:
-            self._exchange(store, news, _SignsOfLife(store, self._prefix, name) if listens else None)
+            signs = _SignsOfLife(store, self._prefix, name)
+            while not self._ended.is_set():
+                if store.check([self._key]):
+                    self._received(Loss(**json.loads(store.get(self._key)) | {"printed": True}))
+                    return
+                if silent := signs.write_and_read(compare=self.compares):
+                    own = json.dumps(asdict(Loss(f"{silent} died")))
+                    # Ranks of several hosts may find it; only the first one prints it.
+                    first = store.compare_set(self._key, "", own)
+                    self._received(Loss(**json.loads(first) | {"printed": first != own.encode()}))
+                    return
+                self._ended.wait(_LOOK_AT_STORE_S)
         except RuntimeError:
             if not self._ended.is_set():
-                self._received(Loss(f"the store of rank 0 at {address}:{port}, where the ranks met, is gone"))
-
-    def _exchange(self, store: Any, news: Loss | None, signs: "_SignsOfLife | None") -> None:
-        self.connected = True
-        while not self._ended.is_set():
-            if news is not None:
-                store.compare_set(self._key, "", json.dumps(asdict(news)))
-                self._sent.set()
-            elif store.check([self._key]):
-                self._received(Loss(**json.loads(store.get(self._key)) | {"printed": True}))
-                return
-            elif signs is not None and (silent := signs.write_and_read(compare=self.compares)):
-                own = json.dumps(asdict(Loss(f"{silent} died")))
-                # Ranks of several hosts may find it; only the first one prints it.
-                first = store.compare_set(self._key, "", own)
-                self._received(Loss(**json.loads(first) | {"printed": first != own.encode()}))
-                return
-            news = None
-            with suppress(queue.Empty):
-                news = self._outgoing.get(timeout=_LOOK_AT_STORE_S)
+                at = ":".join(map(str, self._address or ()))
+                self._received(Loss(f"the store of rank 0 at {at}, where the ranks met, is gone"))
 
 
 class _SignsOfLife:
