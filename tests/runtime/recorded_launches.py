@@ -24,7 +24,7 @@ TORCHRUN = {
     "MASTER_PORT": "29400",
 }
 
-# `mpirun -np 3` over two hosts of one and two slots; also what `deepspeed --launcher openmpi` starts.
+# `mpirun -np 3` over two hosts of one and two slots, also by `deepspeed --launcher openmpi`.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -61,10 +61,10 @@ OPEN_MPI_ONE_HOST = {
     "OMPI_MCA_orte_local_daemon_uri": "497745920.0;tcp://192.0.2.2:38193;tcp6://[fd00::2]:43879",
 }
 
-# `mpiexec.hydra -n 2`, which says nothing of hosts.
+# `mpiexec.hydra -n 2`, without hosts.
 MPICH = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "8", "PMI_RANK": "1", "PMI_SIZE": "2"}
 
-# `srun -N2 -n3`; also what `deepspeed --launcher slurm` starts.
+# `srun -N2 -n3`, also by `deepspeed --launcher slurm`.
 SLURM = {
     "SLURM_GTIDS": "2",
     "SLURM_JOB_ID": "1",

@@ -49,12 +49,12 @@ def test_layers_that_entries_do_not_fit_are_refused(name: str) -> None:
     stages = STAGES[: len(made)]
     with pytest.raises(UserError) as found:
         DataEntries(made, stages).check(data, None, cutting_stages={0, 1})
-    said = str(found.value)
-    assert said.startswith(begins) and remedy in said and "\n" not in said
+    line = str(found.value)
+    assert line.startswith(begins) and remedy in line and "\n" not in line
     if isinstance(data, dict):
         with pytest.raises(UserError) as declared:
             DataEntries(made, stages, declared=list(data))
-        assert str(declared.value) == said, "as soon as they are known"
+        assert str(declared.value) == line, "as soon as they are known"
 
 
 @pytest.mark.parametrize("name", REFUSED_LABELS)
@@ -102,7 +102,7 @@ def test_arguments_of_layers(layer, first, required, optional, past, everything,
     assert (found.takes_past, found.takes_all, found.takes_unnamed) == (past, everything, sequence)
 
 
-def test_what_a_layer_takes_of_some_names() -> None:
+def test_names_that_a_layer_takes() -> None:
     names = ["tokens", "mask", "hidden", "past", "scale"]
     assert ForwardArguments.of_layer(0, all_of_them).taken(names) == ("tokens", "mask", "scale")
     assert ForwardArguments.of_layer(0, needs).taken(names) == ("tokens", "mask")

@@ -275,7 +275,7 @@ def _on_three() -> dict[str, str | float]:
         "declared": _optional(declared, True),
         "declared and missing": _optional(declared, False),
         "declared, and a tuple": _optional(declared, False, True),
-        # Last what ends a neighbour.
+        # Last the error that ends a neighbour.
         "not declared": _optional(None, True),
     }
 

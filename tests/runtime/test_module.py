@@ -61,7 +61,7 @@ def on_one() -> dict[str, Any]:
     return run_distributed(_on_one, 1)[0]
 
 
-def test_layers_go_where_the_partition_says(on_two) -> None:
+def test_layers_are_on_the_stages_of_the_partition(on_two) -> None:
     # Embedding and head have 896 parameters each, a block has 1936.
     expected = [[0, 3, 6], [0, 3, 6], [0, 1, 6], [0, 5, 6], [0, 4, 6]]
     assert [bounds for bounds, _ in on_two] == [expected, expected]

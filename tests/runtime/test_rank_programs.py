@@ -94,7 +94,7 @@ def test_every_kind_has_a_class_of_its_own_and_a_method_of_the_engine() -> None:
 
 @pytest.mark.parametrize("instruction", [ReduceTiedGrads, ReduceGrads, OptimizerStep])
 def test_the_map_names_the_overrides_of_this_engine(instruction: type) -> None:
-    # DeepSpeed calls what the map holds: an override that is missing from it never runs.
+    # DeepSpeed calls the functions of the map: an override that is missing from it never runs.
     method = unwrap(TokenSlicePipelineEngine._INSTRUCTION_MAP[instruction])
     assert method is getattr(TokenSlicePipelineEngine, method.__name__)
 

@@ -46,7 +46,7 @@ def test_programs_do_not_run(tmp_path: Path, write: Callable[[Path, Path], None]
     assert hit.exists()
 
 
-def test_one_line_names_the_file_and_what_it_would_call(tmp_path: Path) -> None:
+def test_one_line_names_the_file_and_its_function(tmp_path: Path) -> None:
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"more": Touch(tmp_path / "hit")}, path)
     with pytest.raises(UnsafeFileError, match="could run a program, and did not: load a checkpoint") as caught:

@@ -194,7 +194,7 @@ def _short_of_data_and_constant_loss() -> list[str]:
 
 
 def test_an_iterator_that_ends_and_a_loss_without_a_graph_are_named() -> None:
-    # Without backward of the first token slice, its keys and values would lose what later ones found for them.
+    # Without backward of the first token slice, its keys and values would lose the gradients of later ones.
     ((ended, constant),) = (found["errors"] for found in launched(1))
     assert ended.startswith("the data iterator ended at micro-batch 1 of a batch of 2")
     assert constant.startswith("the loss of token slice 0 depends on no weight") and "\n" not in constant

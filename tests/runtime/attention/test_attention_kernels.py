@@ -92,7 +92,7 @@ def test_forward_and_backward_are_exact(
     seed: int,
 ) -> None:
     kernel, settings_of_kernel = case
-    scale = head_dim**-0.5 / temperature  # scores of order 1: fp32 knows exp(x) to |x| times its precision
+    scale = head_dim**-0.5 / temperature  # scores of order 1: the error of exp(x) in fp32 is |x| times its precision
     are_exact(kernel, settings_of_kernel, (num_queries, prefix_len, groups, repeats, head_dim), dtype, scale, seed)
 
 

@@ -125,8 +125,8 @@ def check_attention(
     else:
         output = one_by_one(*tensors, starts, window)
         expected = [output.detach(), *torch.autograd.grad((output * weight).sum(), tensors)]
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for got, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_positions_restart_with_each_document() -> None:

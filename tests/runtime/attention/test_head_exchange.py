@@ -77,7 +77,7 @@ def worst_error(setup: Setup, ranks: SequenceParallelRanks) -> tuple[float, list
         return given
 
     expected = through(hidden, None)
-    wanted = torch.autograd.grad(expected.sin().sum(), [hidden, *stack.parameters()])
+    exact_gradients = torch.autograd.grad(expected.sin().sum(), [hidden, *stack.parameters()])
     with counted() as sizes:
         outputs = [through(hidden[:, start:end], number) for number, (start, end) in enumerate(state.parts.bounds())]
         for output in reversed(outputs):
@@ -88,7 +88,9 @@ def worst_error(setup: Setup, ranks: SequenceParallelRanks) -> tuple[float, list
     found = [whole, *(each.grad for each in [hidden, *stack.parameters()])]
     for each in found:
         dist.all_reduce(each, group=ranks.group)
-    errors = [(got - exact).norm() / exact.norm() for got, exact in zip(found, (expected, *wanted), strict=True)]
+    errors = [
+        (got - exact).norm() / exact.norm() for got, exact in zip(found, (expected, *exact_gradients), strict=True)
+    ]
     return float(max(errors)), sizes
 
 

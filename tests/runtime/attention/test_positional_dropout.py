@@ -32,7 +32,7 @@ def test_a_rank_with_some_of_the_channels_drops_its_part_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked_and_the_mean_stays(probability: float) -> None:
+def test_share_of_zeros_and_mean(probability: float) -> None:
     dropped = dropout(torch.ones(2, 512, 512), probability, place())
     # Six standard deviations of a mean over 2^19 draws.
     deviation = 6 * (probability * (1 - probability) / 2**19) ** 0.5
@@ -69,7 +69,7 @@ def test_every_part_of_the_place_matters(other: DropoutPlace) -> None:
     assert (masks[0] == masks[1]).double().mean().item() == pytest.approx(0.5, abs=0.01)
 
 
-def test_rows_of_a_micro_batch_differ_by_their_sequence_alone() -> None:
+def test_rows_of_a_micro_batch_differ_only_by_their_sequence() -> None:
     """The same sequence in another row, as under another micro-batch size, has the same mask."""
     rows, swapped = (place(sequences=order).rows(64, torch.device("cpu")) for order in (ROWS, ROWS[::-1]))
     assert torch.equal(rows, swapped.flip(0))

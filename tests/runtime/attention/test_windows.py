@@ -91,12 +91,12 @@ def compare(
 
     leaves = [hidden, *stack.parameters()]
     expected = through(hidden, None)
-    wanted = torch.autograd.grad(expected.sin().sum(), leaves)
+    exact_gradients = torch.autograd.grad(expected.sin().sum(), leaves)
     outputs = [through(hidden[:, start:end], number) for number, (start, end) in enumerate(cut.bounds())]
     for output in reversed(outputs):
         output.sin().sum().backward()
     found = [torch.cat(outputs, dim=1), *(each.grad for each in leaves)]
-    for got, exact in zip(found, (expected, *wanted), strict=True):
+    for got, exact in zip(found, (expected, *exact_gradients), strict=True):
         assert float((got - exact).detach().norm()) <= 1e-12 * float(exact.detach().norm())
 
 

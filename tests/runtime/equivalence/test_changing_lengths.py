@@ -108,8 +108,8 @@ def test_each_micro_batch_may_have_a_cut_of_its_own(on_one, on_two) -> None:
         assert found["cuts"] == first["cuts"]
     assert len(first["cuts"]) > 5
     assert first["kept"] == [None, None]
-    for found, wanted in zip(last["kept"], expected["kept"], strict=True):
-        assert np.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    for found, exact in zip(last["kept"], expected["kept"], strict=True):
+        assert np.allclose(found, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_a_cut_of_another_length_is_refused() -> None:

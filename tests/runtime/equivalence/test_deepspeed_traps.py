@@ -44,7 +44,7 @@ def _on_one() -> dict[str, Any]:
 
 def _on_two() -> dict[str, Any]:
     clipped = [_clipped_updates(tied) for tied in (False, True)]
-    # Last what changes the accelerator.
+    # Last the one that changes the accelerator.
     return {"clipped": clipped, "breakdown": _breakdown(Setup(pp=2, cut=CUT)), "fp16": _tied_copies_in_fp16()}
 
 
@@ -84,7 +84,7 @@ def _clipped_updates(tied: bool) -> tuple[dict, dict, float, float]:
 def test_clipping_counts_every_stage_and_every_tied_weight_once(tied: bool, on_two) -> None:
     theirs, mine, whole, norms = zip(*(found["clipped"][tied] for found in on_two), strict=True)
     assert norm_of_all(theirs) > 1.02 * CLIP, "DeepSpeed now clips pipelines rightly: drop our clipping"
-    assert norm_of_all(mine) == pytest.approx(CLIP, rel=1e-3)  # weights of 0.5 know a step of 0.01 to so many digits
+    assert norm_of_all(mine) == pytest.approx(CLIP, rel=1e-3)  # digits of a step of 0.01 from weights of 0.5
     true_norm = norm_of_all(whole)
     for reported in norms:
         assert reported == pytest.approx([true_norm, true_norm], rel=1e-4), "before clipping, on every rank"
@@ -204,7 +204,7 @@ def _step_with_a_mask(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
 def test_tensors_without_a_gradient_pass_between_stages(on_one) -> None:
     # One token slice: positions start at 0 in each.
     loss, expected = on_one["mask"]
-    # The middle stage takes four tensors and gives one, so what it learns of one side must not leak to the other.
+    # The middle stage takes four tensors and gives one, so the shapes of its two sides differ.
     for found_loss, found in run_distributed(_step_with_a_mask, 3, Setup(pp=3, cut=(stock.TOKENS,))):
         assert found_loss == loss
         for name, weight in found.items():

@@ -74,7 +74,7 @@ SETUPS = [
     Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="zero-bubble", tied=False, micro_batches=3),
     Setup(pp=2, cut=UNIFORM, schedule="zero-bubble", recompute=1),
     Setup(pp=2, cut=UNEVEN, dtype="bf16", zero=1, accumulate="fp32", schedule="zero-bubble"),
-    # Several stages on a rank, which pass what they compute on.
+    # Several stages on a rank, which pass their outputs.
     Setup(cut=UNEVEN, dtype="fp64", schedule="interleaved", model_chunks=2),
     Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="interleaved", model_chunks=2, micro_batches=3),
     Setup(pp=2, cut=random_cut(5), schedule="interleaved", model_chunks=3, tied=False, recompute=1),

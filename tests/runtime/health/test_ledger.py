@@ -53,7 +53,7 @@ def test_position_of_an_accelerator() -> None:
     with ledger.waiting_for(0, over=lambda: bool(arrived)):
         pass
     for _ in range(4):
-        ledger.done()  # both forwards, a backward, and the post of what it sends
+        ledger.done()  # both forwards, a backward, and the post of its message
     found = []
     for place, has_come in ((0, False), (1, False), (1, True), (2, True), (3, True), (4, True)):
         queue.worked_off = place

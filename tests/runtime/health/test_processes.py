@@ -73,7 +73,7 @@ def test_orphans_of_deepspeed() -> None:
     assert not is_orphan(above(PER_HOST), {"CROSS_RANK": "0"})
 
 
-def test_ranks_read_what_others_write_and_leave_no_file(tmp_path: Path) -> None:
+def test_ranks_read_entries_of_others_and_leave_no_file(tmp_path: Path) -> None:
     path = tmp_path / "page"
     pages = [HostRanks(path, 2), HostRanks(path, 2)]
     pages[0].write(0, HostRank(4, 100, Mark.HERE))

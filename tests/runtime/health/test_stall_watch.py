@@ -308,7 +308,7 @@ def _trained(
 
 
 def _lines(results: list[tuple[list[str], str]]) -> list[str]:
-    return [line for said, _ in results for line in said]
+    return [line for lines, _ in results for line in lines]
 
 
 def _ledgers(directory: Path) -> dict[int, dict]:
