@@ -182,7 +182,7 @@ def switched_on(value: object) -> bool:
     return bool(value.get("params") if "params" in value else value)
 
 
-def _value(settings: Mapping[str, Any], name: str) -> Any:
+def setting_of(settings: Mapping[str, Any], name: str) -> Any:
     """Return the setting of a name with dots; None if there is none."""
     value: Any = settings
     for part in name.split("."):
@@ -226,7 +226,7 @@ class DeepSpeedValues:
         values: dict[str, Any] = {}
         set_by: dict[str, str] = {}
         for name, setting in SETTINGS.items():
-            value = _value(settings, name)
+            value = setting_of(settings, name)
             if value is None:
                 continue
             try:
@@ -239,7 +239,7 @@ class DeepSpeedValues:
         if "global_batch_size" in {*given, *values}:
             # The number of micro-batches follows from it.
             values.pop("gradient_accumulation_steps", None)
-        idle = (f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(_value(settings, name)))
+        idle = (f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(setting_of(settings, name)))
         return cls(path=path, values=values, set_by=set_by, without_effect=tuple(idle))
 
     @contextmanager

@@ -14,6 +14,7 @@ from megatron_terapipe.config.deepspeed import (
     NO_EFFECT,
     SETTINGS,
     read_deepspeed_settings,
+    setting_of,
     switched_on,
 )
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
@@ -31,7 +32,7 @@ NOT_HERE = {
     "autotuning": "it needs a launcher of its own",
     "hybrid_engine": "the engine is the one of token slices",
 }
-"""Settings that cannot work here, and why. Switched off, they may stand in a file."""
+"""Settings that cannot work here, and why. A file may have them switched off."""
 
 OTHER_TRAININGS = {
     "curriculum_learning": "sequences have one length",
@@ -60,13 +61,13 @@ BUILDERS = ("torch_adam", "fused", "foreach")
 
 
 Fault = tuple[str, Literal["training", "flag", "file"]]
-"""A fault of a file after the word `sets`, and what it is: another training, against a flag, or of the file only."""
+"""A fault of a file after the word `sets`, and its kind: another training, against a flag, or of the file only."""
 
 
 def read_deepspeed_file(
     path: str, decided: Mapping[str, Any], optimizer: Mapping[str, Any], *, needs_zero: bool = False
 ) -> dict[str, Any]:
-    """Read the file that `--deepspeed-config` names; `auto` and null stand for what we decide.
+    """Read the file that `--deepspeed-config` names; `auto` and null leave a setting to us.
 
     Args:
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
@@ -81,8 +82,8 @@ def read_deepspeed_file(
     faults = [
         *_unknown(file, {*decided, *OTHERS, "optimizer", *refused}),
         *_not_here(file),
-        *_disagreements({key: value for key, value in file.items() if key != "optimizer"}, decided),
-        *_optimizer_faults(file.get("optimizer", {}), optimizer),
+        *_disagreements(file, {**decided, "optimizer": optimizer}),
+        *_other_parameters(file, optimizer),
         *_malformed(file),
     ]
     if faults:
@@ -91,7 +92,7 @@ def read_deepspeed_file(
 
 
 def _refusal(faults: Sequence[Fault]) -> str:
-    """Return one line: first what cannot be trained here, then all else with its remedy."""
+    """Return one line: first settings of another training, then all others with the remedy."""
     trainings = [f"sets {text}" for text, kind in faults if kind == "training"]
     lines = [f"{'; '.join(trainings)}: {TRAINING_CANNOT_BE_RUN}"] if trainings else []
     others = list(dict.fromkeys(f"sets {text}" for text, kind in faults if kind != "training"))
@@ -103,54 +104,46 @@ def _refusal(faults: Sequence[Fault]) -> str:
 
 
 def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[Fault]:
-    """DeepSpeed ignores what it does not know, and a misspelt setting with it."""
+    """Yield the settings that DeepSpeed would ignore, such as misspelled ones."""
     for key in file:
         if key not in known:
             nearest = get_close_matches(key, sorted(known), n=1)
-            yield f"{key}, which DeepSpeed does not know{f' ({nearest[0]}?)' if nearest else ''}", "file"
+            yield f"{key}, which is not a setting of DeepSpeed{f' ({nearest[0]}?)' if nearest else ''}", "file"
 
 
 def _not_here(file: Mapping[str, Any]) -> Iterator[Fault]:
     for name, reason in {**NOT_HERE, **OTHER_TRAININGS}.items():
-        first, _, second = name.partition(".")
-        value = file.get(first)
-        if second:
-            value = value.get(second) if isinstance(value, Mapping) else None
-        if switched_on(value):
+        if switched_on(setting_of(file, name)):
             yield f"{name}, but {reason}", "training" if name in OTHER_TRAININGS else "file"
 
 
 def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[Fault]:
+    """Yield the settings that differ from ours, a tuple of which is several names of one value."""
     for key, ours in decided.items():
         if key not in file:
             continue
         theirs, name = file[key], prefix + key
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            yield from _disagreements(theirs, ours, f"{name}.")
-        elif theirs != ours:
+        if isinstance(ours, Mapping):
+            if isinstance(theirs, Mapping):
+                yield from _disagreements(theirs, ours, f"{name}.")
+            else:
+                yield f"{name} to {json.dumps(theirs)}, which is not an object", "file"
+        elif str(theirs).lower() not in ours if isinstance(ours, tuple) else theirs != ours:
             owner = f"{SETTINGS[name].flags} makes it" if name in SETTINGS else "it must be"
-            text = f"{name} to {json.dumps(theirs)}, but {owner} {json.dumps(ours)}"
-            yield text, "flag" if name in SETTINGS else "file"
+            shown = json.dumps(ours[0] if isinstance(ours, tuple) else ours)
+            yield f"{name} to {json.dumps(theirs)}, but {owner} {shown}", "flag" if name in SETTINGS else "file"
 
 
-def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[Fault]:
-    built = "the optimizer is built from --optimizer, --lr and their like"
-    if not isinstance(file, Mapping) or not isinstance(file.get("params", {}), Mapping):
-        yield f"optimizer, but {built}", "file"
-        return
-    types = ours["type"]
-    if "type" in file and str(file["type"]).lower() not in types:
-        text = f"optimizer.type to {json.dumps(file['type'])}, but --optimizer makes it {json.dumps(types[0])}"
-        yield text, "flag"
-        return
-    yield from _disagreements({"params": file.get("params", {})}, {"params": ours["params"]}, "optimizer.")
-    for key in file.get("params", {}):
+def _other_parameters(file: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield parameters of the optimizer that ours does not have."""
+    params = setting_of(file, "optimizer.params")
+    for key in params if isinstance(params, Mapping) else ():
         if key not in ours["params"] and key not in BUILDERS:
-            yield f"optimizer.params.{key}, but {built}", "file"
+            yield f"optimizer.params.{key}, but the optimizer is built from --optimizer, --lr and their like", "file"
 
 
 def _malformed(file: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the faults that DeepSpeed itself would refuse, in many lines, once the process group is built."""
+    """Yield the faults that DeepSpeed would refuse, in many lines, once the process group is built."""
     # Imported where a file has been named: DeepSpeed takes seconds.
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -160,7 +153,6 @@ def _malformed(file: Mapping[str, Any]) -> Iterator[Fault]:
     for name, model in models.items():
         section = file.get(name, {})
         if not isinstance(section, Mapping):
-            yield f"{name} to {json.dumps(section)}, which is not an object", "file"
             continue
         try:
             model(**section)
@@ -174,13 +166,13 @@ def _malformed(file: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 NEVER = 10**9
-"""Steps between lines of DeepSpeed's own log. It divides by this number, so it cannot be left out."""
+"""Steps between lines of DeepSpeed's own log, which divides by this number, so that it cannot be left out."""
 
 
 def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     """Build DeepSpeed's settings from ours and the file that `--deepspeed-config` names.
 
-    Settings of the file that we have no opinion on pass through; `auto` stands for ours.
+    Settings of the file that we do not decide pass through; `auto` leaves a setting to us.
     """
     decided = _decided(config, layout)
     file: dict[str, Any] = {}
@@ -188,13 +180,13 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         needs_zero = config.precision.needs_zero
         file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
     settings = _merge(decided, _merge(file, _preferred(config)))
-    # The layout has it. DeepSpeed would take it for sequence parallelism of its own.
+    # The layout has it. DeepSpeed would use it for its own sequence parallelism.
     del settings["sequence_parallel_size"]
     return settings
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
-    """Return what our flags and our engine decide; a file may repeat it, not change it."""
+    """Return the settings that our flags and our engine decide; a file may repeat them, not change them."""
     data_parallel_size = layout.data_parallel_size
     precision = config.precision
     return {
@@ -204,7 +196,7 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         "sequence_parallel_size": layout.sequence_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": {"stage": config.optimizer.zero_stage, **_zero(config.deepspeed)},
-        # ZeRO knows torch's AdamW, but takes its SGD only on our word; both update element by element.
+        # ZeRO accepts torch's AdamW, and its SGD only with this; both update element by element.
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision.bf16},
         "fp16": _fp16(precision),
@@ -212,7 +204,7 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         "pipeline": {
             "token_slices": list(config.token_slices().lengths),
             "schedule": config.parallel.pipeline_schedule,
-            # DeepSpeed would spread what flows between stages over tensor-parallel ranks, one shape for all.
+            # DeepSpeed would spread messages between stages over tensor-parallel ranks, with one shape for all.
             "pipe_partitioned": False,
             "grad_partitioned": False,
         },
@@ -224,7 +216,7 @@ def _preferred(config: Config) -> dict[str, Any]:
     zero = {
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
-        # With it DeepSpeed asks to be called for every gradient of every token slice, and weight gradients could not
+        # With it DeepSpeed must be called for every gradient of every token slice, and weight gradients could not
         # add up inside their products.
         "contiguous_gradients": False,
     }
@@ -240,7 +232,7 @@ def _preferred(config: Config) -> dict[str, Any]:
 
 
 def _zero(settings: DeepSpeedConfig) -> dict[str, Any]:
-    """Return what flags say of ZeRO's traffic."""
+    """Return ZeRO's settings of flags."""
     sizes = {
         "reduce_bucket_size": settings.zero_reduce_bucket_size,
         "allgather_bucket_size": settings.zero_allgather_bucket_size,
@@ -251,11 +243,11 @@ def _zero(settings: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return what a file may say of the optimizer: names of its type, ours first, and its parameters."""
+    """Return the settings of the optimizer: names of its type, ours first, and its parameters."""
     params: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.optimizer == "sgd":
         return {"type": ("sgd",), "params": params | {"momentum": optimizer.sgd_momentum, "nesterov": False}}
-    # DeepSpeed's Adam decays weights apart from the gradient, too, unless told otherwise.
+    # DeepSpeed's Adam decays weights apart from the gradient, too, by default.
     own = {"betas": [optimizer.adam_beta1, optimizer.adam_beta2], "eps": optimizer.adam_eps}
     fixed = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
     return {"type": ("adam", "adamw", "fusedadam"), "params": params | own | fixed}

@@ -151,7 +151,7 @@ REFUSED: list[tuple[object, tuple[str, ...]]] = [
     ({"optimizer": {"params": {"lr": 0.5}}}, ("optimizer.params.lr to 0.5", "--lr makes it 0.001", "change the flag")),
     ({"optimizer": {"params": {"adam_w_mode": False}}}, ("optimizer.params.adam_w_mode to false", "remove it")),
     ({"optimizer": {"params": {"freeze_step": 400}}}, ("optimizer.params.freeze_step", "--optimizer")),
-    ({"optimizer": "Adam"}, ("sets optimizer,", "--optimizer")),
+    ({"optimizer": "Adam"}, ('optimizer to "Adam"', "remove it")),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, ("scheduler", "--lr-decay-style")),
     ({"zero_optimisation": {"stage": 1}}, ("zero_optimisation", "(zero_optimization?): remove it")),
     ({"zero_optimization": {"overlap_com": True}}, ("zero_optimization.overlap_com", "(overlap_comm?)")),
