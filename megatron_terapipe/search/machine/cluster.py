@@ -16,7 +16,7 @@ from megatron_terapipe.errors import ConfigError
 __all__ = ["Cluster", "HostMemory", "Link", "Node"]
 
 MOST_NODES, MOST_DEVICES = 100_000, 1024
-"""Nodes of one entry of a file, and devices of a node: more would be a slip of the hand."""
+"""Nodes of one entry of a file, and devices of a node: more would be a typing error."""
 
 MOST_DEVICES_OF_CLUSTER = 1_000_000
 """Devices of all nodes: several times as many as the largest machines have."""
@@ -24,7 +24,7 @@ MOST_DEVICES_OF_CLUSTER = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A way for bytes."""
+    """Bandwidth and latency of a connection."""
 
     bandwidth: float
     """Bytes per second in one direction, by the data sheet."""

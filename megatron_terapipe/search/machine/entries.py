@@ -100,7 +100,7 @@ class Entry(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Name in JSON Schemas also the fields with a unit in their names."""
+        """Add the fields with a unit in their names to JSON Schemas."""
         found = handler(read)
         properties = handler.resolve_ref_schema(found).get("properties", {})
         for name in list(properties):
@@ -114,7 +114,7 @@ class Entry(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_declared(cls, given: Any) -> Any:
-        """Leave out nulls, and give fields with a unit in their names the names that are declared."""
+        """Omit nulls, and rename fields with a unit in their names to the declared names."""
         if not isinstance(given, Mapping):
             return given
         read: dict[Any, Any] = {}
@@ -245,7 +245,7 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
 
 
 def _entry_at(kind: type[Entry], way: tuple[str | int, ...]) -> type[Entry]:
-    """The entry that a way through fields, lists and objects leads to."""
+    """Return the entry at the end of a path of fields, lists and objects."""
     for step in way:
         if step in kind.model_fields:
             kind = _entry_in(kind.model_fields[str(step)].annotation) or kind

@@ -80,7 +80,7 @@ class Operators:
     embedding: Operator
     """Rows looked up, and the gradient of the table [hidden state]."""
     exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
-    """Messages of a head exchange packed, and taken apart [channel of a query, key, value or output]."""
+    """Packing and unpacking of the messages of a head exchange [channel of a query, key, value or output]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,7 @@ class Communication:
     head_exchange_overlap: float = 0.0
     """Share of the head exchanges between sequence-parallel ranks that products hide."""
     sums_at_once: bool = False
-    """Whether attention and MLP side by side are summed in one reduction (`Layer.sums_at_once`)."""
+    """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
     reduction_bytes: int | None = None
     """Bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by precision and ZeRO stage
     (`price.step.step_traffic`)."""
@@ -206,7 +206,7 @@ class Software:
     """Facts about the trainer that runs a strategy."""
 
     name: str
-    """As `software` in trials names it."""
+    """Its name in the field `software` of trials."""
     title: str
     operators: Operators
     products: Products
@@ -227,8 +227,8 @@ class Software:
     residual_dropout: bool = False
     """Whether masks of dropout are kept with each residual."""
     logits_at_once: int | None = None
-    """Logits of a rank that may be alive, others being computed again, and the gradient of the head's weight at once
-   ; None = the loss keeps all of them in fp32."""
+    """Logits of a rank that may be alive, others being computed again, and the gradient of the head's weight at once;
+    None = the loss keeps all of them in fp32."""
     loss_in_place: bool = False
     """Whether the loss reads logits as they are and writes their gradient over them; else it keeps them in fp32."""
     launch_factor: float = 1.0

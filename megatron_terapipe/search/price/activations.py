@@ -45,8 +45,8 @@ class TokenMemory(NamedTuple):
     working: ScalarOrArray = 0.0
     """Extra memory while the backward of the layer runs: recomputed activations, and gradients."""
     freed_by_input_gradient: ScalarOrArray = 0.0
-    """How much less than `activations` waits for the weight gradients, where the backward is in two parts: the inputs
-    of products, and the gradients of their outputs. Below zero where that is more."""
+    """`activations` less the tensors that wait for the weight gradients, where the backward is in two parts: inputs of
+    products, and gradients of their outputs. Negative where these are larger."""
     scores: ScalarOrArray = 0.0
     """Extra memory of the backward of attention that is written out, `SCORE_LIMIT` at most."""
     window_gradients: ScalarOrArray = 0.0
@@ -98,7 +98,7 @@ def _loss_working_bytes(element_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """Bytes that a layer keeps of a token, arrays as `tensor_parallel_size` [...] is.
+    """Activation bytes of a token in a layer, arrays of the shape of `tensor_parallel_size` [...].
 
     Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; these bytes are before sharing.
     """
@@ -108,7 +108,7 @@ class LayerMemory:
     element_bytes: int
     tensor_parallel_size: ScalarOrArray
     sequence_parallel: bool
-    """Whether tensor-parallel ranks share tokens where each would hold them all."""
+    """Whether tensor-parallel ranks share the tokens between matrices."""
     sequence_parallel_size: ScalarOrArray = 1.0
     key_value_gradients: str = "fp32"
     activation_is_read_off_output: bool = False
@@ -272,11 +272,11 @@ class Held(NamedTuple):
 
 
 MOST_OPS_AT_ONCE = 200_000
-"""Ops of several ranks that are looked at together."""
+"""Most ops of several ranks in one array."""
 
 _LIVE_CHANGE = np.array([LIVE_CHANGE[kind] for kind in KINDS])
 _TURNS = np.array([result(Op(kind, 0, 0, 0)).kind is OpKind.INPUT_GRADIENT for kind in KINDS])
-"""Which kinds of ops give the gradient of their input."""
+"""Whether each kind of op computes the gradient of its input."""
 
 
 def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:

@@ -1,6 +1,6 @@
 """The exact price of one strategy: its time, simulated in the schedule's order, and its memory.
 
-Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimulator -> step -> time_prediction
+Pricing.predict -> CostModel.predict_time: placed -> stage_ops -> ScheduleSimulator -> step -> _prediction
 -> MemoryModel.predict: states + peak of activations
 """
 
@@ -95,7 +95,7 @@ class CostModel:
         return replace(self, efficiency=efficiency, op_times=op_times)
 
     def with_factors(self, factors: ProfileFactors) -> "CostModel":
-        """Return the cost model of training, where this one has the times of a profile."""
+        """Return the cost model of training, from one with the times of a profile."""
         return self.with_efficiency(factors.efficiency(self.efficiency), ScaledTimes(self.op_times, factors.ops))
 
     def predict_time(
@@ -236,7 +236,7 @@ class CostModel:
         return self.groups_of(strategy.layout, strategy.placement)
 
     def groups_of(self, layout: ParallelLayout, placement: tuple[int, ...] | None = None) -> RankGroups:
-        """Links of the groups of a layout; those of ranks in the order of the hostfile are kept."""
+        """Links of the groups of a layout; those without a placement are cached."""
         if placement is not None:
             return RankGroups(self._table, layout, placement)
         if layout not in self._known_groups:

@@ -102,15 +102,15 @@ def is_factor(name: str) -> bool:
 
 
 def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
-    """Return constants of which some have other logarithms."""
+    """Return the constants with `logarithm` added to the logarithms of some."""
     return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})
 
 
 RANKS = (2, 4, 8)
-"""Ranks of a group, at which factors are."""
+"""Numbers of ranks with a factor."""
 
 BYTES = tuple(2**exponent for exponent in range(20, 28))
-"""Bytes of a message, at which factors are: from 1 MiB, below which latencies decide, to 128 MiB."""
+"""Bytes of messages with a factor: from 1 MiB, below which latencies dominate, to 128 MiB."""
 
 NUM_REDUCTION_FACTORS = len(RANKS) * len(BYTES)
 """Number of factors."""
@@ -133,7 +133,7 @@ def reduction_factor(factors: tuple[float, ...], num_bytes: ScalarOrArray, num_r
 
 
 def _place(value: ScalarOrArray, knots: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The knot below a value, and how far the value is on the way to the next; knots double from one to the next."""
+    """Return the index of the knot below a value, and the fraction of the way to the next; knots double."""
     way = np.clip(np.log2(np.maximum(value, 1e-9) / knots[0]), 0, len(knots) - 1)
     below = np.minimum(way.astype(np.int64), len(knots) - 2)
     return below, np.asarray(way - below)
@@ -189,16 +189,16 @@ class HardwareEfficiency:
     launch_s: float = constant(30e-6, 0.7)
     """Host time of one launch, its share of Python and of autograd included."""
     launch_jitter: float = constant(0.1, 0.7)
-    """By how much a host is later, as a share of its launches, for each doubling of the tensor-parallel ranks that wait
-    for each other."""
+    """Delay of a host, as a share of its launches, for each doubling of the tensor-parallel ranks that wait for each
+    other."""
     launch_exposed: float = constant(0.1, 1.0, most=1.0)
     """Share of the shorter of launching and computing that the longer does not hide; 1 where the host waits for each
     kernel (CUDA_LAUNCH_BLOCKING)."""
     overlap_exposed: float = constant(0.1, 1.0, most=1.0)
-    """Share of reductions and gathers under ops that shows all the same: they take multiprocessors and memory bandwidth
-    from the ops."""
+    """Exposed share of reductions and gathers under ops, as they take multiprocessors and memory bandwidth from the
+    ops."""
     whole_loss_factor: float = constant(1.0, 0.7)
-    """Memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that share it."""
+    """Memory traffic of the loss where one rank has the whole vocabulary, relative to ranks that share it."""
     inside_efficiency: float = constant(0.77, 0.2, most=1.0)
     """Share of a link inside a node that collectives reach."""
     network_efficiency: float = constant(0.65, 0.6, most=1.0)
@@ -214,13 +214,13 @@ class HardwareEfficiency:
     transfer_s: float = 30e-6
     """Start of a message between stages, in addition to the latency of its link."""
     optimizer_passes: float = constant(1.8, 0.3)
-    """How often the optimizer step reads or writes the bytes that it keeps of a parameter."""
+    """Number of times that the optimizer step reads or writes the state of a parameter."""
     op_s: float = 0.0
     """Gap of the executor between two ops of a rank."""
     iteration_s: float = constant(0.003, 1.0)
     """Fixed time of an iteration, whatever its size."""
     reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)
-    """Seconds of reductions inside a node, in those of the formula; by ranks and bytes (`reduction_factor`)."""
+    """Seconds of reductions inside a node, relative to the formula; by ranks and bytes (`reduction_factor`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,7 +127,7 @@ class RankKind(NamedTuple):
 
 
 class BoundaryLinks(NamedTuple):
-    """Links between a pipeline rank and the next, the slowest of the pairs that talk; numbers or arrays.
+    """Links between a pipeline rank and the next, the slowest of all pairs; numbers or arrays.
 
     Those of `RankGroups` are [P]; entry P - 1 is from the last rank to the first.
     """

@@ -204,7 +204,7 @@ def _independent(features: NDArray[np.float64]) -> list[int]:
 
 
 def _monotonic(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
-    """Times that never fall where a token slice begins later, is longer, or has more sequences."""
+    """Make times monotonic in the start and the length of token slices and in the number of sequences."""
     from scipy.optimize import isotonic_regression
 
     logs = np.log(seconds)
@@ -334,7 +334,7 @@ ENGINE_ZERO_STAGE = 1
 """ZeRO stage that engines are measured under (`search.measure.engine`)."""
 
 LEAST_S = 1e-7
-"""No message starts in less."""
+"""Least seconds to start a message."""
 
 
 class Line(NamedTuple):

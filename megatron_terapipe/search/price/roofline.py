@@ -93,7 +93,7 @@ class FusedKernel:
 
     forward: Shares
     backward: Shares
-    """Shares of the peak, of two and a half times the forward's FLOPs."""
+    """Shares of the peak, for two and a half times the FLOPs of the forward."""
     fixed: float
     """Tokens that each row takes longer in the forward."""
     fixed_backward: float
@@ -287,7 +287,7 @@ class Roofline:
         )
 
     def launch_s(self, device: Device) -> float:
-        """Host time of one launch. A CPU calls its kernels itself, with less in between."""
+        """Host time of one launch, which is shorter on a CPU."""
         return self.efficiency.launch_s * self.software.launch_factor * (1.0 if device.is_gpu else 0.5)
 
     def _moving_s(self, device: Device, num_bytes: ScalarOrArray) -> ScalarOrArray:
@@ -496,7 +496,7 @@ class Roofline:
         return self._operator(self.software.operators.loss, device, logits)
 
     def _logits_again(self, layer: Layer, tp: ScalarOrArray, sequences: ScalarOrArray) -> ScalarOrArray:
-        """Share of the logits of a micro-batch that are computed again."""
+        """Share of the logits of a micro-batch that are recomputed."""
         assert self.software.logits_at_once is not None
         vocabulary = sum(product.outputs for product in layer.products) / tp
         return logits_computed_again(sequences * layer.tokens * vocabulary, self.software.logits_at_once)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ SEARCHED_PERIODS = 4
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTime:
-    """How long the ops of an iteration take."""
+    """Seconds of the ops of an iteration."""
 
     makespan: float
     makespan_without_transfers: float

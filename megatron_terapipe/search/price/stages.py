@@ -139,13 +139,13 @@ class StageOps(NamedTuple):
 
     forward: ScalarOrArray
     backward: ScalarOrArray
-    """BI and BW as one op."""
+    """BI and BW in one op."""
     input_gradient: ScalarOrArray
     weight_gradient: ScalarOrArray
     tensor_parallel: ScalarOrArray = 0.0
-    """How much of F and the whole backward is collectives between tensor-parallel ranks."""
+    """Collectives between tensor-parallel ranks, as a part of F and the whole backward."""
     head_exchange: ScalarOrArray = 0.0
-    """How much of them is head exchanges between sequence-parallel ranks."""
+    """Head exchanges between sequence-parallel ranks, as a part of F and the whole backward."""
 
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE = range(6)

@@ -105,7 +105,7 @@ class Layer:
     tokens: int
     """Rows of one sequence that go through it; the sequence length of a GPT."""
     hidden_size: int
-    """Numbers of each token that it hands to the next layer."""
+    """Numbers of each token in its output."""
     parameters: int
     """All of them, before any parallelism."""
     unshared_parameters: int = 0
@@ -116,7 +116,7 @@ class Layer:
     kept_states: int = None  # type: ignore[assignment]
     """Hidden states of a token that stay from forward to backward; None = one for each norm."""
     normed_states: int = None  # type: ignore[assignment]
-    """Those that selective recomputation computes again, outputs of norms; None = one for each part."""
+    """Those that selective recomputation recomputes, outputs of norms; None = one for each part."""
     sums_at_once: bool = False
     """Whether the outputs of its matrices that are shared by their inputs are added up before ranks sum them: parallel
     attention and MLP, without dropout after them."""
@@ -134,7 +134,7 @@ class Layer:
     shared_parameters: int = 0
     """Entries of that weight, which are among `parameters`."""
     extra_output_elements: int = 0
-    """Numbers that it hands on once per micro-batch, whatever its size (an attention mask)."""
+    """Numbers in its output once per micro-batch, whatever its size (an attention mask)."""
 
     def __post_init__(self) -> None:
         parts = (self.attention is not None) + (self.activation_width > 0)
@@ -149,12 +149,12 @@ class Layer:
 
     @property
     def is_divided(self) -> bool:
-        """Whether tensor-parallel ranks share its work; of other layers each computes, and keeps, the whole."""
+        """Whether tensor-parallel ranks share its work; otherwise each rank computes, and keeps, all of it."""
         return any(product.parallel != "none" for product in self.products)
 
     @property
     def output_elements(self) -> int:
-        """Numbers of one sequence that it hands to the next layer."""
+        """Numbers of one sequence in its output."""
         return self.tokens * self.hidden_size
 
     def forward_flops(self, start: float, end: float) -> float:
