@@ -68,17 +68,10 @@ def replay(program: Program, settings: HostCopySettings) -> float:
 
 @settings(max_examples=60)
 @given(planned)
-def test_inputs_of_every_op_are_on_the_device_and_the_host_has_room(drawn):
-    (orders, shape), copied = drawn
-    for program in lower(fixed(orders), shape, host_copies=copied):
-        assert replay(program, copied) <= copied.host_bytes
-
-
-@settings(max_examples=40)
-@given(planned)
-def test_a_program_without_its_copies_is_unchanged(drawn):
+def test_inputs_of_every_op_are_on_the_device_and_the_program_is_otherwise_unchanged(drawn):
     (orders, shape), copied = drawn
     for before, after in zip(lower(fixed(orders), shape), lower(fixed(orders), shape, host_copies=copied), strict=True):
+        assert replay(after, copied) <= copied.host_bytes
         kept = tuple(each for each in after.instructions if each.kind not in HOST_COPIES)
         assert replace(after, instructions=kept) == before
 
@@ -113,21 +106,21 @@ def test_by_hand():
     ]
 
 
-def test_inputs_wait_only_for_their_own_backward():
-    copies = [
-        text for text in texts(replace(SETTINGS, input_bytes=(0, 1, 1, 1), key_value_bytes=(0,) * 4)) if "input" in text
-    ]
-    assert copies == ["offload input 2F0.0 @1", "drop input 2F0.0 @1", "fetch input 2F0.0 @1"]
+NO_KEYS = {"input_bytes": (0, 1, 1, 1), "key_value_bytes": (0,) * 4}
 
 
-def test_copies_beyond_the_room_of_the_host_are_left_out():
-    copied = [text for text in texts(replace(SETTINGS, host_bytes=3)) if "fetch" in text]
-    assert copied == ["fetch keys and values 0F0.1"]
-
-
-@pytest.mark.parametrize("slow", [{"to_host": 0.1}, {"from_host": 0.1}, {"least_pause": 20.0}])
-def test_pauses_that_are_too_short_are_not_used(slow):
-    assert not any("fetch" in text for text in texts(replace(SETTINGS, **slow)))
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Inputs wait only for their own backward; the host has room for one; pauses that are too short are not used.
+        (NO_KEYS, ["offload input 2F0.0 @1", "drop input 2F0.0 @1", "fetch input 2F0.0 @1"]),
+        ({"host_bytes": 3}, [f"{step} keys and values 0F0.1" for step in ("offload", "drop", "fetch")]),
+        *((slow, []) for slow in ({"to_host": 0.1}, {"from_host": 0.1}, {"least_pause": 20.0})),
+    ],
+)
+def test_copies_with_other_settings(changes, expected):
+    found = texts(replace(SETTINGS, **changes))
+    assert [text for text in found if not text.startswith(("forward", "backward"))] == expected
 
 
 def test_evaluation_has_no_copies():

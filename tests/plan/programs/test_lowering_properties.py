@@ -50,19 +50,6 @@ def check_buffers(program: Program) -> None:
     assert not owner
 
 
-@given(orders_of_pipelines())
-def test_programs_compute_the_schedule_in_its_order(orders_and_shape):
-    orders, shape = orders_and_shape
-    assert [list(program.ops()) for program in lower(fixed(orders), shape)] == orders
-
-
-@given(orders_of_pipelines())
-def test_buffers_hold_one_token_slice_at_a_time(orders_and_shape):
-    orders, shape = orders_and_shape
-    for program in lower(fixed(orders), shape):
-        check_buffers(program)
-
-
 @given(pipelines())
 def test_buffers_are_few(pipeline):
     name, shape = pipeline
@@ -92,11 +79,10 @@ def most_gradients_held_back(program: Program) -> int:
     return most
 
 
-@given(orders_of_pipelines())
-def test_a_channel_receives_in_the_order_of_its_sends(orders_and_shape):
-    orders, shape = orders_and_shape
+def check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """A channel receives in the order of its sends, each message once."""
     sent, received = defaultdict(list), defaultdict(list)
-    for program in lower(fixed(orders), shape):
+    for program in programs:
         for kind, stage, *unit, _ in program.instructions:
             if kind in SENDS:
                 way = SENDS[kind]
@@ -110,10 +96,9 @@ def test_a_channel_receives_in_the_order_of_its_sends(orders_and_shape):
     assert messages == 2 * sum(boundaries) * shape.num_micro_batches * shape.num_token_slices
 
 
-@given(orders_of_pipelines())
-def test_a_rank_passes_results_on_between_its_stages(orders_and_shape):
-    orders, shape = orders_and_shape
-    for program in lower(fixed(orders), shape):
+def check_passes(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Results between two stages of a rank are passed on, and not sent."""
+    for program in programs:
         passed = [(kind, stage) for kind, stage, *_ in program.instructions if kind in PASSES]
         assert all(shape.rank_of(stage + PASSES[kind]) == program.rank for kind, stage in passed)
         here = [stage for stage in range(shape.last_stage) if shape.rank_of(stage) == shape.rank_of(stage + 1)]
@@ -135,12 +120,11 @@ def test_a_receive_is_posted_before_its_consumer_and_at_most_one_op_ahead(pipeli
             ops_done += kind in COMPUTE
 
 
-@given(orders_of_pipelines())
-def test_results_are_passed_on_at_once_and_sent_after_their_op(orders_and_shape):
-    orders, shape = orders_and_shape
+def check_sends(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Results are passed on at once, and sent after their op."""
     activations = (InstructionKind.FORWARD,)
     gradients = (InstructionKind.BACKWARD, InstructionKind.INPUT_GRADIENT)
-    for program in lower(fixed(orders), shape):
+    for program in programs:
         made = set()
         for before, after in pairwise(program.instructions):
             made.add(before[:4])
@@ -150,19 +134,9 @@ def test_results_are_passed_on_at_once_and_sent_after_their_op(orders_and_shape)
                 assert after.kind in SENDS or (before.kind in made_by and before[1:] == after[1:])
 
 
-@given(orders_of_pipelines())
-def test_no_message_is_held_back_on_the_timeline_that_programs_are_lowered_from(orders_and_shape):
-    orders, shape = orders_and_shape
-    costs = lowering_costs(shape)
-    free = Device(host_waits=False)
-    on_device = Events(lower(fixed(orders), shape), shape, free).makespan(costs)
-    assert on_device == pytest.approx(simulate(orders, shape, costs).makespan, abs=1e-9)
-
-
-@given(orders_of_pipelines())
-def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_before_all_else(orders_and_shape):
-    orders, shape = orders_and_shape
-    for program in lower(fixed(orders), shape):
+def check_loads(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Ranks of the first and the last stage load each micro-batch once, before all else."""
+    for program in programs:
         ends = program.rank in (shape.rank_of(0), shape.rank_of(shape.last_stage))
         loaded = []
         for kind, _, micro_batch, *_ in program.instructions:
@@ -173,10 +147,9 @@ def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_be
         assert sorted(loaded) == (list(range(shape.num_micro_batches)) if ends else [])
 
 
-@given(orders_of_pipelines())
-def test_every_send_is_completed_once_and_not_before_it_is_sent(orders_and_shape):
-    orders, shape = orders_and_shape
-    for program in lower(fixed(orders), shape):
+def check_completions(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Every send is completed once, and not before it is sent."""
+    for program in programs:
         in_flight = set()
         for instruction in program.instructions:
             if instruction.kind in SENDS:
@@ -267,9 +240,20 @@ class Player:
 
 
 @given(orders_of_pipelines(), st.integers(0, 2**32))
-def test_programs_run_to_their_end_whichever_rank_is_faster(orders_and_shape, seed):
+def test_programs_of_any_order(orders_and_shape, seed):
     orders, shape = orders_and_shape
-    Player(lower(fixed(orders), shape), shape).run(Random(seed))
+    programs = lower(fixed(orders), shape)
+    assert [list(program.ops()) for program in programs] == orders
+    for program in programs:
+        check_buffers(program)
+    for check in (check_channels, check_passes, check_sends, check_loads, check_completions):
+        check(programs, shape)
+    # No message is delayed on the timeline that programs are lowered from.
+    costs = lowering_costs(shape)
+    on_device = Events(programs, shape, Device(host_waits=False)).makespan(costs)
+    assert on_device == pytest.approx(simulate(orders, shape, costs).makespan, abs=1e-9)
+    # They end whichever rank is faster.
+    Player(programs, shape).run(Random(seed))
 
 
 MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES, MOST_MODEL_CHUNKS = 16, 32, 32, 4

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import forward_order, interleaved, rank_orders, zero_bubble
+from deepspeed_ext.plan.schedules import forward_order
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.plan.simulate.test_simulate import ops
@@ -59,13 +59,6 @@ def test_replays_do_not_touch_each_other(orders_and_shape, data):
 def test_evaluation_and_ranks_without_ops():
     for orders in ([list(forward_order(SHAPE, rank)) for rank in range(2)], [ops("0F0.0"), []]):
         assert_equal(orders, SHAPE, OpCosts.uniform(SHAPE, transfer=0.5))
-
-
-@pytest.mark.parametrize("schedule, shape", [(zero_bubble, SHAPE), (interleaved, PipelineShape(6, 2, 2, 3))])
-def test_orders_can_be_had_from_a_schedule(schedule, shape):
-    costs = OpCosts.uniform(shape, weight_gradient=1.0)
-    fast = CompiledOrders.of_schedule(schedule, shape).simulate(costs)
-    assert fast.timeline() == simulate(rank_orders(schedule, shape), shape, costs)
 
 
 def test_deadlocks_are_explained_as_the_plain_simulator_does():

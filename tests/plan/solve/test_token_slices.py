@@ -79,14 +79,6 @@ def test_cuts_keep_granularity_and_minimum(count, granularity, min_length, seq_l
         assert all(length % granularity == 0 for length in each.lengths[:-1])
 
 
-def test_better_than_equal_forwards_where_backwards_weigh_differently():
-    shape = PipelineShape(8, 8, 8)
-    token_slice_costs = PolynomialCosts.of_layers([1] * 8, 8192, 0.6)
-    flops = TokenSlices.balanced(8192, 8, linear_cost=0.4, attention_cost=2 * 0.6 / 8192, granularity=64)
-    solved = solve_token_slices(shape, 8192, token_slice_costs, schedule=zero_bubble, granularity=64, effort=0.3)
-    assert solved.makespan < simulated(zero_bubble, shape, flops, token_slice_costs).makespan
-
-
 def test_a_memory_limit_of_a_fixed_schedule():
     shape = PipelineShape(8, 8, 8)
     token_slice_costs = PolynomialCosts.of_layers([1] * 8, 8192, 0.6)
@@ -182,14 +174,6 @@ def test_a_head_of_half_a_stage(schedule, most):
     solved = solve_stages(shape, LAYERS, TOKENS, with_a_head, schedule=schedule, granularity=64)
     assert solved.partition.num_layers == LAYERS
     assert bubble(solved, shape, schedule) <= most
-
-
-def test_a_head_and_an_optimised_schedule():
-    shape = PipelineShape(4, 4, 8)
-    solved = solve_stages(shape, LAYERS, TOKENS, with_a_head, granularity=64, memory_limit=1.5)
-    costs = op_costs(shape, solved.cut, with_a_head(np.diff(solved.partition.bounds)))
-    found = optimise(shape, costs, memory_limit=1.5, lengths=solved.cut.lengths, effort=0.2)
-    assert found.bubble_ratio <= 0.08
 
 
 @pytest.mark.parametrize("placement", Placement)
