@@ -96,8 +96,8 @@ def advise(
 
 def too_full_part(entry: Ranked, winner: Ranked | None, pricing: Pricing) -> TooFullPart:
     """Return the fastest strategy without headroom; `winner`: None = no strategy leaves the headroom free."""
-    held = zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).devices, strict=True)
-    fullness = max(memory.total / min(device.memory_bytes for device in devices) for memory, devices in held)
+    held = zip(entry.price.memory, pricing.cost_model.groups(entry.strategy).smallest, strict=True)
+    fullness = max(memory.total / device.memory_bytes for memory, device in held)
     return TooFullPart(
         strategy=entry.strategy.to_json(),
         iteration_time_s=entry.iteration_time_s,

@@ -103,22 +103,19 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
 def _distance(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> DistancePart:
     """Return the memory of the fullest pipeline rank of a strategy."""
     usable_share = pricing.memory_model.overheads.usable_share * (1 - problem.memory_headroom)
-    ranks = []
-    for rank, (memory, devices) in enumerate(
-        zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).devices, strict=True)
-    ):
-        smallest = min(devices, key=lambda device: device.memory_bytes)
-        ranks.append(
-            DistancePart(
-                strategy=strategy.to_json(),
-                pipeline_rank=rank,
-                memory={**asdict(memory), "total": memory.total},
-                device=smallest.name,
-                usable_bytes=usable_share * smallest.memory_bytes,
-                device_bytes=memory.total / usable_share,
-                remedies=[],
-            )
+    held = zip(pricing.memory(strategy), pricing.cost_model.groups(strategy).smallest, strict=True)
+    ranks = [
+        DistancePart(
+            strategy=strategy.to_json(),
+            pipeline_rank=rank,
+            memory={**asdict(memory), "total": memory.total},
+            device=device.name,
+            usable_bytes=usable_share * device.memory_bytes,
+            device_bytes=memory.total / usable_share,
+            remedies=[],
         )
+        for rank, (memory, device) in enumerate(held)
+    ]
     return max(ranks, key=lambda each: each.fullness)
 
 

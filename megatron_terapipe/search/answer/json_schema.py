@@ -50,43 +50,40 @@ class Part(BaseModel):
     )
 
 
-class TooFullPart(Part):
-    """The fastest strategy that fits the devices and does not leave the headroom free."""
+class AlternativePart(Part):
+    """Another strategy than the winner."""
 
     strategy: StrategyObject
     """The strategy."""
     iteration_time_s: float
     """Predicted seconds of one iteration."""
+
+
+class TooFullPart(AlternativePart):
+    """The fastest strategy that fits the devices and does not leave the headroom free."""
+
     left_free: float
     """Share of the fullest device that it leaves free."""
     could_save: float | None
     """Share of the winner's time that it would save; null = nothing leaves the headroom free."""
 
 
-class FoundOrderPart(Part):
-    """The winner with an order of its ops that was searched for."""
+class FoundOrderPart(AlternativePart):
+    """The winner with an order of its ops that was searched for: with the schedule `optimised`."""
 
-    strategy: StrategyObject
-    """The strategy, with the schedule `optimised`."""
-    iteration_time_s: float
-    """Predicted seconds of one iteration."""
     peak_memory_bytes: float
     """Bytes on the fullest device."""
     could_save: float
     """Share of the winner's time that it saves."""
 
 
-class FewerDevicesPart(Part):
+class FewerDevicesPart(AlternativePart):
     """A part of the cluster, and the best strategy found on it."""
 
     num_devices: int
     """Devices of the part, as `--devices-at-most` takes them."""
     nodes: list[str]
     """Names of its nodes."""
-    strategy: StrategyObject
-    """The strategy."""
-    iteration_time_s: float
-    """Predicted seconds of one iteration."""
     time_ratio: float
     """The same in seconds of the winner on all devices; below 1 fewer devices are faster."""
     cost_ratio: float

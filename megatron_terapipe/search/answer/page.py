@@ -6,7 +6,6 @@ from html import escape
 from itertools import pairwise
 
 from deepspeed_ext.plan.draw.html import Panel
-from megatron_terapipe.devices import Device
 from megatron_terapipe.page.document import (
     MEMORY_NAMES,
     Bar,
@@ -29,7 +28,7 @@ from megatron_terapipe.search.answer.figures import (
 )
 from megatron_terapipe.search.answer.json_schema import Entry, RankDocument, SearchPart
 from megatron_terapipe.search.answer.table import LEFT, heading, rows_of
-from megatron_terapipe.search.machine.cluster import Cluster
+from megatron_terapipe.search.price.links import ClusterTable, RankGroups
 from megatron_terapipe.search.rank.space import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
@@ -152,11 +151,11 @@ def _memory(problem: SearchProblem, entry: Entry) -> str:
         return "<p>Not predicted.</p>"
     palette = colours(list(MEMORY_NAMES.values()))
     bars, strategy = [], Strategy.from_json(entry.strategy)
-    layers = _layers_of_ranks(problem, strategy)
-    for index, rank in enumerate(entry.price.memory_per_rank):
+    devices = RankGroups(ClusterTable.of(problem.cluster), strategy.layout, strategy.placement).smallest
+    ranks = zip(entry.price.memory_per_rank, devices, _layers_of_ranks(problem, strategy), strict=True)
+    for index, (rank, device, layers) in enumerate(ranks):
         parts = {words: rank[name] for name, words in MEMORY_NAMES.items()}
-        device = _smallest_device(problem.cluster, strategy, index)
-        label = f"rank {index}, {layers[index]}"
+        label = f"rank {index}, {layers}"
         if len({node.device for node in problem.cluster.nodes}) > 1:
             label += f", {device.name}"
         figure = f"{bytes_text(rank['total'])} of {bytes_text(device.memory_bytes)}"
@@ -172,16 +171,6 @@ def _layers_of_ranks(problem: SearchProblem, strategy: Strategy) -> list[str]:
     for stage, (first, end) in enumerate(pairwise(partition.bounds)):
         words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
     return [f"layers {', '.join(each)}" for each in words]
-
-
-def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -> Device:
-    """Return the device with the least memory among those of a pipeline rank."""
-    devices = [node.device for node in cluster.nodes for _ in range(node.num_devices)]
-    places = strategy.placement or tuple(range(strategy.world_size))
-    peers = strategy.world_size // strategy.pipeline_parallel_size
-    return min(
-        (devices[place] for place in places[pipeline_rank * peers :][:peers]), key=lambda each: each.memory_bytes
-    )
 
 
 def _rejections(search: SearchPart) -> str:

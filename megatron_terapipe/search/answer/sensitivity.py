@@ -7,19 +7,8 @@ profile its four factors are moved instead of the constants of the roofline.
 `check_utilization` compares the predicted MFU of the winner with the best published one of training dense GPT models,
 and finds the constant that it depends on. All figures count whole attention, no recomputation, 16-bit products over the
 dense peak of the data sheet; runs in FP8 are left out, since they are faster than this peak. One node counts as at
-least as fast as several. With causal attention fewer FLOPs count; those follow from the shapes of the run.
-
-                        whole   causal
-    ampere    one node  64.2 %  61.8 %  MPT-7B, 2,048 tokens, 8 A100-80GB, FSDP: MosaicML llm-foundry, table of
-                                        training benchmarks (scripts/train/benchmarking/README.md)
-              several   56.3 %  55.9 %  GPT of 1T parameters, 2,048 tokens, 512 A100-80GB: Korthikanti et al.,
-                                        arXiv 2205.05198, table 5
-    hopper    any       55.4 %  52.6 %  Nemotron-4 15B, 4,096 tokens, 16 H100, Megatron-core in bf16: NVIDIA
-                                        dgxc-benchmarking, throughput tables
-    volta     any       40 %    40 %    512 V100: ZeRO-Infinity, arXiv 2104.07857, abstract, which may count
-                                        recomputed FLOPs
-
-Other generations have no published figure here.
+least as fast as several. With causal attention fewer FLOPs count; those
+follow from the shapes of the run. Other generations have no published figure here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,21 +141,27 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
     return _other(*found, regret=0.0)
 
 
-def _other(name: str, change: float, strategy: Strategy, regret: float) -> OtherWinnerPart:
-    return OtherWinnerPart(constant=name, change=change, strategy=strategy.to_json(), regret=regret, is_memory=False)
+def _other(
+    name: str, change: float, strategy: Strategy | None, regret: float, *, is_memory: bool = False
+) -> OtherWinnerPart:
+    found = None if strategy is None else strategy.to_json()
+    return OtherWinnerPart(constant=name, change=change, strategy=found, regret=regret, is_memory=is_memory)
 
 
 def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinnerPart]:
     """Return the constants of the memory with which the winner needs more than the devices have."""
     counted = [
-        pricing.memory_model.count(entry.strategy, copies=pricing.host_copies(entry.strategy)) for entry in contenders
+        (
+            pricing.memory_model.count(entry.strategy, copies=pricing.host_copies(entry.strategy)),
+            pricing.cost_model.groups(entry.strategy).smallest,
+        )
+        for entry in contenders
     ]
-    groups = [pricing.cost_model.groups(entry.strategy) for entry in contenders]
 
     def fits(index: int, overheads: MemoryOverheads) -> bool:
         return all(
-            float(total_bytes(rank, overheads)) <= overheads.usable_share * min(each.memory_bytes for each in devices)
-            for rank, devices in zip(counted[index], groups[index].devices, strict=True)
+            float(total_bytes(rank, overheads)) <= overheads.usable_share * device.memory_bytes
+            for rank, device in zip(*counted[index], strict=True)
         )
 
     found = []
@@ -174,15 +169,8 @@ def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing
         if fits(0, overheads):
             continue
         other = next((entry for index, entry in enumerate(contenders) if fits(index, overheads)), None)
-        found.append(
-            OtherWinnerPart(
-                constant=name,
-                change=change,
-                strategy=None if other is None else other.strategy.to_json(),
-                regret=0.0 if other is None else other.iteration_time_s / contenders[0].iteration_time_s - 1,
-                is_memory=True,
-            )
-        )
+        regret = 0.0 if other is None else other.iteration_time_s / contenders[0].iteration_time_s - 1
+        found.append(_other(name, change, None if other is None else other.strategy, regret, is_memory=True))
     return found
 
 
@@ -197,19 +185,23 @@ class PublishedUtilization(NamedTuple):
     """Which run it was, in words."""
 
 
+# 4,096 tokens, Megatron-core in bf16: throughput tables of the repository.
 NEMOTRON = PublishedUtilization(0.554, 0.526, "Nemotron-4 15B on 16 H100, NVIDIA dgxc-benchmarking")
+# ZeRO-Infinity, abstract, which may count recomputed FLOPs.
 ZERO_INFINITY = PublishedUtilization(0.40, 0.40, "512 V100, arXiv 2104.07857")
 PUBLISHED: Mapping[str, tuple[PublishedUtilization, PublishedUtilization]] = MappingProxyType(
     {
         "ampere": (
+            # 2,048 tokens: scripts/train/benchmarking/README.md.
             PublishedUtilization(0.642, 0.618, "MPT-7B on 8 A100 with FSDP, llm-foundry"),
+            # 2,048 tokens: table 5.
             PublishedUtilization(0.563, 0.559, "a GPT of 1T parameters on 512 A100, arXiv 2205.05198"),
         ),
         "hopper": (NEMOTRON, NEMOTRON),
         "volta": (ZERO_INFINITY, ZERO_INFINITY),
     }
 )
-"""On one node and on several, by generation of devices, as in the text above."""
+"""On one node and on several, by generation of devices."""
 
 
 def best_published(cluster: Cluster) -> PublishedUtilization | None:

@@ -11,14 +11,11 @@ from megatron_terapipe.search.machine.cluster import Cluster
 from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
-from megatron_terapipe.search.price.efficiency import HardwareEfficiency, ProfileFactors, is_guessed
-from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
+from megatron_terapipe.search.price.efficiency import ProfileFactors, is_guessed
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.profile import Profile, read_profile
 from megatron_terapipe.search.price.profile_times import (
-    MeasuredProfile,
     measured_cluster,
-    measured_efficiency,
     profile_notes,
 )
 from megatron_terapipe.search.price.workload import Workload
@@ -42,13 +39,20 @@ class Costs:
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
         """Return the pricing of strategies on a cluster, or on its nodes in another order, without intervals."""
+        efficiency, factors = self.calibration.efficiency, self.calibration.factors
+        op_times: OpTimes | None = None
+        if self.profile is not None:
+            op_times = MeasuredProfile(self.profile)
+            efficiency = measured_efficiency(self.profile, cluster, efficiency, self.software)
+            if factors is not None:
+                op_times, efficiency = ScaledTimes(op_times, factors.ops), factors.efficiency(efficiency)
         return Pricing(
             self.workload,
             cluster,
             software=self.software,
-            efficiency=self._physics(cluster),
+            efficiency=efficiency,
             memory_overheads=self.calibration.memory_overheads,
-            op_times=self._op_times(),
+            op_times=op_times,
             precision=self.precision,
             measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
         )
@@ -67,19 +71,6 @@ class Costs:
         """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it."""
         found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
         return replace(self, calibration=found)
-
-    def _physics(self, cluster: Cluster) -> HardwareEfficiency | None:
-        efficiency, factors = self.calibration.efficiency, self.calibration.factors
-        if self.profile is None:
-            return efficiency
-        measured = measured_efficiency(self.profile, cluster, efficiency, self.software)
-        return measured if factors is None else factors.efficiency(measured)
-
-    def _op_times(self) -> OpTimes | None:
-        if self.profile is None:
-            return None
-        measured, factors = MeasuredProfile(self.profile), self.calibration.factors
-        return measured if factors is None else ScaledTimes(measured, factors.ops)
 
 
 def read_costs(

@@ -238,12 +238,18 @@ class _Reader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._workloads: dict[str, Workload] = {}
-        self._counting_ends: dict[str, Workload] = {}
-        self._clusters: dict[str, Cluster] = {}
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def _once(self, kind: str, document: dict[str, Any], make: Callable[[], Model]) -> Model:
+        """Return the object of a document, made at its first use."""
+        key = kind, json.dumps(document, sort_keys=True)
+        if key not in self._made:
+            self._made[key] = make()
+        made: Model = self._made[key]
+        return made
 
     def read(self, number: int, line: str) -> Trial:
-        """One line."""
+        """Return the trial of one line."""
         where = f"{self._path}:{number}"
         entry = read_entry(TrialEntry, parse_json(line, where, infinite=True), where)
         try:
@@ -253,19 +259,21 @@ class _Reader:
             raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 
     def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
-        cluster = self._cluster(entry.cluster, where)
-        key, workload = self._workload(entry.model, where)
-        strategy, ends = _strategy(entry.strategy, workload, where)
+        cluster = self._once("cluster", entry.cluster, lambda: _cluster(entry.cluster, where))
+        values = {name: entry.model[name] for name in MODEL_FIELDS if name in entry.model}
+        model = self._once("model", values, lambda: gpt_workload(_model(values, where)))
+        strategy, ends = _strategy(entry.strategy, model, where)
+        workload = model
         if ends:
-            whole = replace(workload, first_dealt=0, end_dealt=len(workload.layers))
-            workload = self._counting_ends.setdefault(key, whole)
+            whole = replace(model, first_dealt=0, end_dealt=len(model.layers))
+            workload = self._once("model with ends", values, lambda: whole)
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
                 f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
                 f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
                 "cluster.num_devices: make them agree"
             )
-        group = entry.group or f"{key} {cluster.name} {strategy.global_batch_size}"
+        group = entry.group or f"{json.dumps(values, sort_keys=True)} {cluster.name} {strategy.global_batch_size}"
         is_bf16 = BF16_SECTION[0] in entry.source and BF16_SECTION[1].search(group)
         measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
         rounded = None if peak_gb is None else peak_gb * GIBIBYTE
@@ -297,23 +305,12 @@ class _Reader:
             ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},
         )
 
-    def _workload(self, model: dict[str, Any], where: str) -> tuple[str, Workload]:
-        values = {name: model[name] for name in MODEL_FIELDS if name in model}
-        key = json.dumps(values, sort_keys=True)
-        if key not in self._workloads:
-            self._workloads[key] = gpt_workload(_model(values, where))
-        return key, self._workloads[key]
 
-    def _cluster(self, cluster: dict[str, Any], where: str) -> Cluster:
-        key = json.dumps(cluster, sort_keys=True)
-        if key not in self._clusters:
-            # Published runs have a few numbers; our own runs have a cluster file, which can mix devices.
-            if is_flat(cluster):
-                flat = read_entry(TrialCluster, cluster, where, "cluster")
-                self._clusters[key] = read_flat(flat, where, "cluster")[0]
-            else:
-                self._clusters[key] = parse_cluster(cluster, f"{where}: cluster")[0]
-        return self._clusters[key]
+def _cluster(document: dict[str, Any], where: str) -> Cluster:
+    # Published runs have a few numbers; our own runs have a cluster file, which can mix devices.
+    if is_flat(document):
+        return read_flat(read_entry(TrialCluster, document, where, "cluster"), where, "cluster")[0]
+    return parse_cluster(document, f"{where}: cluster")[0]
 
 
 def _model(values: dict[str, Any], where: str) -> ModelConfig:

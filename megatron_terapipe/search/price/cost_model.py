@@ -410,8 +410,7 @@ class Pricing:
         """Return which pipeline rank needs more memory than its smallest device has; None if none does."""
         usable_share = self.memory_model.overheads.usable_share * (1 - headroom)
         kept_free = f", {100 * headroom:.3g} % kept free" if headroom else ""
-        for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
-            smallest = min(devices, key=lambda device: device.memory_bytes)
+        for rank, smallest in enumerate(self.cost_model.groups(strategy).smallest):
             usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
             if needed > usable:
                 return (

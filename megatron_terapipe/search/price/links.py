@@ -211,6 +211,11 @@ class RankGroups:
         return tuple(tuple(kinds[kind] for kind in np.flatnonzero(row)) for row in present)
 
     @cached_property
+    def smallest(self) -> tuple[Device, ...]:
+        """The device with the least memory of each pipeline rank."""
+        return tuple(min(devices, key=lambda device: device.memory_bytes) for devices in self.devices)
+
+    @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
         """Pipeline ranks by their devices and links; those of a kind share the times of their layers."""
         found: dict[tuple[tuple[Device, ...], LayerLinks], list[int]] = {}

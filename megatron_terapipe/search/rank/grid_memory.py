@@ -112,7 +112,7 @@ class GridMemory:
             only_possible: leave out strategies with too large states.
         """
         grid, overheads = self._grid, self._model.overheads
-        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
+        smallest = np.array([device.memory_bytes for device in groups.smallest])
         for (model_chunks, place), found in counts.items():
             ranks = _ranks_to_look_at(found)
             capacity = smallest[ranks] * overheads.usable_share
