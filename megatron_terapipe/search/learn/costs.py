@@ -12,10 +12,13 @@ from megatron_terapipe.search.machine.software import Software
 from megatron_terapipe.search.machine.terapipe import TERAPIPE
 from megatron_terapipe.search.price.cost_model import Pricing
 from megatron_terapipe.search.price.efficiency import ProfileFactors, is_guessed
+from megatron_terapipe.search.price.layer_times import OpTimes, ScaledTimes
 from megatron_terapipe.search.price.prediction import Prediction
 from megatron_terapipe.search.price.profile import Profile, read_profile
 from megatron_terapipe.search.price.profile_times import (
+    MeasuredProfile,
     measured_cluster,
+    measured_efficiency,
     profile_notes,
 )
 from megatron_terapipe.search.price.workload import Workload
