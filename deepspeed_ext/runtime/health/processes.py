@@ -150,7 +150,7 @@ def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.en
 
 
 _LOOK_S = 0.5
-"""Seconds between two looks at processes. A look reads one small file for each."""
+"""Seconds between two looks at processes without a file descriptor that is readable at their end, as Linux has."""
 
 
 class ProcessEnds:
@@ -159,6 +159,7 @@ class ProcessEnds:
     def __init__(self, wake: int) -> None:
         self._wake = wake
         self._running: dict[Ancestor | int, tuple[int, float]] = {}
+        self._descriptors: dict[Ancestor | int, int] = {}
         self._ended: set[Ancestor | int] = set()
         self._num_reported = 0
 
@@ -173,6 +174,8 @@ class ProcessEnds:
             self._ended.add(name)
         else:
             self._running[name] = pid, found
+            with suppress(AttributeError, OSError):
+                self._descriptors[name] = os.pidfd_open(pid)
 
     def wait(self, seconds: float) -> set[Ancestor | int]:
         """Names of all that have ended, as soon as there is a new one or a byte to read, or after some seconds."""
@@ -180,14 +183,21 @@ class ProcessEnds:
         while True:
             has_news = len(self._ended) > self._num_reported
             remaining = 0.0 if has_news else max(0.0, deadline - time.monotonic())
-            readable, _, _ = select.select([self._wake], [], [], min(remaining, _LOOK_S))
+            readable, _, _ = select.select([self._wake, *self._descriptors.values()], [], [], min(remaining, _LOOK_S))
             ended = [name for name, (pid, start) in self._running.items() if start_of(pid) != start]
             self._ended.update(ended)
             for name in ended:
                 del self._running[name]
+                if name in self._descriptors:
+                    os.close(self._descriptors.pop(name))
             if readable or ended or has_news or time.monotonic() >= deadline:
                 self._num_reported = len(self._ended)
                 return set(self._ended)
+
+    def close(self) -> None:
+        """Close the file descriptors."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
 _SLOT = struct.Struct("=iii")
