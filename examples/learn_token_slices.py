@@ -123,7 +123,7 @@ def run_step(rank, ops, tokens, labels):
             dist.recv(received, source)
         start = perf_counter()
         result = rank.forward(op, received, labels[place]) if forward else rank.backward(op, received)
-        times[op.kind, op.stage, op.token_slice] = 1e3 * (perf_counter() - start)
+        times[op.kind.value, op.stage, op.token_slice] = 1e3 * (perf_counter() - start)
         if target in range(STAGES):
             requests.append(dist.isend(result, target))
         elif forward:
@@ -154,7 +154,7 @@ def pipelined(schedule, shape):
     """Return loss, gradients, and milliseconds of ops and of a step, run by the schedule with a process for a stage."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(run_rank, (schedule, shape, folder), nprocs=STAGES, start_method="fork")
-        saved = [torch.load(f"{folder}/{index}.pt", weights_only=False) for index in range(STAGES)]
+        saved = [torch.load(f"{folder}/{index}.pt", weights_only=True) for index in range(STAGES)]
     losses, gradients, times, steps = zip(*saved, strict=True)
     return sum(losses), torch.cat(gradients), dict(ChainMap(*times)), max(steps)
 

@@ -1,0 +1,68 @@
+"""Plain words in docstrings and messages: CONTRIBUTING.md, section Language."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT
+
+WORDS = {
+    r"what(?!-if)": "the noun that is meant",
+    r"says?|said|tells?|told|speaks?|hears?|heard": "is, gives, reports, names",
+    r"knows?|knew|wants?|wanted|believes?": "has, needs, expects",
+    r"who|whom|nobody|somebody|anybody|everybody|no one": "the rank, process, caller or user",
+    r"alone": "only",
+    r"behind": "after",
+    r"mend(s|ed|ing)?": "fix",
+    r"for want of|anew|take note|lets? go": "missing; again; record; free",
+    r"stands?|stood": "is, is stored, means",
+    r"lies?|lay": "is, is at",
+    r"put(s|ting)? off": "defer",
+}
+"""Patterns of the worst words, and the words in their place."""
+
+FOLDERS = ("deepspeed_ext", "megatron_terapipe", "benchmarks", "examples", "pretrain_gpt.py")
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield docstrings, texts of fields, and strings of several words, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            yield node.lineno, node.value
+
+
+def words_in(source: str) -> list[str]:
+    """Return the worst words of a source, with line and remedy."""
+    return [
+        f"{line}: {match[0]!r}: write {remedy}"
+        for line, text in texts(source)
+        for pattern, remedy in WORDS.items()
+        for match in re.finditer(rf"\b({pattern})\b", text, re.IGNORECASE)
+    ]
+
+
+def sources() -> Iterator[Path]:
+    """Yield the Python files whose texts people read."""
+    for name in FOLDERS:
+        yield from [ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py"))
+
+
+def test_docstrings_and_messages_have_plain_words() -> None:
+    found = [f"{path.relative_to(ROOT)}:{each}" for path in sources() for each in words_in(path.read_text("utf-8"))]
+    assert not found, "\n".join([f"{len(found)} words (CONTRIBUTING.md, Language)", *found])
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('"""What is left of it."""', 1),
+        ('raise ValueError(f"{name} stands twice: mend it")', 2),
+        ('"""A what-if of the search, whose price is known."""', 0),
+        ('name = "what"', 0),
+    ],
+)
+def test_words_are_found(source: str, count: int) -> None:
+    assert len(words_in(source)) == count
