@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from benchmarks.measuring.command import run_named
 from benchmarks.measuring.counters import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
+from deepspeed_ext.runtime.attention import sequence_state
+from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.gradients import weight_gradients
 from deepspeed_ext.runtime.gradients.weight_gradients import AccumulatedGradient

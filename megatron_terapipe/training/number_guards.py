@@ -33,7 +33,7 @@ def refuse_different_copies(engine: TokenSlicePipelineEngine, iteration: int, eq
     """
     if found := differences(engine):
         raise NumbersError(
-            f"after iteration {iteration} copies are not equal: {described(found)}: resume from the "
+            f"after iteration {iteration} copies are not equal: {described(found, '; ')}: resume from the "
             f"checkpoint of iteration {equal_after} or before, and check the devices and links of those ranks"
         )
 

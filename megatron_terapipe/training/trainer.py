@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.attention import activate_flash_attention_3
+from deepspeed_ext.runtime.attention.flash_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.save import BackgroundSaves, begin_save, bytes_to_save, check_room, room_warning

@@ -8,17 +8,16 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import (
-    AttentionKernel,
+from deepspeed_ext.runtime.attention import sequence_state
+from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.flash_kernels import (
     CudaFlash,
     MemoryEfficient,
-    PlainAttention,
     activate_flash_attention_3,
     kernel_for,
     kernel_of_runs_for,
-    sequence_state,
 )
-from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 
 pytestmark = [

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import CudaFlash, sequence_state
+from deepspeed_ext.runtime.attention import sequence_state
 from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from megatron_terapipe.inference import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss

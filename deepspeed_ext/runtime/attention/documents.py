@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import Attended, AttentionKernel, CudaFlash, Gradients, Runs
+from deepspeed_ext.runtime.attention.flash_kernels import CudaFlash, Runs
+from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
 from deepspeed_ext.runtime.micro_batch import to_device
 
 

@@ -30,15 +30,10 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import (
-    AttentionDropout,
-    AttentionKernel,
-    PlainAttention,
-    kernel_for,
-    kernel_of_runs_for,
-    positional_dropout,
-)
+from deepspeed_ext.runtime.attention import positional_dropout
 from deepspeed_ext.runtime.attention.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.attention.flash_kernels import kernel_for, kernel_of_runs_for
+from deepspeed_ext.runtime.attention.kernels import AttentionDropout, AttentionKernel, PlainAttention
 from deepspeed_ext.runtime.attention.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.attention.token_slice_attention import (
     KeysOfSequence,

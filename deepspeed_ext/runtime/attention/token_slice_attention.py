@@ -47,7 +47,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from deepspeed_ext.runtime.attention import Attended, AttentionKernel, Gradients
+from deepspeed_ext.runtime.attention.kernels import Attended, AttentionKernel, Gradients
 
 
 class KeyValueState(ABC):

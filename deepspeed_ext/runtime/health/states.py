@@ -65,37 +65,29 @@ def _fragments(optimizer: Any, parameter: nn.Parameter) -> Iterator[tuple[str, T
         yield key, value.narrow(0, address.start, address.numel)
 
 
-class BadState(NamedTuple):
-    """A state of a rank that has bad numbers."""
-
-    rank: int
-    state: str
-    count: int
-    size: int
-
-    def __str__(self) -> str:
-        """Text for messages."""
-        return f"{self.state} on rank {self.rank} ({self.count} of {self.size} numbers)"
-
-
-def bad_states(engine: Any) -> list[BadState]:
+def bad_states(engine: Any) -> list[str]:
     """States of all ranks that have a NaN or an infinity, moments first; every rank must call this.
 
     One pass over the states without a copy; the host waits once.
     """
-    mine = [
-        BadState(engine.global_rank, str(state), _num_bad(state.values), state.values.numel())
-        for state in not_finite(states_of(engine))
-    ]
-    any_bad = torch.tensor(len(mine), device=engine.device)
-    dist.all_reduce(any_bad, op=dist.ReduceOp.MAX)
-    if not any_bad.item():
-        return []
-    gathered: list[list[BadState]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    found = [bad for of_rank in gathered for bad in of_rank]
+    mine = []
+    for state in not_finite(states_of(engine)):
+        size = state.values.numel()
+        count = int(size - torch.isfinite(state.values).sum())
+        mine.append(f"{state} on rank {engine.global_rank} ({count} of {size} numbers)")
     # A bad moment spoils the weight that it steps. A bad weight does not spoil others: its gradient is not stepped on.
-    return sorted(found, key=lambda bad: bad.state.startswith((WEIGHT, MASTER)))
+    return sorted(_of_all_ranks(mine, engine.device), key=lambda text: text.startswith((WEIGHT, MASTER)))
+
+
+def _of_all_ranks(mine: list[str], device: torch.device) -> list[str]:
+    """Texts of all ranks, each once."""
+    any_found = torch.tensor(len(mine), device=device)
+    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
+    if not any_found.item():
+        return []
+    gathered: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return list(dict.fromkeys(text for of_rank in gathered for text in of_rank))
 
 
 def not_finite(states: Iterable[State]) -> list[State]:
@@ -119,10 +111,6 @@ def are_finite(tensors: list[Tensor]) -> Tensor:
     """
     # The largest magnitude is never rounded, so a large number is not taken for an infinity.
     return torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite()
-
-
-def _num_bad(values: Tensor) -> int:
-    return int(values.numel() - torch.isfinite(values).sum())
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -162,22 +150,6 @@ REPLICAS_AND_SEQUENCE = "replicas and sequence-parallel ranks"
 """Kinds of ranks that hold copies."""
 
 
-class Difference(NamedTuple):
-    """Copies of a state that are not equal."""
-
-    state: str
-    among: str
-    """Kind of the ranks that hold copies."""
-    odd: tuple[int, ...]
-    """Ranks whose copies differ from those of most; all of them where no copy has a majority."""
-    others: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """Text for messages."""
-        from_others = f" from that on {_listed(self.others)}" if self.others else ""
-        return f"{self.state} on {_listed(self.odd)} differs{from_others} ({self.among})"
-
-
 class _Copies(NamedTuple):
     """States of which all ranks of a group hold copies, in one order."""
 
@@ -186,9 +158,9 @@ class _Copies(NamedTuple):
     states: list[State]
 
 
-def differences(engine: Any) -> list[Difference]:
+def differences(engine: Any) -> list[str]:
     """Copies that differ, the same list on every rank; every rank must call this."""
-    found: list[Difference] = []
+    found: list[str] = []
     for copies in _all_copies(engine):
         own = hashes([state.values for state in copies.states])
         ranks = dist.get_process_group_ranks(copies.group)
@@ -198,23 +170,19 @@ def differences(engine: Any) -> list[Difference]:
         for number, state in enumerate(copies.states):
             difference = compared(str(state), copies.among, ranks, [each[number] for each in by_rank])
             found += [] if difference is None else [difference]
-    any_found = torch.tensor(len(found), device=engine.device)
-    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
-    if not any_found.item():
-        return []
-    everywhere: list[list[Difference]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    return list(dict.fromkeys(each for of_rank in everywhere for each in of_rank))
+    return _of_all_ranks(found, engine.device)
 
 
-def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> Difference | None:
-    """The difference of the copies of a state; None if they are equal."""
+def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> str | None:
+    """The ranks with other copies of a state than most; all ranks without a majority; None if copies are equal."""
     (usual, count), *others = Counter(hashed).most_common()
     if not others:
         return None
     majority = 2 * count > len(ranks)
-    odd = tuple(rank for rank, each in zip(ranks, hashed, strict=True) if not majority or each != usual)
-    return Difference(state, among, odd, tuple(rank for rank in ranks if rank not in odd))
+    odd = [rank for rank, each in zip(ranks, hashed, strict=True) if not majority or each != usual]
+    usual_ranks = [rank for rank in ranks if rank not in odd]
+    from_others = f" from that on {_listed(usual_ranks)}" if usual_ranks else ""
+    return f"{state} on {_listed(odd)} differs{from_others} ({among})"
 
 
 def _all_copies(engine: Any) -> Iterator[_Copies]:
@@ -250,9 +218,7 @@ _NAMED = 3
 """States that a message names; more are counted."""
 
 
-def described(found: Sequence[BadState] | Sequence[Difference]) -> str:
-    """Bad states or differences for a message: the first few, and how many more."""
-    shown, more = map(str, found[:_NAMED]), len(found) - _NAMED
-    if isinstance(found[0], Difference):
-        return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+def described(found: Sequence[str], separator: str = ", ") -> str:
+    """Bad states or differences for a message: the first few, and the number of others."""
+    more = [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return separator.join([*found[:_NAMED], *more])

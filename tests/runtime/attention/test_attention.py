@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import kernel_for, token_slice_attention
+from deepspeed_ext.runtime.attention import token_slice_attention
+from deepspeed_ext.runtime.attention.flash_kernels import kernel_for
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 
 HIDDEN, HEAD_DIM = 24, 4

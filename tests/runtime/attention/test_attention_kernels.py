@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.runtime.attention import (
-    AttentionKernel,
+from deepspeed_ext.runtime.attention import flash_kernels
+from deepspeed_ext.runtime.attention.flash_kernels import (
     CpuFlash,
     CudaFlash,
     MemoryEfficient,
-    PlainAttention,
-    flash_kernels,
     kernel_for,
     kernel_of_runs_for,
 )
+from deepspeed_ext.runtime.attention.kernels import AttentionKernel, PlainAttention
 
 KERNELS = (CpuFlash, PlainAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}

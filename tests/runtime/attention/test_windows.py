@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention import CpuFlash, PlainAttention
 from deepspeed_ext.runtime.attention.documents import Documents
+from deepspeed_ext.runtime.attention.flash_kernels import CpuFlash
+from deepspeed_ext.runtime.attention.kernels import PlainAttention
 from deepspeed_ext.runtime.attention.positional_dropout import DropoutPlace
 from deepspeed_ext.runtime.attention.sequence_state import Past, SequenceState
 from tests.runtime.attention.masks import attention_keep_mask
