@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
-from megatron_terapipe.arguments.parser import CommandLine, flags, notices, read_command_line
+from megatron_terapipe.arguments.parser import CommandLine, default_of, flags, notices, read_command_line
 from megatron_terapipe.arguments.spellings import in_our_fields
 from megatron_terapipe.checkpoint.directories import (
     latest_checkpoint,
@@ -292,14 +292,13 @@ def _run_under_zero(given: dict[str, Any]) -> Iterator[str]:
 
 def _check_accepted(line: CommandLine) -> None:
     """Check accepted flags against the flags whose value they promise."""
-    defaults = {each.name: each.default for each in flags()}
     for spelling in line.accepted:
         accepted = foreign_flags().flags[spelling]
         if accepted.needs and accepted.needs not in line.given:
             raise ConfigError(f"{spelling} needs {flag(accepted.needs)}: add it")
         if accepted.says is not None:
             name, promised = accepted.says
-            actual = line.given.get(name, defaults[name])
+            actual = line.given.get(name, default_of(name))
             if actual != promised:
                 words = flag(name) if actual is True else f"{flag(name)} {actual}"
                 raise ConfigError(f"{spelling} contradicts {words}: drop one of them")
@@ -307,8 +306,7 @@ def _check_accepted(line: CommandLine) -> None:
 
 def _fall_back(line: CommandLine) -> None:
     """Apply the flags that count only where no other flag or file sets their field."""
-    defaults = {each.name: each.default for each in flags()}
     for name, (spelling, value) in line.fallbacks.items():
         actual = line.given.setdefault(name, value)
-        if actual == defaults[name]:
+        if actual == default_of(name):
             raise ConfigError(f"{spelling} contradicts {line.set_by.get(name, flag(name))} {actual}: drop one of them")

@@ -80,6 +80,11 @@ def flags() -> tuple[Flag, ...]:
     return tuple(_flags())
 
 
+def default_of(name: str) -> Any:
+    """Return the default of a field."""
+    return next(each.default for each in flags() if each.name == name)
+
+
 def _flags() -> Iterator[Flag]:
     for section, section_class in sections().items():
         hints, texts = get_type_hints(section_class), field_texts(section_class)
@@ -135,10 +140,9 @@ one by it, None where it is only reported."""
 
 def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
-    ours = {each.name: each.default for each in flags()}
     for name, (theirs, trains) in OTHER_DEFAULTS.items():
         if trains is not None and name not in given and trains(config):
-            yield f"{flag(name)} {ours[name]:g} (there {theirs})"
+            yield f"{flag(name)} {default_of(name):g} (there {theirs})"
 
 
 PROGRAM = "pretrain_gpt.py"

@@ -51,14 +51,6 @@ def read_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def read_data_arguments(path: str) -> tuple[str, ...]:
-    """Return the words of the file of `--data-args-path`, as those after `--data-path`."""
-    words = tuple(read_text(path, "--data-args-path").split())
-    if not words:
-        raise ConfigError(f"--data-args-path {path} is empty: write prefixes into it, as after --data-path")
-    return words
-
-
 def read_data_arguments_by_part(path: str) -> dict[Part, tuple[str, ...] | None]:
     """Return the words of the JSON file of `--per-split-data-args-path` by part; None for no words."""
     described = f"--per-split-data-args-path {path}"
@@ -262,7 +254,9 @@ class DataConfig:
         """Take prefixes from the files that name them; a flag for the same prefixes must agree."""
         named: dict[str, tuple[str, ...] | None] = {}
         if self.data_args_path is not None:
-            named["data_path"] = read_data_arguments(self.data_args_path)
+            listed = named["data_path"] = tuple(read_text(self.data_args_path, "--data-args-path").split())
+            if not listed:
+                raise ConfigError(f"--data-args-path {self.data_args_path} is empty: write prefixes into it")
         if self.per_split_data_args_path is not None:
             by_part = read_data_arguments_by_part(self.per_split_data_args_path)
             named |= {f"{part}_data_path": words for part, words in by_part.items()}

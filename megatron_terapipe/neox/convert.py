@@ -103,10 +103,7 @@ class Conversion:
 
     def count(self, key: str, default: int | None = None) -> int | None:
         """Return a setting that is a whole number."""
-        value = self.number(key, default)
-        if value is not None and value != int(value):
-            raise ConfigError(f"{key} {value} is not a whole number: give one")
-        return None if value is None else int(value)
+        return as_count(key, self.take(key, default))
 
     def several(self, key: str) -> list[Any]:
         """Return a setting that is a list; empty if it is not set."""
@@ -196,6 +193,14 @@ def as_number(key: str, value: Any) -> Any:
     if value is not None and not abs(value) < MOST_NUMBER:
         raise ConfigError(f"{key} {value!r} is beyond {MOST_NUMBER:g}: give less")
     return value
+
+
+def as_count(key: str, value: Any) -> int | None:
+    """Return a value that must be a whole number or None."""
+    number = as_number(key, value)
+    if number is not None and number != int(number):
+        raise ConfigError(f"{key} {number} is not a whole number: give one")
+    return None if number is None else int(number)
 
 
 POSITIONS = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
@@ -529,11 +534,11 @@ def convert_learning_rate(conversion: Conversion, highest: float) -> None:
     warmup, rise = conversion.one_of_two("warmup", "warmup_iters", "set the length of the rise")
     warmup = float(rise / last) if rise is not None and last else 0.01 if warmup is None else float(warmup)
     if style == "linear" and lowest and last is not None:
-        decay = cut_off(last, warmup, highest=highest, lowest=lowest)
-        conversion.flag("--lr-decay-iters", decay.end)
-        conversion.flag("--lr-warmup-fraction", repr(decay.warmup_fraction))
-        if not decay.exact:
-            reason = f"min_lr is reached within half an iteration of where NeoX reaches it, at {decay.end}"
+        end, fraction, exact = cut_off(last, warmup, highest=highest, lowest=lowest)
+        conversion.flag("--lr-decay-iters", end)
+        conversion.flag("--lr-warmup-fraction", repr(fraction))
+        if not exact:
+            reason = f"min_lr is reached within half an iteration of where NeoX reaches it, at {end}"
             conversion.remark("lr_decay_style", reason)
         return
     if end is not None:
@@ -543,20 +548,11 @@ def convert_learning_rate(conversion: Conversion, highest: float) -> None:
         conversion.remark("lr_decay_iters", f"the rate stays at min_lr after {end}; NeoX's cosine rises again")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decay:
-    """A decay as the trainer takes it."""
-
-    end: int
-    """Iteration at which the learning rate is `min_lr`."""
-    warmup_fraction: float
-    """Iterations of the rise, as a share of those."""
-    exact: bool = True
-    """Whether the shape is NeoX's to the last digit."""
-
-
-def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay:
+def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> tuple[int, float, bool]:
     """Return the decay that equals NeoX's linear one, which aims at 0 and is cut off at `min_lr`.
+
+    The values are the iteration at which the rate is `min_lr`, the iterations of the rise as a share of those, and
+    whether the shape is NeoX's to the last digit.
 
     NeoX's rate falls from its peak at iteration W on a line to 0 at iteration E. It has come down to the lowest rate at
     W + (E - W)(1 - lowest / highest), where the trainer's line ends.
@@ -564,7 +560,7 @@ def cut_off(last: int, warmup: float, *, highest: float, lowest: float) -> Decay
     rise = warmup * last
     reached = rise + (last - rise) * (1 - lowest / highest)
     end = max(1, round(reached))
-    return Decay(end=end, warmup_fraction=rise / end, exact=abs(end - reached) <= 1e-9 * last)
+    return end, rise / end, abs(end - reached) <= 1e-9 * last
 
 
 def convert_precision(conversion: Conversion) -> str:
@@ -652,17 +648,17 @@ def convert_data(conversion: Conversion) -> None:
 
 def convert_checkpoints(conversion: Conversion) -> None:
     """Convert when checkpoints are saved."""
-    factor, scale = conversion.number("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
-    extra = {_iteration(each) for each in conversion.several("extra_save_iters")}
+    factor, scale = conversion.count("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
+    extra = sorted({as_count("extra_save_iters", each) or 0 for each in conversion.several("extra_save_iters")})
     kept = conversion.count("keep_last_n_checkpoints")
     older = conversion.count("save_interval")
     if conversion.settings.get("save") is not None:
         if scale == "log":
             conversion.remark("checkpoint_scale log", "give the iterations to --extra-save-iterations")
         elif factor or older:
-            conversion.flag("--save-interval", _iteration(factor) if factor else older)
+            conversion.flag("--save-interval", factor or older)
         if extra:
-            conversion.flag("--extra-save-iterations", *sorted(extra))
+            conversion.flag("--extra-save-iterations", *extra)
         if kept:
             conversion.flag("--keep-last-n-checkpoints", kept)
     if conversion.settings.get("load") is not None:
@@ -670,15 +666,6 @@ def convert_checkpoints(conversion: Conversion) -> None:
             "it takes checkpoints of this trainer, and in Hugging Face's format, to which NeoX's tools convert its own"
         )
         conversion.remark("load", reason)
-
-
-def _iteration(value: object) -> int:
-    number = as_number("extra_save_iters or checkpoint_factor", value)
-    if number is None or number != int(number) or number < 0:
-        raise ConfigError(
-            f"extra_save_iters or checkpoint_factor {value} is not a number of iterations: give a whole number"
-        )
-    return int(number)
 
 
 def convert_launch(conversion: Conversion) -> None:
