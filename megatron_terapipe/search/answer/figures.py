@@ -77,7 +77,7 @@ def devices_of(cluster: Cluster) -> dict[str, int]:
 def time_text(seconds: float) -> str:
     """Return seconds as text with three significant digits."""
     for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        # From 999.5 ms on, three digits say 1 s.
+        # From 999.5 ms on, three digits are 1 s.
         if seconds * scale >= 0.9995 or unit == "us":
             return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
     raise AssertionError
@@ -107,7 +107,7 @@ def bytes_text(num_bytes: float) -> str:
 def count_text(number: float) -> str:
     """Return a large number as short text: `12.9 B`."""
     for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        # From 999.5 M on, three digits say 1 B.
+        # From 999.5 M on, three digits are 1 B.
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"

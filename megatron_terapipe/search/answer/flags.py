@@ -29,7 +29,7 @@ CHANGES = (
 """Fields of the model section that flags of the search may change."""
 
 FROM_FLAGS = "-"  # MODEL that is no file and no preset: flags give all of it
-FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # what flags are added to
+FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup  # target of flags
 
 TERAPIPE = "terapipe"
 TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp", "llm-foundry")

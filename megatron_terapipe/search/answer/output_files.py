@@ -211,7 +211,7 @@ def model_flags(model: ModelConfig) -> list[str]:
 def _builds(settings: Mapping[str, Any], whole: ModelConfig) -> bool:
     try:
         return ModelConfig(**settings) == whole
-    except ConfigError:  # Another setting needs what is left out.
+    except ConfigError:  # Another setting needs the omitted one.
         return False
 
 

@@ -84,7 +84,7 @@ class OpTables:
     def _split(self, grid: StrategyGrid, count: int, sequence_parallel: bool) -> tuple[int, ...]:
         seq_length = self._model.workload.seq_length
         if count * grid.granularity(sequence_parallel) > seq_length:
-            return (seq_length,)  # no strategy has it: another rule says so
+            return (seq_length,)  # no strategy has it, by another rule
         return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
 
     def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> Floats:
@@ -305,48 +305,39 @@ def grid_times(
     Args:
         pairs: [O, P] the pairs of a schedule and a partition that are priced.
     """
+
+    def of_replicas(alike: RankGroups) -> tuple[Floats, Floats]:
+        """Price the grid with the devices and links of one kind of replica; all of them end the iteration together."""
+        estimate = np.full(grid.shape, np.inf)
+        bound = np.full(grid.shape, np.inf)
+        of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
+        for (model_chunks, place), found in counts.items():
+            orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]
+            if not orders:
+                continue
+            ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
+            messages = message_times(grid, alike, cost_model, found, tables.splits(grid))
+            steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
+            for order in orders:
+                schedule = grid.order[order][0]
+                bound_s = _bound(schedule, model_chunks, grid, ops, messages)
+                estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, messages), bound_s)
+                covering = CoveringOps(
+                    completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
+                    forward=ops.whole[FORWARD, ops.first],
+                    backward=ops.whole[BACKWARD, ops.first],
+                    layers=float(found.first_stage[0].sum()),
+                    num_micro_batches=_sizes(grid)[0],
+                )
+                for zero, step in enumerate(steps):
+                    step_s = _step_s(step, covering, found, cost_model)
+                    estimate[order, place, ..., zero] = estimate_s + step_s
+                    bound[order, place, ..., zero] = bound_s + step_s
+        return estimate, bound
+
     # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
-    each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, pairs) for alike in groups.by_replica]
-    estimates, bounds = zip(*each, strict=True)
+    estimates, bounds = zip(*map(of_replicas, groups.by_replica), strict=True)
     return np.maximum.reduce(estimates), np.maximum.reduce(bounds)
-
-
-def _of_replicas(
-    grid: StrategyGrid,
-    groups: RankGroups,
-    alike: RankGroups,
-    cost_model: CostModel,
-    tables: OpTables,
-    counts: Mapping[tuple[int, int], LayerCounts],
-    pairs: NDArray[np.bool_],
-) -> tuple[Floats, Floats]:
-    """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
-    estimate = np.full(grid.shape, np.inf)
-    bound = np.full(grid.shape, np.inf)
-    of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
-    for (model_chunks, place), found in counts.items():
-        orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and pairs[row, place]]
-        if not orders:
-            continue
-        ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
-        messages = message_times(grid, alike, cost_model, found, tables.splits(grid))
-        steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
-        for order in orders:
-            schedule = grid.order[order][0]
-            bound_s = _bound(schedule, model_chunks, grid, ops, messages)
-            estimate_s = np.maximum(_estimate(schedule, model_chunks, grid, ops, messages), bound_s)
-            covering = CoveringOps(
-                completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
-                forward=ops.whole[FORWARD, ops.first],
-                backward=ops.whole[BACKWARD, ops.first],
-                layers=float(found.first_stage[0].sum()),
-                num_micro_batches=_sizes(grid)[0],
-            )
-            for zero, step in enumerate(steps):
-                step_s = _step_s(step, covering, found, cost_model)
-                estimate[order, place, ..., zero] = estimate_s + step_s
-                bound[order, place, ..., zero] = bound_s + step_s
-    return estimate, bound
 
 
 def _estimate(schedule: str, model_chunks: int, grid: StrategyGrid, ops: RankOps, messages: MessageTimes) -> Floats:

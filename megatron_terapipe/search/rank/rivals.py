@@ -30,6 +30,7 @@ h tokens, and forward three times: the tiled backward repeats the recomputation 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -263,13 +264,11 @@ class RivalTimes:
     """Prices ways to run one model on one cluster."""
 
     def __init__(self, cost_model: CostModel) -> None:
-        """Prepare."""
         self._model = cost_model
         self._workload = cost_model.workload
         self._efficiency = cost_model.efficiency
         self._op_times = Roofline(cost_model.efficiency, ALST, cost_model.precision)
-        self._known_ops: dict[tuple[int, int, GroupTopology], Ops] = {}
-        """By ranks of a sequence, sequences, and the links between these ranks."""
+        self._known_ops = cache(self._ops)
 
     def price(self, settings: RivalSettings) -> RivalTime:
         """Return the seconds of an iteration."""
@@ -323,13 +322,11 @@ class RivalTimes:
         """Seconds of all layers on the slowest device."""
         data, sequence = settings.data_parallel_size, settings.sequence_parallel_size
         groups = self._model.groups_of(ParallelLayout(data_parallel_size=data, sequence_parallel_size=sequence))
-        key = sequence, settings.micro_batch_size, groups.sequence.at(0)
-        if key not in self._known_ops:
-            on_devices = (self._on(device, *key) for device in groups.devices[0])
-            self._known_ops[key] = max(on_devices, key=lambda ops: float(ops[0] + ops[1]))
-        return self._known_ops[key]
+        size, topology = settings.micro_batch_size, groups.sequence.at(0)
+        on_devices = (self._known_ops(device, sequence, size, topology) for device in groups.devices[0])
+        return max(on_devices, key=lambda ops: float(ops[0] + ops[1]))
 
-    def _on(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> Ops:
+    def _ops(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> Ops:
         """Seconds of all layers on a device."""
 
         def ops(layer: Layer, sequences: float) -> Ops:

@@ -427,7 +427,7 @@ def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> 
         holds = rule.holds(grid, problem)
         axes = [axis for axis, length in enumerate(holds.shape) if length > 1]
         if legal is None and len(axes) <= 1:
-            # About one axis at most: drop its values, so that what follows is smaller.
+            # About one axis at most: drop its values, so that the next rules have a smaller grid.
             axis = AXES[axes[0]] if axes else AXES[0]
             kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
             smaller = grid.keep(axis, kept)

@@ -146,10 +146,10 @@ def _with_better_order(
 MOST_STRATEGIES = 200  # strategies that are simulated with effort 1
 MOST_OPS = 400_000  # ops of new schedules that are generated with effort 1; one takes some microseconds
 OPS_OF_ONE = 8_000  # ops of a schedule that are generated at most; `price/simulated_time.py` extrapolates the rest
-MOST_LAYOUTS = 6  # layouts beside those of the best strategies that have a contender
+MOST_LAYOUTS = 6  # layouts with a contender in addition to those of the best strategies
 OF_A_LAYOUT = 4  # strategies of each of them that are simulated
 CONTENDS = 1.3  # closed form of a contender, in seconds of the winner, at most
-MOST_TOO_FULL = 8  # strategies without headroom that are simulated, to know the fastest of them
+MOST_TOO_FULL = 8  # strategies without headroom that are simulated, to find the fastest of them
 ROUNDING = 1e-9  # relative difference below which two times are the same
 
 

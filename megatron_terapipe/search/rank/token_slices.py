@@ -93,7 +93,7 @@ class TabulatedCosts:
         first, last = np.triu_indices(len(points), 1)
         placed = cost_model.placed(strategy)
         sizes = placed.sizes(points[first] / grid.seq_length, points[last] / grid.seq_length)
-        # All tokens in one token slice say which device is the slowest.
+        # The slowest device is that of all tokens in one token slice.
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
         # Times of layers are kept, for the same strategy with other layers on its stages.
@@ -166,14 +166,14 @@ class ExtrapolatedSchedule(CutEvaluation):
 
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
-"""Numbers of token slices that are tried where none are asked for."""
+"""Numbers of token slices that are tried where none are given."""
 
 MOST_POINTS = 256  # places to cut at, at most: lengths are multiples of more tokens in longer sequences
 
 MOST_TOKENS, MOST_COUNT = 20_000_000, 512
 """Tokens of a sequence, and token slices, for which lengths are found at most: tables have a row for each place."""
 
-NUM_SIMULATED = 4  # numbers of token slices, beside 1, that are simulated and priced where none are asked for
+NUM_SIMULATED = 4  # numbers of token slices above 1 that are simulated and priced where none are given
 NUM_SEARCHED = 3  # numbers of token slices that are searched further; the others keep the better of two cuts
 EFFORT = 0.04  # effort of each search, in the unit of `plan.solve.token_slices`
 
@@ -375,7 +375,7 @@ class _Solver:
     def _optimised(self, shape: PipelineShape, costs: TabulatedCosts, transfer: float | TransferCosts) -> CutEvaluation:
         even = TokenSlices((1,) * shape.num_token_slices)
         limit = self._memory_limit or memory_of_1f1b(shape, even)
-        # Orders that are found for two numbers of micro-batches differ by more than a straight line says.
+        # Makespans of found orders are not on a straight line over the micro-batches.
         fewer = replace(shape, num_micro_batches=min(shape.num_micro_batches, OPTIMISED_ROUNDS * shape.num_ranks))
         return OptimisedOrders(fewer, costs, memory_limit=limit, transfer=transfer)
 
