@@ -144,10 +144,10 @@ def headroom_of(options: argparse.Namespace) -> float:
     return share
 
 
-def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
-    """Check a flag that counts, where it is given; `value`: its value; None = it is not given."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
+def check_count(flag: str, value: int | None, most: int = 1_000_000, least: int = 1) -> None:
+    """Check a flag that counts; `value`: None = it is not given."""
+    if value is not None and value < least:
+        raise ConfigError(f"{flag} {value} is not a whole number from {least}: give one")
     if value is not None and value > most:
         raise ConfigError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
 

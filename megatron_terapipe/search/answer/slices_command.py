@@ -15,6 +15,7 @@ from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
     add_cost_flags,
     add_model_flags,
+    check_count,
     problem_of,
     read_one_strategy,
     whole_numbers,
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_terapipe.search.answer.output_files import write_document
     from megatron_terapipe.search.learn.costs import costs_of
     from megatron_terapipe.search.rank.rules import broken_rule
-    from megatron_terapipe.search.rank.token_slices import solve_cut
+    from megatron_terapipe.search.rank.token_slices import MOST_TOKENS, solve_cut
 
     strategy = read_one_strategy(options.strategy)
     problem, notes = problem_of(options, strategy.num_sequences)
@@ -86,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
     if options.count is not None:
         wrong = f"--count {options.count} is no list of numbers of token slices: write 1,2,4,8"
         counts = (1, *whole_numbers(options.count, wrong))
-    if options.granularity is not None and options.granularity < 1:
-        raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
+    check_count("--granularity", options.granularity, MOST_TOKENS)
     try:
         solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
     except PlanError as error:

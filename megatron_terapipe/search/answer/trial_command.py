@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, add_json_flag
+from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.flags import (
     add_cluster_flags,
@@ -18,6 +19,7 @@ from megatron_terapipe.search.answer.flags import (
     add_cost_flags,
     add_headroom_flag,
     add_model_flags,
+    check_count,
     constraints_of,
     headroom_of,
     problem_of,
@@ -96,10 +98,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
-    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2), ("rounds", 1)):
-        if getattr(options, name) < least:
-            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{words} is not a whole number from {least}: give one")
+    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
+    check_count("--top", options.top)
+    check_count("--iterations", options.iterations, least=2)
+    check_count("--rounds", options.rounds)
     headroom_of(options)
     if not options.timeout_s > 0:
         raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")

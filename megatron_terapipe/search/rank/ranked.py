@@ -24,14 +24,19 @@ class Ranked:
     strategy: Strategy
     prediction: Prediction | None
     """Its cost; None where it cannot be priced."""
-    feasible: bool = True
     reason: str | None = None
+    """Why it cannot run; None if it can."""
     rank: int = 0
     """1 for the best; those that would not run come last."""
     cluster_in_order: Cluster | None = None
     """The nodes in the order of the hostfile with which ranks are on their `placement`; None = the cluster's order."""
     index: int = 0
     """Place in the file of strategies, from 0."""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it can run."""
+        return self.reason is None
 
     @property
     def price(self) -> Prediction:
@@ -109,9 +114,9 @@ def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, in
     try:
         reason = broken_rule(strategy, problem)
         if reason is not None:
-            return replace(entry, feasible=False, reason=reason)
+            return replace(entry, reason=reason)
         prediction = pricing.predict(strategy)
         reason = pricing.why_it_does_not_fit(strategy, prediction.memory)
     except (ConfigError, PlanError) as error:
-        return replace(entry, feasible=False, reason=str(error).removeprefix("strategy: "))
-    return replace(entry, prediction=prediction, feasible=reason is None, reason=reason)
+        return replace(entry, reason=str(error).removeprefix("strategy: "))
+    return replace(entry, prediction=prediction, reason=reason)

@@ -324,7 +324,7 @@ class _Contest:
         if reason is not None:
             self._counts.reject(FITS, 1)
             if len(self.refused) < self._top:
-                self.refused.append(Ranked(strategy=strategy, prediction=None, feasible=False, reason=reason))
+                self.refused.append(Ranked(strategy=strategy, prediction=None, reason=reason))
             return
         if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
             self._counts.reject(HEADROOM, 1)

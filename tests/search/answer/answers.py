@@ -63,7 +63,6 @@ def strategies() -> list[Ranked]:
             rank=3,
             strategy=Strategy(data_parallel_size=16, global_batch_size=16),
             prediction=None,
-            feasible=False,
             reason="[why] <it> falls",
         ),
     ]

@@ -70,7 +70,7 @@ def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
         ({**STRATEGY, "pipelines": 2}, (), "strategy.json: .*'pipelines' is not known"),
         (STRATEGY, ("--count", "0"), "--count 0 is no list"),
         (STRATEGY, ("--count", "two"), "--count two is no list"),
-        (STRATEGY, ("--granularity", "0"), "--granularity 0 is not a number of tokens"),
+        (STRATEGY, ("--granularity", "0"), "--granularity 0 is not a whole number from 1"),
     ],
 )
 def test_errors_of_slices(files, capsys, strategy, flags, message):

@@ -75,7 +75,7 @@ def test_a_dominated_strategy_never_ranks_above() -> None:
     slower = replace(good, iteration_time_s=good.iteration_time_s * 1.0001)
     fuller = replace(good, memory=(replace(good.memory[0], weights=good.peak_memory_bytes * 2),))
     entries = [Ranked(strategy=strategy, prediction=each) for each in (slower, fuller, good)]
-    infeasible = Ranked(strategy=strategy, prediction=good, feasible=False, reason="does not fit")
+    infeasible = Ranked(strategy=strategy, prediction=good, reason="does not fit")
     ranked = ranked_in_order([infeasible, *entries])
     assert [entry.prediction for entry in ranked] == [good, fuller, slower, good]
     assert ranked[-1].feasible is False
