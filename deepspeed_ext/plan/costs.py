@@ -54,7 +54,7 @@ class TransferCosts:
             place = f"costs['transfer'][{name!r}]"
             if len(entries) != count:
                 raise PlanError(f"{place} has {len(entries)} entries for {count}: give one, or one for each {unit}")
-            return tuple(_at_least_zero(entry, place, "cannot be") for entry in entries)
+            return tuple(at_least_zero(entry, place, "cannot be") for entry in entries)
 
         latency, bandwidth = (numbers(name, shape.last_stage, "stage boundary") for name in _FIELDS[:2])
         costs = cls(latency, bandwidth, numbers("bytes", shape.num_token_slices, "token slice"))
@@ -63,14 +63,15 @@ class TransferCosts:
         return costs
 
 
-def _at_least_zero(value: object, place: str, why_not: str) -> float:
+def at_least_zero(value: object, place: str, why_not: str) -> float:
+    """Return a number of a file; `why_not` ends the error for one that is not finite or is below 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise PlanError(f"{place} has the entry {value!r}, which {why_not}: give finite numbers >= 0")
     return float(value)
 
 
 def _time(value: object, name: str) -> float:
-    return _at_least_zero(value, f"costs[{name!r}]", "is not a time")
+    return at_least_zero(value, f"costs[{name!r}]", "is not a time")
 
 
 Table = tuple[tuple[float, ...], ...]

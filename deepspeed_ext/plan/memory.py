@@ -28,6 +28,7 @@ from itertools import accumulate, groupby, pairwise
 from math import inf
 from operator import itemgetter
 
+from deepspeed_ext.plan.costs import at_least_zero
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.host_copies import TimedCopy
@@ -92,9 +93,7 @@ class TokenBytes:
             raise PlanError(f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join(_FIELDS)}")
 
         def size(value: object, name: str) -> float:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-                raise PlanError(f"sizes[{name!r}] has the entry {value!r}, which is no size: give finite numbers >= 0")
-            return float(value)
+            return at_least_zero(value, f"sizes[{name!r}]", "is no size")
 
         def by_stage(name: str) -> tuple[float, ...]:
             entries = fields.get(name, 0.0)

@@ -58,8 +58,8 @@ def _parse(text: str, name: str) -> _Parsed:
     def checked(of_run: PipelineShape, rank: int) -> Iterator[Op]:
         if of_run != shape:
             raise PlanError(
-                f"the schedule of {name} is for {_in_words(shape)}, and the run has {_in_words(of_run)}: "
-                "change the run, or choose another schedule"
+                f"the schedule of {name} is for {shape}, and the run has {of_run}: change the run, or choose another "
+                "schedule"
             )
         return written(shape, rank)
 
@@ -122,12 +122,4 @@ def _shape_of(orders: Sequence[Sequence[Op]], numbers: Sequence[int]) -> Pipelin
         f"line {number}: op {op} is on rank {rank}, and stage {op.stage} of {num_stages} on {num_ranks} ranks is "
         f"rank {shapes[0].rank_of(op.stage)}'s if stages go round and round (looped), "
         f"rank {shapes[1].rank_of(op.stage)}'s if they go there and back (v): move it"
-    )
-
-
-def _in_words(shape: PipelineShape) -> str:
-    placement = f" placed {shape.placement.value!r}" if shape.num_model_chunks > 1 else ""
-    return (
-        f"{shape.num_stages} stages on {shape.num_ranks} pipeline ranks{placement}, "
-        f"{shape.num_micro_batches} micro-batches and {shape.num_token_slices} token slices"
     )

@@ -14,16 +14,12 @@ from deepspeed_ext.plan.command.simulated import (
     lines,
     order_figures,
     peak_figures,
-    write_drawings,
+    write_files,
 )
 from deepspeed_ext.plan.draw import render_text
 from deepspeed_ext.plan.draw.elements import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.measured import Comparison, StepRecord, alike, name_of, read_steps
-from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, write_json
-from deepspeed_ext.plan.text_files import write_text
-from deepspeed_ext.plan.timeline import executed_order
 
 _ONLY_SIMULATED = (
     *("schedule", "stages", "model_chunks", "placement", "micro_batches", "token_slices", "costs"),
@@ -50,12 +46,8 @@ def show_measured(options: argparse.Namespace) -> int:
         raise PlanError(f"{options.timeline}: {error}") from None
     title = name_of(options.timeline, steps)
     memory = memory_of(options, comparison.shape, steps[0].token_slices)
-    write_drawings(options, [(f"{title}: measured", comparison.measured), ("simulated", simulated)], memory, title)
-    if options.write_schedule is not None:
-        write_text(options.write_schedule, write_schedule(executed_order(comparison.measured)))
-    if options.json is not None:
-        write_json(options.json, json.dumps(_figures(comparison, steps, memory)))
-    if options.json != STANDARD_OUTPUT:
+    panels = [(f"{title}: measured", comparison.measured), ("simulated", simulated)]
+    if write_files(options, panels, memory, title, lambda: _figures(comparison, steps, memory)):
         print(_report(comparison))
     return 0
 

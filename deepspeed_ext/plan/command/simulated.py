@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -23,11 +23,17 @@ from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline, critical_path, executed_order
 
 
-def write_drawings(
-    options: argparse.Namespace, panels: Sequence[tuple[str, Timeline]], memory: Memory, title: str
-) -> None:
-    """Write each drawing that has a file; a trace holds the first panel."""
+def write_files(
+    options: argparse.Namespace,
+    panels: Sequence[tuple[str, Timeline]],
+    memory: Memory,
+    title: str,
+    figures: Callable[[], dict[str, Any]],
+) -> bool:
+    """Write each file of the options, and return whether text is to be printed; most files show the first panel."""
     timeline = panels[0][1]
+    if options.write_schedule is not None:
+        write_text(options.write_schedule, write_schedule(executed_order(timeline)))
     if options.svg is not None:
         write_text(options.svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
     if options.trace is not None:
@@ -35,6 +41,9 @@ def write_drawings(
     if options.html is not None:
         pages = [Panel(name, each, memory.curves(each), memory.unit, memory.host_curves(each)) for name, each in panels]
         write_text(options.html, render_html(pages, title))
+    if options.json is not None:
+        write_json(options.json, json.dumps(figures()))
+    return bool(options.json != STANDARD_OUTPUT)
 
 
 NAME_WIDTH = 25
@@ -164,12 +173,8 @@ def show_simulated(options: argparse.Namespace) -> int:
         raise PlanError("the times of the ops add up to more than a number can hold: give them in a larger unit")
     if options.memory_limit is not None:
         _check_memory(timeline, request, options.memory_limit)
-    if options.write_schedule is not None:
-        write_text(options.write_schedule, write_schedule(request.orders))
-    write_drawings(options, [(request.schedule, timeline)], memory, request.schedule)
-    if options.json is not None:
-        write_json(options.json, json.dumps(figures(timeline, request, memory)))
-    if options.json != STANDARD_OUTPUT:
+    panels, name = [(request.schedule, timeline)], request.schedule
+    if write_files(options, panels, memory, name, lambda: figures(timeline, request, memory)):
         print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}\ndeadlock free            yes")
         if SCHEDULES.get(request.schedule) is interleaved and request.shape.num_model_chunks == 1:
             print("note: with one stage on each rank, interleaved is 1f1b: add --model-chunks 2")
