@@ -52,7 +52,7 @@ class Trained:
 
     @property
     def output(self) -> str:
-        """What the run printed."""
+        """Output of the run."""
         (log,) = self.folder.glob("log_*.txt")
         return log.read_text()
 
@@ -80,10 +80,10 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @contextmanager
 def _by_one(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Around what fills a folder: whether this worker is the one that does. The others wait until it is done.
+    """Yield whether this worker fills a folder; the others wait until it is filled.
 
     Args:
-        folder: made where it is missing; what a worker left that failed is filled again.
+        folder: made if it is missing, and filled again after a worker that failed.
     """
     folder.mkdir(exist_ok=True)
     done = folder / "done"

@@ -1,4 +1,4 @@
-"""Starts the trainer as a user does, and reads what it left."""
+"""Starts the trainer as a user does, and reads its files."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Launch:
     Args:
         folder: where it runs.
         trainer_flags: of the run.
-        program: what runs; the trainer, if not given.
+        program: to run; default: the trainer.
         launcher: words of another launcher.
         **variables: of the environment.
     """
@@ -91,7 +91,7 @@ class Launch:
             raise AssertionError(f"no end within {TIMEOUT_S} s:\n{self.output()}") from None
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for something to happen while the run goes on."""
+        """Wait for a condition while the run continues."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self._process.poll() is None, f"it ended too early:\n{self.output()}"
@@ -153,11 +153,11 @@ def launch(folder: Path, trainer_flags: Sequence[str], **variables: str) -> Laun
 
 
 def train_on_this_rank(trainer_flags: Sequence[str], folder: Path | None = None) -> int:
-    """What `tests.distributed.run_distributed` runs where the launcher does not matter, but seconds do.
+    """Train on this rank: a function for `tests.distributed.run_distributed`, faster than a launcher.
 
     Args:
         trainer_flags: of the run.
-        folder: where to run, with what the rank prints in a file `log_*.txt`; here, if not given.
+        folder: to run in, with the output of the rank in a file `log_*.txt`; default: the current one.
     """
     import pretrain_gpt
 

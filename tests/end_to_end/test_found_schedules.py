@@ -1,4 +1,4 @@
-"""Token slices and a schedule that a run finds for itself: said, kept, and run again from the file."""
+"""Token slices and a schedule that a run finds: saved, and run again from the file."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def lengths(folder: Path) -> str:
     return first.removeprefix("# for --token-slices ")
 
 
-def test_the_schedule_is_kept_and_is_one_of_its_own(found: Path) -> None:
+def test_the_schedule_is_saved(found: Path) -> None:
     shape, orders = read_schedule(found / "saved" / "schedule.csv")
     assert (shape.num_ranks, shape.num_model_chunks, shape.placement) == (2, 2, Placement.V)
     assert (shape.num_micro_batches, shape.num_token_slices) == (4, 4)

@@ -1,1 +1,1 @@
-"""Faults made on purpose, and what became of the runs that they met."""
+"""Faults made on purpose, and their effects on runs."""

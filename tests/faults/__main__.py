@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CAMPAIGNS, default=list(CAMPAIGNS), help="campaigns to run")
     parser.add_argument("--quick", action="store_true", help="make each fault once or a few times")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is chosen by chance")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random choices")
     parser.add_argument("--output", type=Path, default=Path("runs/faults"), help="folder for report.md and report.json")
     options = parser.parse_args(argv)
     sections: list[Section] = []

@@ -1,4 +1,4 @@
-"""Campaigns: faults of one class, made many times, and what came of each."""
+"""Campaigns: faults of one class, made many times, and their outcomes."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ class Settings:
     quick: bool
     """Whether to make each fault once or a few times only."""
     seed: int
-    """Seed of what is chosen by chance."""
+    """Seed of random choices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,13 @@ class Outcome:
     """Outcome of one fault, made once or more often."""
 
     fault: str
-    """What was done: `kill -9 of rank 1 while it saves`."""
+    """The fault: `kill -9 of rank 1 while it saves`."""
     tried: int
     longest_s: float | None = None
     """Seconds from the fault to the end of the last process; None where nothing has to end."""
     promised_s: float | None = None
     """Seconds that were promised for it."""
-    said: str = ""
+    message: str = ""
     """The line that a user reads."""
     broken: tuple[str, ...] = ()
     """Promises that were not kept, a line each: `2 processes left`, `3 iterations lost`."""
@@ -50,7 +50,7 @@ Campaign = Callable[[Settings], Iterator[Outcome]]
 
 def table(title: str) -> Section:
     """Return the empty table of a campaign."""
-    return Section(title, ("fault", "tried", "ended after, s", "promised, s", "said", "promises kept"))
+    return Section(title, ("fault", "tried", "ended after, s", "promised, s", "message", "promises kept"))
 
 
 def add(section: Section, outcome: Outcome) -> None:
@@ -60,7 +60,7 @@ def add(section: Section, outcome: Outcome) -> None:
         outcome.tried,
         "" if outcome.longest_s is None else f"{outcome.longest_s:.0f}",
         "" if outcome.promised_s is None else f"{outcome.promised_s:.0f}",
-        outcome.said,
+        outcome.message,
         "; ".join(f"NO: {line}" for line in outcome.all_broken) or "yes",
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 STOPPED = "stopped"
-"""File that tells that the process has stopped."""
+"""File that appears when the process has stopped."""
 
 PLACES = ("building", "op", "end of step", "evaluating", "saving", "end of save")
 """Where a rank may stop: while the engine is built, and in the third iteration or after it."""

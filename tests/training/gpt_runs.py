@@ -1,4 +1,4 @@
-"""What ranks of the trainer's tests run: a prepared run of a small GPT, and the gradients of one step of its engine."""
+"""Functions for ranks of tests: a prepared run of a small GPT, and the gradients of one step of its engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ FAMILIES = {
         " --embedding-multiplier 12 --logit-multiplier 0.25 --rope-scaling-factor 2 --embedding-init-method-std 0.02"
     ),
 }
-"""What sets well-known families of models apart, each by one name."""
+"""Flags of well-known families of models, by name."""
 LONG_STEP = 2.0**20
 """A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
 
@@ -116,7 +116,7 @@ def run_of(setup: Setup) -> Run:
 
 
 def batches(setup: Setup, data_rank: int) -> list[Batch]:
-    """Micro-batches of a data-parallel rank; how many tokens bear loss differs from one token slice to the next."""
+    """Micro-batches of a data-parallel rank; the number of tokens in the loss mask differs between token slices."""
     generator = torch.Generator().manual_seed(data_rank)
     made = []
     for number in range(setup.micro_batches):
@@ -124,7 +124,7 @@ def batches(setup: Setup, data_rank: int) -> list[Batch]:
         likelihood = torch.linspace(0.1, 1.0, SEQ)
         mask = (torch.rand(2, SEQ, generator=generator) < likelihood).to(torch.float64 if setup.fp64 else torch.float32)
         if number == 0:
-            mask[:, :9] = 0  # whole token slices that bear no loss
+            mask[:, :9] = 0  # whole token slices without loss
         starts = documents_of(setup, number)
         made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask, document_starts=starts))
     return made
@@ -143,7 +143,7 @@ def documents_of(setup: Setup, micro_batch: int) -> tuple[tuple[int, ...], ...]:
 def gradients(setup: Setup) -> Step:
     """Train one step: its loss, the norm of the gradient, and that of each parameter, under its name in `WholeModel`.
 
-    Of a parameter that ranks share, the key also says which part of which dimension it is: `(name, rank, dimension)`.
+    Of a parameter that ranks share, the key has the part and its dimension: `(name, rank, dimension)`.
     """
     kept_in_pieces = "--zero-stage 1" in setup.flags or setup.dtype == "bf16"
 

@@ -47,7 +47,7 @@ def batch_of(seq_length: int, mask: torch.Tensor, vocabulary: int = 13) -> Batch
 
 
 @given(cuts(max_token_slices=6, max_length=9), draw.data())
-def test_parts_are_the_batch_and_weigh_what_they_have(token_slices: TokenSlices, data: draw.DataObject) -> None:
+def test_parts_are_the_batch_with_weights_by_loss_tokens(token_slices: TokenSlices, data: draw.DataObject) -> None:
     seq_length = token_slices.seq_length
     row = draw.lists(draw.sampled_from([0.0, 1.0]), min_size=seq_length, max_size=seq_length)
     mask = torch.tensor(data.draw(draw.tuples(row, row)), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Nothing inside a training step makes the host wait for the device, or copies to it, but the loading of micro-batches.
 
-The meta device stands in for an accelerator, so that every crossing between host and device is seen: what a copy or a
-look at a value would be there, is one here.
+The meta device is used as an accelerator, so that every crossing between host and device is detected: a copy or a read
+of a value there is one here.
 """
 
 from collections import Counter
@@ -107,12 +107,12 @@ def loaded(batch: Batch) -> Batch:
 
 
 def _kernel(query: Tensor, window: int | None, softcap: float | None) -> AttentionKernel:
-    """What a CUDA device would be given for bf16."""
+    """The kernels of a CUDA device for bf16."""
     return CudaFlash(window) if softcap is None else PlainAttention(window=window, softcap=softcap)
 
 
 def crossings(setup: Setup) -> Counter[tuple[str, str]]:
-    """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
+    """Where host and device meet in a step of an engine: kind of instruction, and operation."""
     engine = build_engine(run_of(setup))
     engine.module.to(DEVICE)
     engine._executor._device = engine._links.device = DEVICE

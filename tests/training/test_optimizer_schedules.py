@@ -53,7 +53,7 @@ def test_never_rises_after_the_warmup_and_stays_in_range(style: str, warmup: int
 
 
 class Groups:
-    """What Megatron's scheduler writes to."""
+    """Parameter groups for Megatron's scheduler."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{}]

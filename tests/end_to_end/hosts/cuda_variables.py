@@ -1,6 +1,6 @@
-"""What one rank has of the variables that CUDA reads, once the trainer has prepared them: a line of JSON.
+"""Print the variables of CUDA of one rank, after the trainer has prepared them: a line of JSON.
 
-A second line is the mark of its launch. There need be no device; what DeepSpeed's launcher hands on depends on none.
+A second line is the mark of its launch. The variables that DeepSpeed's launcher exports depend on no device.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One rank that meets the others through `init_distributed`, and says who it is and which ranks it met.
+"""One rank that joins the others by `init_distributed`, and writes its place and the ranks that it met.
 
 The trainer and models of users join the same way; this starts sooner.
 """

@@ -4,9 +4,9 @@ host 1 (10.88.0.1) --+
                      +-- bridge, in a namespace of its own
 host 2 (10.88.0.2) --+
 
-What a host finds under /etc lies under /etc/netns/HOST, which `ip netns exec` mounts over it: names of the other hosts,
+The files of a host in /etc are in /etc/netns/HOST, which `ip netns exec` mounts over it: names of the other hosts,
 and the settings of ssh. So nothing of the machine's own network, names or ssh changes. A host has processes of its own,
-too: what is ended there by name, as DeepSpeed's launcher does, ends nothing elsewhere.
+too: a program that is ended there by name, as DeepSpeed's launcher does, ends nothing elsewhere.
 
 Names contain the process that made them, so that processes do not meet, and what a dead one left is found. Networks are
 apart, so all of them have the same addresses.
@@ -124,7 +124,7 @@ class Network:
             _run(*host.command(shape.split()))
 
     def cut(self, host: Host) -> None:
-        """Cut a host off: what it sends and what is sent to it is lost, and nobody is told."""
+        """Disconnect a host: packets from it and to it are lost, without an error."""
         _run("ip", "-n", self.switch, "link", "set", host.port, "nomaster")
 
     def lose_large_packets(self, host: Host) -> None:
@@ -199,7 +199,7 @@ def _network(num_hosts: int, folder: Path, cores: Sequence[int]) -> Iterator[Net
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let the first signal that asks this process to end raise, as Ctrl-C does; what follows cannot disturb the end."""
+    """Let the first signal that ends this process raise, as Ctrl-C does; later signals are ignored."""
 
     def raise_once(number: int, _: object) -> None:
         for each in TOLD_TO_END:
@@ -253,7 +253,7 @@ def _write_etc(host: Host, everyone: Sequence[Host], folder: Path) -> None:
 
 
 def _remove_those_of_dead_processes() -> None:
-    """Remove what killed sessions left: processes, namespaces and files."""
+    """Remove processes, namespaces and files of killed sessions."""
     names = {path.name for folder in (NAMESPACES, ETC) if folder.is_dir() for path in folder.iterdir()}
     for name in names:
         ours = NAME.fullmatch(name)

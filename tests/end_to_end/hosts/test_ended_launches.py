@@ -15,7 +15,7 @@ from tests.end_to_end.launching import environment
 pytestmark = pytest.mark.hosts
 
 PROGRAM = "trap '' TERM HUP PIPE; while :; do sleep 0.1; done"
-"""Goes on whatever happens, with nobody to listen."""
+"""Ignores all signals, and runs without a reader of its output."""
 
 ASKS = """
 import sys
@@ -34,7 +34,7 @@ def programs(two_hosts: Network) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("killed", ["the command", "ssh", "nobody, but told to end"])
+@pytest.mark.parametrize("killed", ["the command", "ssh", "none, SIGTERM"])
 def test_nothing_is_left_on_any_host(killed: str, two_hosts: Network, tmp_path: Path) -> None:
     first, second = two_hosts.hosts
     command = [sys.executable, "-c", ASKS, f"{first.name},{second.name}", PROGRAM]
@@ -45,7 +45,7 @@ def test_nothing_is_left_on_any_host(killed: str, two_hosts: Network, tmp_path: 
         time.sleep(0.05)
     for pid, line in first.processes().items():
         if line.startswith("ssh ") if killed == "ssh" else line.startswith(f"{sys.executable} -c"):
-            os.kill(pid, signal.SIGTERM if killed.startswith("nobody") else signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if killed.startswith("none") else signal.SIGKILL)
     launch.wait(60)
     deadline = time.monotonic() + 60
     while any(host.processes() for host in two_hosts.hosts):

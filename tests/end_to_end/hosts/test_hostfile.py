@@ -60,7 +60,7 @@ def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: Network, data: Path, 
 def test_no_host_gets_the_cuda_variables_of_the_launching_shell_and_all_get_those_of_the_file(
     two_hosts: Network, tmp_path: Path
 ) -> None:
-    """So the trainer sets in every process what nobody has set there."""
+    """So the trainer sets the missing ones in every process."""
     run = launch(two_hosts, tmp_path, [], program=cuda_variables.__file__, **{HARDWARE_QUEUES: "4", VARIABLE: "4711"})
     assert run.returncode == 0, run.stdout
     told = [line.partition("variables ")[2] for line in run.stdout.splitlines() if ": variables {" in line]

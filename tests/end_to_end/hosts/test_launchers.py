@@ -1,4 +1,4 @@
-"""Ranks on two hosts meet under launchers of others, which know nothing of DeepSpeed."""
+"""Ranks on two hosts meet under launchers other than DeepSpeed's."""
 
 import json
 import shutil

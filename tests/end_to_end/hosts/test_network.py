@@ -65,7 +65,7 @@ def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_h
         assert reaches(*two_hosts.hosts)
 
 
-def test_a_process_that_is_told_to_end_leaves_no_hosts(tmp_path: Path) -> None:
+def test_a_process_after_sigterm_leaves_no_hosts(tmp_path: Path) -> None:
     words = [sys.executable, "-c", THAT_DIES, tmp_path, "SIGTERM"]
     ended = subprocess.run(words, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 128 + signal.SIGTERM
@@ -92,7 +92,7 @@ def test_the_processes_of_a_host_are_those_started_there(two_hosts: Network) -> 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_what_is_ended_by_name_on_one_host_goes_on_elsewhere(two_hosts: Network) -> None:
+def test_a_program_killed_by_name_on_one_host_runs_on_others(two_hosts: Network) -> None:
     first, second = two_hosts.hosts
     begun = [subprocess.Popen(host.command(["sleep", "61"])) for host in (first, second)]
     while not (first.processes() and second.processes()):

@@ -1,6 +1,6 @@
-"""Attacks by files and names that somebody else wrote. Each would make a file named `hit` if it ran a command.
+"""Attacks by files and names of other users. Each would make a file named `hit` if it ran a command.
 
-Over several hosts the launchers are DeepSpeed's and pdsh themselves; `ssh` is a program that runs what it is given in a
+Over several hosts the launchers are DeepSpeed's and pdsh themselves; `ssh` is a program that runs its command in a
 shell of this machine, as the real one does on another.
 """
 
@@ -21,7 +21,7 @@ from tests.hostile_files import hostile_array, hostile_zip, legacy_torch_file, p
 
 TIMEOUT_S = 300
 SHELL = """#!/bin/bash
-# What ssh does: its options first, one of which names a command, then the host, then words that a shell reads.
+# As ssh: its options first, one of which names a command, then the host, then words that a shell reads.
 while [ $# -gt 0 ]; do
     case "$1" in
         -oProxyCommand=*) eval "${1#*=}"; shift ;;
@@ -45,7 +45,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
     yield Outcome(
         fault="a run with keys in its environment",
         tried=1,
-        said="no file or log holds one",
+        message="no file or log holds one",
         broken=tuple(f"{name} holds a key" for name in held),
     )
     yield from _by_checkpoints(settings, run / "save", data)
@@ -66,7 +66,7 @@ def _by_checkpoints(settings: Settings, saved: Path, data: Path) -> Iterator[Out
     commands = [[DEEPSPEED, "--num_accelerators", "2", PRETRAIN, *flags(data, *load, "--train-iters", 8)]]
     commands.append([sys.executable, "-m", "megatron_terapipe.generate", *load, "--prompt", "a b"])
     for command in commands:
-        broken, said = [], ""
+        broken, message = [], ""
         for name in names:
             for attack in attacks:
                 attacked = settings.folder / "attacked"
@@ -75,13 +75,13 @@ def _by_checkpoints(settings: Settings, saved: Path, data: Path) -> Iterator[Out
                 attack(attacked / checkpoint.name / name, settings.folder / "hit")
                 _make_manifest_fit(attacked / checkpoint.name)
                 line = _run(command, settings.folder)
-                said = line if name in line else said
+                message = line if name in line else message
                 broken += _hits(settings.folder, name)
         program = "the trainer" if PRETRAIN in command else "generate"
         yield Outcome(
             fault=f"{program} reads a checkpoint with a pickle that makes a file",
             tried=len(names) * len(attacks),
-            said=said,
+            message=message,
             broken=tuple(broken),
         )
 
@@ -100,7 +100,7 @@ def _by_cache(settings: Settings, data: Path) -> Outcome:
     return Outcome(
         fault="arrays of the data cache are pickles",
         tried=len(arrays),
-        said="computed again",
+        message="computed again",
         broken=(*_hits(settings.folder, "the cache"), *([] if arrays else ["there was no cache"])),
     )
 
@@ -126,7 +126,7 @@ def _by_hosts(settings: Settings) -> Outcome:
     return Outcome(
         fault="a host is an option of ssh",
         tried=len(ways),
-        said=lines[0],
+        message=lines[0],
         broken=(*not_refused, *_hits(settings.folder, "a host name")),
     )
 
@@ -141,20 +141,23 @@ def _by_folders(settings: Settings) -> Outcome:
     plain = _run([*rank, "--global-batch-size", "8", "--output", "plain"], folder)
     started = _run(["bash", "plain/launch.sh", "--master_port", "1"], folder, all_lines=True)
     broken = [] if "started" in started else [f"a plain folder is not launched: {plain} {started[-300:]}"]
-    said = ""
+    message = ""
     for number, name in enumerate(NAMES):
         # A path of one part only: no name of a folder has a slash.
         hostile = folder / name.format(hit="hit")
         shutil.copytree(folder / "plain", hostile)
-        said = _run(["bash", hostile / "launch.sh"], folder) or said
+        message = _run(["bash", hostile / "launch.sh"], folder) or message
         broken += _hits(folder, f"folder {number}")
     return Outcome(
-        fault="launch.sh lies in a folder whose name is a command", tried=len(NAMES), said=said, broken=tuple(broken)
+        fault="launch.sh is in a folder whose name is a command",
+        tried=len(NAMES),
+        message=message,
+        broken=tuple(broken),
     )
 
 
 def _run(command: list[object], folder: Path, *, all_lines: bool = False) -> str:
-    """Run a command where `ssh` is ours, and return the first line that it says is an error, or all that it says."""
+    """Run a command where `ssh` is ours, and return its first error, or its whole output."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     (programs / "ssh").write_text(SHELL)

@@ -1,7 +1,7 @@
 """Bad numbers: NaN and infinity, jumps of the loss, and copies that differ, in every precision and layout.
 
 Each run is launched as a user launches it, on two ranks. The fault comes in iteration 3 of 6. A run that ended by a bad
-loss or gradient is then resumed without the fault, and must go on as a run that never had it, to the bit.
+loss or gradient is then resumed without the fault, and must continue as a run without it, to the bit.
 """
 
 import json
@@ -41,20 +41,20 @@ LAYER = "4.mlp"
 """On rank 1 in every layout."""
 
 CONSISTENCY = ("--check-consistency", "1")
-RESUMES, ENDS, GOES_ON, REFUSED = "resumes", "ends", "goes on", "refused"
+RESUMES, ENDS, CONTINUES, REFUSED = "resumes", "ends", "continues", "refused"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and what must come of it."""
+    """A fault, and its required outcome."""
 
     title: str
     fault: Fault
-    said: tuple[str, ...]
+    message: tuple[str, ...]
     """Parts of the line that a user reads."""
     becomes: str = RESUMES
-    """Whether the run ends with the iteration before saved, ends with nothing saved, or goes on; or goes on and saves
-    what is then refused."""
+    """Whether the run ends with the previous iteration saved, ends without a checkpoint, continues, or continues and
+    saves a checkpoint that is then refused."""
     more: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     """Layouts and precisions in which it can be; all if empty."""
@@ -137,7 +137,7 @@ CASES = (
         "NaN in the loss, skipped",
         Fault(kind="loss", **HERE),
         ("skipped iteration 3: the loss is nan", f"in the loss {AT}"),
-        becomes=GOES_ON,
+        becomes=CONTINUES,
         more=("--bad-numbers", "skip"),
         only=LAST,
     ),
@@ -176,7 +176,7 @@ CASES = (
         "none, copies compared in every iteration",
         Fault(kind="bit", iteration=99),
         (),
-        becomes=GOES_ON,
+        becomes=CONTINUES,
         more=CONSISTENCY,
     ),
     Case(
@@ -191,7 +191,7 @@ CASES = (
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
-    """Put wrong numbers into runs, and see what is said, saved and resumed."""
+    """Put wrong numbers into runs, and check messages, checkpoints and resumed runs."""
     data = write_corpus(settings.folder)
     sound: dict[tuple[str, str], list[float]] = {}
     for case in CASES:
@@ -249,15 +249,15 @@ def _outcome(case: Case, folder: Path, data: Path, layout: str, precision: str, 
         run = _launch(folder, [*words, *case.more], case.fault)
     code = run.wait()
     # The file of metrics is written with every iteration.
-    took = None if case.becomes in (GOES_ON, REFUSED) else time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    took = None if case.becomes in (CONTINUES, REFUSED) else time.time() - (folder / "metrics.jsonl").stat().st_mtime
     lines = error_lines(run.output())
-    if case.becomes == GOES_ON:
+    if case.becomes == CONTINUES:
         lines = [line.strip() for line in run.output().splitlines() if line.startswith(" skipped")]
-    said = lines[0] if lines else ""
+    message = lines[0] if lines else ""
     where = f"{layout}, {precision}: "
-    broken = [f"{where}{text!r} is not in {said!r}" for text in case.said if text not in said]
-    broken += [f"{where}exit code {code}"] if (code == 0) != (case.becomes == GOES_ON) else []
-    broken += [f"{where}{len(lines)} lines"] if case.said and len(lines) != 1 else []
+    broken = [f"{where}{text!r} is not in {message!r}" for text in case.message if text not in message]
+    broken += [f"{where}exit code {code}"] if (code == 0) != (case.becomes == CONTINUES) else []
+    broken += [f"{where}{len(lines)} lines"] if case.message and len(lines) != 1 else []
     broken += [f"{where}a traceback"] if "Traceback" in run.output() else []
     broken += [f"{where}{len(run.survivors())} processes left"] if run.survivors() else []
     latest = folder / "checkpoints" / "latest"
@@ -265,11 +265,13 @@ def _outcome(case: Case, folder: Path, data: Path, layout: str, precision: str, 
         broken.append(f"{where}{latest.read_text()} was saved")
     if case.becomes == RESUMES:
         broken += [where + line for line in _resumed(case, folder, words, sound)]
-    return Outcome(fault=case.title, tried=1, longest_s=took, promised_s=PROMISED_S, said=said, broken=tuple(broken))
+    return Outcome(
+        fault=case.title, tried=1, longest_s=took, promised_s=PROMISED_S, message=message, broken=tuple(broken)
+    )
 
 
 def _resumed(case: Case, folder: Path, words: Sequence[str], sound: Sequence[float]) -> Iterator[str]:
-    """What is wrong with a run that goes on from where the fault ended it, without the fault."""
+    """Yield faults of the run that resumes without the fault."""
     run = _launch(folder, [*words, "--load", str(folder / "checkpoints")], None)
     if run.wait() != 0:
         yield f"resuming ended with {(error_lines(run.output()) or ['a traceback'])[0]!r}"

@@ -46,16 +46,16 @@ def _refused(folder: Path, data: Path, damage: str, kind: str) -> Outcome:
         passed, _ = _run(folder, [*more, "--load-previous-if-damaged"])
         kept = folder / "checkpoints" / "global_step6.damaged"
         if passed != 0:
-            broken.append(f"exit code {passed} of the run that goes on from the one before")
+            broken.append(f"exit code {passed} of the run that resumes from the one before")
         elif not kept.is_dir() or {path.name: path.read_bytes() for path in kept.iterdir()} != damaged:
             broken.append("the damaged checkpoint was not kept aside")
         elif (folder / "checkpoints" / "latest").read_text() != "global_step8":
-            broken.append("the run did not go on to its end")
-    said = lines[0].removeprefix("error: ") if lines else "nothing, because the file is the same"
+            broken.append("the run did not continue to its end")
+    message = lines[0].removeprefix("error: ") if lines else "nothing, because the file is the same"
     return Outcome(
         fault=f"{kind}: {damage}",
         tried=1,
-        said=said.replace(str(folder), "").partition(": put")[0],
+        message=message.replace(str(folder), "").partition(": put")[0],
         broken=tuple(broken),
     )
 

@@ -35,8 +35,8 @@ class Fault:
     name: str
     make: Callable[[Path], object]
     """Does it to the dataset of a prefix."""
-    said: str
-    """Part of the line that a user reads; `PREFIX` stands for the prefix."""
+    message: str
+    """Part of the line that a user reads; `PREFIX` is replaced by the prefix."""
     flags: tuple[str, ...] = ()
 
 
@@ -105,12 +105,12 @@ def _ended(fault: Fault, folder: Path) -> Outcome:
 
 
 def _judged(fault: Fault, prefix: Path, lines: list[str], broken: list[str]) -> Outcome:
-    said = lines[0] if lines else ""
-    if fault.said.replace("PREFIX", str(prefix)) not in said:
-        broken.append(f"it said {said!r}")
+    message = lines[0] if lines else ""
+    if fault.message.replace("PREFIX", str(prefix)) not in message:
+        broken.append(f"it printed {message!r}")
     if not lines:
         broken.append("no line")
-    return Outcome(fault=fault.name, tried=1, said=said.replace(f"{prefix.parent}/", ""), broken=tuple(broken))
+    return Outcome(fault=fault.name, tried=1, message=message.replace(f"{prefix.parent}/", ""), broken=tuple(broken))
 
 
 def _read_though_removed(folder: Path) -> Outcome:
@@ -124,7 +124,7 @@ def _read_though_removed(folder: Path) -> Outcome:
     shutil.rmtree(folder / "index_cache")
     code = run.wait()
     broken = [] if (code, _iterations(folder)) == (0, iterations) else [f"exit code {code}"]
-    return Outcome(fault="all files of the data removed in mid-run", tried=1, said="goes on", broken=tuple(broken))
+    return Outcome(fault="all files of the data removed in mid-run", tried=1, message="continues", broken=tuple(broken))
 
 
 def _one_cache(folder: Path) -> Outcome:
@@ -134,7 +134,7 @@ def _one_cache(folder: Path) -> Outcome:
     codes = [run.wait() for run in runs]
     losses = [(folder / name / "m.jsonl").read_text().count('"lm_loss"') for name in ("one", "other")]
     broken = [] if codes == [0, 0] and losses == [3, 3] else [f"exit codes {codes}"]
-    return Outcome(fault="two runs fill one cache", tried=1, said="both train", broken=tuple(broken))
+    return Outcome(fault="two runs fill one cache", tried=1, message="both train", broken=tuple(broken))
 
 
 def _training(folder: Path, prefix: Path, iterations: int) -> Launch:

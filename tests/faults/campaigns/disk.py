@@ -24,7 +24,7 @@ ENDS_S = 60.0
 def campaign(settings: Settings) -> Iterator[Outcome]:
     """Yield an outcome for each fault of a disk."""
     if os.geteuid() != 0:
-        yield Outcome(fault="a disk that is full", tried=0, said="not tried: it needs the right to mount")
+        yield Outcome(fault="a disk that is full", tried=0, message="not tried: it needs the right to mount")
         return
     data = write_corpus(settings.folder)
     for name, tried in {
@@ -40,8 +40,8 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
         yield _outcome(name, *tried(folder, data))
 
 
-def _outcome(name: str, seconds: float | None, said: str, broken: list[str]) -> Outcome:
-    return Outcome(fault=name, tried=1, longest_s=seconds, promised_s=ENDS_S, said=said, broken=tuple(broken))
+def _outcome(name: str, seconds: float | None, message: str, broken: list[str]) -> Outcome:
+    return Outcome(fault=name, tried=1, longest_s=seconds, promised_s=ENDS_S, message=message, broken=tuple(broken))
 
 
 Result = tuple[float | None, str, list[str]]
@@ -49,25 +49,27 @@ Result = tuple[float | None, str, list[str]]
 
 def _no_room_at_the_start(folder: Path, data: Path) -> Result:
     with _disk(folder, ONE_CHECKPOINT // 2):
-        _, said, broken = _ends(Launch(folder, flags(data, *SAVES)), time.monotonic(), folder, None, "has no room in")
-        return None, said, broken
+        _, message, broken = _ends(
+            Launch(folder, flags(data, *SAVES)), time.monotonic(), folder, None, "has no room in"
+        )
+        return None, message, broken
 
 
 def _full_at_the_second(folder: Path, data: Path) -> Result:
     with _disk(folder, ONE_CHECKPOINT * 3 // 2) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 4))
         run.wait_for(lambda: (disk / "latest").exists())
-        seconds, said, broken = _ends(run, time.monotonic(), folder, "global_step2", "has no room in")
+        seconds, message, broken = _ends(run, time.monotonic(), folder, "global_step2", "has no room in")
         # Room is made; the run goes on from where it was.
         _mount(disk, f"remount,size={4 * ONE_CHECKPOINT}")
         again = Launch(folder, flags(data, *SAVES, "--train-iters", 4, "--load", "checkpoints"))
         if again.wait() != 0 or (disk / "latest").read_text() != "global_step4":
-            broken.append("it did not go on after room was made")
-        return seconds, said, broken
+            broken.append("it did not continue after room was made")
+        return seconds, message, broken
 
 
 def _full_in_a_file(folder: Path, data: Path) -> Result:
-    """Past what is foreseen: a rank may write no more than a part of a file, as where others fill the disk."""
+    """Beyond the check of room: a rank may write only a part of a file, as where others fill the disk."""
     with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
         run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000))
         run.wait_for(lambda: (disk / "latest").exists())
@@ -100,7 +102,7 @@ def _read_only_for_a_while(folder: Path, data: Path) -> Result:
 
 
 def _ends(run: Launch, since: float, folder: Path, latest: str | None, words: str) -> Result:
-    """Wait for the end, and see that one line says why and that what was saved is whole."""
+    """Wait for the end, and check that one line has the reason and that checkpoints are whole."""
     code = run.wait()
     seconds, lines = time.monotonic() - since, error_lines(run.output())
     broken = [] if code == 2 else [f"exit code {code}"]

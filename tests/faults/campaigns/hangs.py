@@ -1,7 +1,7 @@
-"""Ranks that hang: stopped wherever they are, on a host that is cut off, or behind a link that loses what is sent.
+"""Ranks that hang: stopped wherever they are, on a host that is cut off, or with a link that loses packets.
 
 Each must be found within the timeout and named by one line, with the ledgers of the others written; all processes must
-end, and the run must go on from its last checkpoint as if nothing had been.
+end, and the run must resume from its last checkpoint with equal losses.
 """
 
 import os
@@ -37,7 +37,7 @@ PROMISED_S = 60 * TIMEOUT_MINUTES + 30
 """Seconds in which all processes end."""
 
 SSH_S = 15
-"""Seconds in which ssh gives up a host, by what this campaign tells it. They may begin when the ranks have ended."""
+"""Seconds after which ssh ends a connection; they may begin when the ranks have ended."""
 
 LAYOUTS = {
     "2 stages": (),
@@ -82,7 +82,7 @@ class _Stop:
     data: Path
 
     def outcome(self, expected: list[float]) -> Outcome:
-        """Stop the rank, wait for the end, and let the run go on."""
+        """Stop the rank, wait for the end, and resume the run."""
         self.folder.mkdir()
         (self.folder / "sitecustomize.py").write_text(RUN_AT_START)
         paths = os.pathsep.join([str(self.folder), environment()["PYTHONPATH"]])
@@ -95,39 +95,39 @@ class _Stop:
         except AssertionError:
             if run.running:
                 run.kill()
-            return Outcome(fault=fault, tried=0, broken=("it was not stopped",), said=run.output().splitlines()[-1])
+            return Outcome(fault=fault, tried=0, broken=("it was not stopped",), message=run.output().splitlines()[-1])
         stopped = time.monotonic()
         code = run.wait()
         until(lambda: not run.survivors(), PROMISED_S)
         longest_s, left = time.monotonic() - stopped, run.survivors()
         if left:
             run.kill()
-        said = [line for line in error_lines(run.output()) if "the run has stalled" in line]
+        message = [line for line in error_lines(run.output()) if "the run has stalled" in line]
         broken = [f"{len(left)} processes left"] * bool(left)
         broken += [f"exit code {code}"] * (code != STALLED)
         broken += ["not named"] * (
-            not said or not re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", said[0])
+            not message or not re.search(rf"rank {self.rank} (\(host \S+\) )?blocks the run", message[0])
         )
         broken += ["a traceback"] * ("Traceback" in run.output())
         ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"
         broken += ["no ledger"] * (not ledger.exists())
-        broken += self._going_on(expected)
+        broken += self._resumed(expected)
         return Outcome(
             fault=fault,
             tried=1,
             longest_s=longest_s,
             promised_s=PROMISED_S,
-            said=said[0] if said else "",
+            message=message[0] if message else "",
             broken=tuple(broken),
         )
 
-    def _going_on(self, expected: list[float]) -> list[str]:
-        """Start the run again, and return what is not as if it had not been disturbed."""
+    def _resumed(self, expected: list[float]) -> list[str]:
+        """Start the run again, and return differences from an undisturbed run."""
         saved = (self.folder / "save" / "latest").exists()
         load = ("--load", "save") if saved else ()
         again = Launch(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load))
         if again.wait():
-            return ["it does not go on"]
+            return ["it does not continue"]
         found = _losses(self.folder)
         first = 2 if saved else 0
         return ["other losses"] * (found[-len(expected[first:]) :] != expected[first:])
@@ -138,7 +138,7 @@ class _Stop:
 
 def _between_hosts(settings: Settings, data: Path) -> Iterator[Outcome]:
     if reason := missing():
-        yield Outcome(fault="a host cut off the network", tried=0, said=f"not tried: {reason}")
+        yield Outcome(fault="a host cut off the network", tried=0, message=f"not tried: {reason}")
         return
     folder = settings.folder / "hosts"
     folder.mkdir()
@@ -183,15 +183,15 @@ class _HostsRun:
         lines = [line for line in self._log() if "the run has stalled" in line]
         ledgers = sorted(path.name for path in (self._folder / "save").glob("stalled_pipeline/*.json"))
         broken = [f"{len(left)} processes left: {'; '.join(line[:60] for line in left)}"] * bool(left)
-        broken += ["nothing said"] * (not lines) + ["exit code 0"] * (not code)
+        broken += ["nothing message"] * (not lines) + ["exit code 0"] * (not code)
         broken += [f"only the ledgers {', '.join(ledgers)}"] * (len(ledgers) < len(self._hosts.hosts))
-        said = lines[0].partition(": ")[2] if lines else self._log()[-1]
+        message = lines[0].partition(": ")[2] if lines else self._log()[-1]
         return Outcome(
             fault=name,
             tried=1,
             longest_s=longest_s,
             promised_s=PROMISED_S + SSH_S,
-            said=said,
+            message=message,
             broken=tuple(broken),
         )
 
@@ -205,9 +205,9 @@ class _HostsRun:
         time.sleep(seconds)
         self._hosts.restore(host)
         goes_on = self._trains_on(3)
-        said = "it trains on" if goes_on else self._log()[-1]
+        message = "it trains on" if goes_on else self._log()[-1]
         self._end()
-        return Outcome(fault=name, tried=1, said=said, broken=() if goes_on else ("it does not go on",))
+        return Outcome(fault=name, tried=1, message=message, broken=() if goes_on else ("it does not continue",))
 
     def _trains_on(self, iterations: int) -> bool:
         """Whether it trains for more iterations soon."""
@@ -220,13 +220,13 @@ class _HostsRun:
 
     def _did_not_begin(self, name: str) -> Outcome:
         self._end()
-        return Outcome(fault=name, tried=0, broken=("the run did not begin",), said=self._log()[-1])
+        return Outcome(fault=name, tried=0, broken=("the run did not begin",), message=self._log()[-1])
 
     def _left(self) -> list[str]:
         return [line for host in self._hosts.hosts for line in host.processes().values()]
 
     def _end(self) -> int:
-        """Kill what is left, and return the exit code of the launcher."""
+        """Kill remaining processes, and return the exit code of the launcher."""
         for host in self._hosts.hosts:
             for process in host.processes():
                 with suppress(ProcessLookupError):

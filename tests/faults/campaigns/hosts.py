@@ -1,6 +1,6 @@
 """Faults of launches over several hosts: trials that are interrupted, and ranks that are killed under each launcher.
 
-No process may be left on any host. Interrupted trials go on with those that are missing.
+No process may be left on any host. Interrupted trials continue with the missing ones.
 """
 
 import json
@@ -33,7 +33,7 @@ VARIABLES = "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n"
 def campaign(settings: Settings) -> Iterator[Outcome]:
     """Interrupt trials over two hosts in each way; then kill a rank under each launcher."""
     if reason := missing():
-        yield Outcome(fault="a trial over hosts", tried=0, said=f"not tried: {reason}")
+        yield Outcome(fault="a trial over hosts", tried=0, message=f"not tried: {reason}")
         return
     with network(2, settings.folder) as hosts:
         yield from _trials(hosts, settings.folder / "trials")
@@ -42,7 +42,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
         for name, words, variables in _launchers(hosts, folder):
             yield _killed_rank(hosts, name, words, variables, folder)
         if reason := missing_slurm():
-            yield Outcome(fault="a rank under srun", tried=0, said=f"not tried: {reason}")
+            yield Outcome(fault="a rank under srun", tried=0, message=f"not tried: {reason}")
             return
         (folder / "slurm").mkdir()
         with slurm(hosts, folder / "slurm") as variables:
@@ -136,14 +136,14 @@ def _killed_rank(hosts: Network, name: str, words: Sequence[Any], variables: dic
     # Where a rank was alone on its host, its launcher is the one that knows.
     signs = ("error: rank 1", "process rank 1", "return code = -9", "Killed")
     lines = [line for line in (folder / "log.txt").read_text().splitlines() if any(sign in line for sign in signs)]
-    said = lines[0].strip()[:120] if lines else ""
-    broken += ["nobody says that a rank died"] * (not said) + ["exit code 0"] * (run.returncode == 0)
+    message = lines[0].strip()[:120] if lines else ""
+    broken += ["no line about the death of a rank"] * (not message) + ["exit code 0"] * (run.returncode == 0)
     return Outcome(
         fault=f"kill -9 of a rank under {name}",
         tried=1,
         longest_s=longest_s,
         promised_s=PROMISED_S,
-        said=said,
+        message=message,
         broken=tuple(broken),
     )
 
@@ -158,7 +158,7 @@ def _made(
     *,
     wait_s: float = 0.0,
 ) -> tuple[float, list[str]]:
-    """Send a signal to processes once a run has begun; return the seconds to the end of all, and what is wrong.
+    """Send a signal to processes once a run has begun; return the seconds to the end of all, and broken promises.
 
     Args:
         wait_s: seconds in which nothing need happen.
@@ -200,7 +200,7 @@ def _trains(metrics: Path) -> bool:
 
 
 def _left(hosts: Network) -> list[str]:
-    """Return the command lines of what runs on the hosts, but daemons."""
+    """Return the command lines of processes on the hosts, without daemons."""
     daemons = ("slurmctld", "slurmd", "slurmstepd")
     lines = [line for host in hosts.hosts for line in host.processes().values()]
     return [line for line in lines if line.split()[0].rpartition("/")[2].rstrip(":") not in daemons]

@@ -1,4 +1,4 @@
-"""Kills of ranks, of DeepSpeed's launcher and of its command, in all phases: all ends, and what was saved goes on."""
+"""Kills of ranks, of DeepSpeed's launcher and of its command, in all phases: all processes end, and the run resumes."""
 
 import os
 import random
@@ -27,12 +27,12 @@ LEFT_S = 60.0
 
 @dataclass
 class Killed:
-    """What came of the kills of one victim."""
+    """Outcome of the kills of one victim."""
 
     tried: int = 0
     longest_s: float = 0.0
     """From a kill to the end of the last process."""
-    said: str = ""
+    message: str = ""
     """The last line that a user read."""
     broken: list[str] = field(default_factory=list)
 
@@ -51,14 +51,14 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
             tried=killed.tried,
             longest_s=killed.longest_s,
             promised_s=ENDS_WITHIN_S,
-            said=killed.said,
+            message=killed.message,
             broken=tuple(killed.broken),
         )
     iterations, broken = run.compare()
     yield Outcome(
         fault=f"resuming after each kill: losses of {iterations} iterations beside an undisturbed run's",
         tried=number,
-        said="equal to the bit" if not broken else "",
+        message="equal to the bit" if not broken else "",
         broken=tuple(broken),
     )
 
@@ -73,30 +73,30 @@ class KilledRun:
         self._losses: list[dict[int, float]] = []
 
     def kill(self, victim: str, phase: str) -> None:
-        """Start or resume the run, kill one process in a phase, and see what comes of it."""
+        """Start or resume the run, kill one process in a phase, and check the outcome."""
         found = self.killed.setdefault(victim, Killed())
         where, metrics = f"killed while it {phase}", self.folder / f"metrics{len(self._losses)}.jsonl"
         started_from = _iteration(self.folder / "save")
         run = self._launch(metrics, "--exit-interval", 8 if phase == "ends" else 100000)
         try:
-            code, said, seconds = self._end(run, victim, self._moment(run, phase, metrics))
+            code, message, seconds = self._end(run, victim, self._moment(run, phase, metrics))
             left = run.survivors()
         finally:
             for process in run.survivors():
                 os.kill(process, signal.SIGKILL)
         found.tried += 1
         found.longest_s = max(found.longest_s, seconds)
-        found.said = said[-1] if said else found.said
+        found.message = message[-1] if message else found.message
         ended_well = "exiting after iteration" in run.output()
         found.broken += [f"{where}: {len(left)} processes left"] if left else []
-        found.broken += [f"{where}: said {len(said)} lines"] if len(said) > 1 else []
+        found.broken += [f"{where}: printed {len(message)} lines"] if len(message) > 1 else []
         if not ended_well and phase in ("trains", "saves"):
             found.broken += [f"{where}: exit code 0"] if code == 0 else []
-            found.broken += [f"{where}: not named"] if victim.removeprefix("the ") not in _name(said) else []
+            found.broken += [f"{where}: not named"] if victim.removeprefix("the ") not in _name(message) else []
         self._losses.append(_losses(metrics))
         first, saved = min(self._losses[-1], default=None), [int(number) for number in SAVED.findall(run.output())]
         if first not in (None, started_from + 1):
-            found.broken.append(f"{where}: went on with iteration {first}, and {started_from} was saved")
+            found.broken.append(f"{where}: resumed with iteration {first}, and {started_from} was saved")
         if _iteration(self.folder / "save") < max(saved, default=0):
             found.broken.append(f"{where}: the checkpoint of iteration {max(saved)} is lost")
 
@@ -118,7 +118,7 @@ class KilledRun:
         return Launch(self.folder / "launches", flags(self.data, *words))
 
     def _moment(self, run: Launch, phase: str, metrics: Path) -> Callable[[], bool]:
-        """Return what tells that the moment of the kill has come."""
+        """Return a function that is true at the moment of the kill."""
         save, begin, wait_s = self.folder / "save", time.monotonic(), self.chance.uniform(0.0, 2.0)
         trained: list[float] = []
 
@@ -137,7 +137,7 @@ class KilledRun:
         return trains
 
     def _end(self, run: Launch, victim: str, come: Callable[[], bool]) -> tuple[int, list[str], float]:
-        """Kill, and return the exit code, the lines said, and the seconds until the last process has ended."""
+        """Kill, and return the exit code, the error lines, and the seconds until the last process has ended."""
         while not (come() and victim in (there := run.processes())) and run.running:
             time.sleep(0.01)
         if not run.running:
@@ -149,9 +149,9 @@ class KilledRun:
         return code, error_lines(run.output()), time.monotonic() - begin
 
 
-def _name(said: list[str]) -> str:
+def _name(message: list[str]) -> str:
     # The command is the launcher of the launchers.
-    return said[0].replace("the launcher deepspeed (", "the command (") if said else ""
+    return message[0].replace("the launcher deepspeed (", "the command (") if message else ""
 
 
 def _losses(metrics: Path) -> dict[int, float]:
@@ -190,7 +190,7 @@ def restarts(settings: Settings) -> Iterator[Outcome]:
             yield Outcome(
                 fault=f"kill -9 of rank {rank}, twice, under torchrun {meeting[0]} --max-restarts 2",
                 tried=2,
-                said=next(iter(error_lines(run.output())), ""),
+                message=next(iter(error_lines(run.output())), ""),
                 broken=tuple(broken),
             )
 

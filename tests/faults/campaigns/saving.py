@@ -25,6 +25,6 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
         yield Outcome(
             fault=f"killed while saving {name}, at each access to the disk",
             tried=points,
-            said="a whole checkpoint was found each time",
+            message="a whole checkpoint was found each time",
             broken=(f"iteration {min(wrong)} was found",) if wrong else (),
         )

@@ -1,4 +1,4 @@
-"""A long run with evaluations and saves: what it holds must not grow, and its steps must not become slower."""
+"""A long run with evaluations and saves: its resources must not grow, and its steps must not become slower."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ WARM_UP = 0.3
 """Part of a run in which caches fill. It is left out."""
 
 MOST_GROWTH = {"memory_mb": 0.5, "handles": 0.5, "threads": 0.5, "shared_files": 0.5}
-"""Growth in 1,000 iterations that counts as none, of what `Sample` has."""
+"""Growth in 1,000 iterations that counts as none, by field of `Sample`."""
 
 MOST_SLOWER = 0.05
 """Part by which the second half of the steps may be slower than the first, on a machine that does nothing else."""
@@ -66,11 +66,13 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
             next_iteration = iteration + iterations // SAMPLES
     code = run.wait()
     if code:
-        yield Outcome(fault="a long run", tried=1, broken=(f"exit code {code}",), said=run.output().splitlines()[-1])
+        yield Outcome(fault="a long run", tried=1, broken=(f"exit code {code}",), message=run.output().splitlines()[-1])
         return
     left = sorted(_shared_files() - before)
     broken = (f"{len(left)} files left in /dev/shm, such as {left[0]}",) if left else ()
-    yield Outcome(fault=f"{iterations} iterations: what is left", tried=1, said="nothing" * (not left), broken=broken)
+    yield Outcome(
+        fault=f"{iterations} iterations: remaining files", tried=1, message="nothing" * (not left), broken=broken
+    )
     for rank, found in samples.items():
         yield _growth(rank, [sample for sample in found if sample.iteration > WARM_UP * iterations])
     yield _steps([each["iteration_time_s"] * 1000 for each in read_metrics(metrics)[0]])
@@ -83,7 +85,7 @@ def _growth(rank: int, samples: Sequence[Sample]) -> Outcome:
     return Outcome(
         fault=f"rank {rank}: growth in 1,000 iterations, {len(samples)} samples",
         tried=1,
-        said=", ".join(
+        message=", ".join(
             f"{name} {value:+.2f} (at the end {getattr(samples[-1], name):.0f})" for name, value in grown.items()
         ),
         broken=tuple(f"{name} grows" for name, value in grown.items() if value > MOST_GROWTH[name]),
@@ -98,7 +100,7 @@ def _steps(times_ms: Sequence[float]) -> Outcome:
     return Outcome(
         fault="time of a step",
         tried=1,
-        said=f"{first:.1f} ms in the first half, {second:.1f} ms in the second: {slower:+.1%}",
+        message=f"{first:.1f} ms in the first half, {second:.1f} ms in the second: {slower:+.1%}",
         broken=(f"slower by {slower:.1%}",) if slower > MOST_SLOWER else (),
     )
 

@@ -3,7 +3,7 @@
     python -m tests.faults.fuzzing.child TARGET FOLDER --source edits --inputs 1000 --seed 1
 
 It writes into FOLDER: `current`, the input that it tries; `tried`, how many it has; `faults/`, the first input of each
-kind of fault with a text that says what happened.
+kind of fault with a description.
 """
 
 import argparse
@@ -26,10 +26,10 @@ _EVERY = 50
 
 
 class Tries:
-    """Tries inputs and writes down what happened.
+    """Tries inputs and writes down faults.
 
     Args:
-        judge: says what is wrong with the handling of an input, as a kind and a detail; None if nothing.
+        judge: returns the fault of an input, as a kind and a detail; None without one.
     """
 
     def __init__(self, judge: Callable[[bytes], tuple[str, str] | None], folder: Path) -> None:

@@ -73,7 +73,7 @@ class Edit:
     place: float
     """Where, as a share of the input."""
     extent: float
-    """How much of it, as a share of what may be changed."""
+    """Length of the change, as a share of the rest."""
     word: bytes
 
     @classmethod

@@ -27,7 +27,7 @@ _DEATHS = 5
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """What many inputs did to a parser."""
+    """Result of many inputs of a parser."""
 
     tried: int
     seconds: float
@@ -87,7 +87,7 @@ def _run_child(target: Target, folder: Path, source: str, inputs: int, seed: int
 
 
 def _wait(child: "subprocess.Popen[bytes]", folder: Path, patience: float) -> bool:
-    """Wait for the end of a process. Returns whether it stood still instead."""
+    """Wait for the end of a process. Returns whether it hangs instead."""
     current, seen, since = folder / "current", 0.0, time.monotonic()
     while child.poll() is None:
         changed = current.stat().st_mtime if current.exists() else 0.0
@@ -108,7 +108,7 @@ INPUTS, QUICK_INPUTS = 100_000, 2_000
 """Inputs for each parser."""
 
 KEPT = Path("runs/faults/inputs")
-"""Folder for the inputs that broke a promise. They belong among the `found` of their target once it is mended."""
+"""Folder for the inputs that broke a promise. They belong to the `found` of their target after the fix."""
 
 
 def campaign(settings: Settings) -> Iterator[Outcome]:
@@ -123,6 +123,6 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
         yield Outcome(
             fault=f"bad input: {target.name}",
             tried=done.tried,
-            said="read, or one line",
+            message="read, or one line",
             broken=tuple(f"{kind}: {kept / path.name}" for kind, path in done.faults),
         )

@@ -1,4 +1,4 @@
-"""What a parser may use while it reads: some seconds, some memory, and no file outside a folder."""
+"""Limits of a parser: some seconds, some memory, and no file outside a folder."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class LimitBroken(BaseException):
-    """A parser went beyond what it may use. No `except Exception` of a parser hides it.
+    """A parser broke a limit. No `except Exception` of a parser hides it.
 
     Attributes:
         rule: the limit.
@@ -24,7 +24,7 @@ class LimitBroken(BaseException):
 
 
 class _Guard:
-    """Hook of the interpreter that sees what is written and started. Hooks cannot be taken off, so it can be idle."""
+    """Hook of the interpreter for writes and starts of processes. Hooks cannot be removed, so it can be idle."""
 
     _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     _CHANGING = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
@@ -60,10 +60,10 @@ _guard = _Guard()
 
 @contextmanager
 def limited(seconds: float, folder: Path) -> Iterator[None]:
-    """Run the body under limits; the main thread alone can.
+    """Run the body under limits; only in the main thread.
 
     Args:
-        seconds: time of the processor for the body, which does not depend on what else the machine does.
+        seconds: time of the processor for the body, which does not depend on other programs.
     """
 
     def too_slow(_signal: int, _frame: FrameType | None) -> None:
@@ -84,7 +84,7 @@ def limit_memory(more: int) -> None:
     """Let this process grow by so many bytes, and no more: it then sees a MemoryError.
 
     Args:
-        more: bytes above what it has now.
+        more: bytes above its current size.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""A parser under fuzzing, and the judgement of what it did with an input."""
+"""A parser under fuzzing, and the check of its result for an input."""
 
 import traceback
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Target:
     name: str
     """Its name in the table."""
     read: Callable[[bytes, Path], object]
-    """Reads bytes; files that it needs go into the folder, which is empty. Of errors it may raise `UserError` alone."""
+    """Reads bytes; files that it needs go into the folder, which is empty. It may raise only `UserError`."""
     seeds: tuple[bytes, ...]
     """Real inputs. All of them are read without an error."""
     found: tuple[bytes, ...] = ()
@@ -31,7 +31,7 @@ class Fault:
     """A promise that a parser broke."""
 
     kind: str
-    """What it did, without what depends on the input: faults of one kind count as one."""
+    """Its effect, without details of the input: faults of one kind count as one."""
     detail: str
     """More of it, for people."""
 

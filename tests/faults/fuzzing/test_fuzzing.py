@@ -15,7 +15,7 @@ INPUTS = 25
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
-def test_parsers_read_or_say_in_one_line_what_is_wrong(target: Target, tmp_path: Path) -> None:
+def test_parsers_read_an_input_or_report_an_error(target: Target, tmp_path: Path) -> None:
     for seed in target.seeds:
         target.read(seed, tmp_path)
     folder = tmp_path / "scratch"

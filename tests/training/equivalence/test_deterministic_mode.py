@@ -1,4 +1,4 @@
-"""`--deterministic-mode`: torch is told, and two runs agree to the bit."""
+"""`--deterministic-mode`: torch is deterministic, and two runs agree to the bit."""
 
 import torch
 

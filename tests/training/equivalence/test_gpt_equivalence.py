@@ -1,6 +1,6 @@
 """The equivalence ladder of the GPT: token slices and stages change neither the loss nor any gradient.
 
-Each setup trains one step through the trainer's own engine, and is held against plain autograd in fp64 over all layers
+Each setup trains one step through the trainer's own engine, and is compared with plain autograd in fp64 over all layers
 on one process, whose attention is torch's. An error is the norm of a tensor's difference over the norm of the tensor.
 """
 
@@ -200,7 +200,7 @@ SETUPS = [
 
 @dataclass(frozen=True)
 class WholePast:
-    """Stands in for a sequence's state: the whole sequence at once, attention written out under plain autograd."""
+    """State of a sequence for the reference: the whole sequence at once, attention written out under plain autograd."""
 
     seed: int
     sequences: tuple[int, ...]
@@ -278,7 +278,7 @@ def expected_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def axes(setup: Setup) -> dict[str, object]:
-    """The value of a setup on each axis: its flags, how the sequence is cut, and what the launch adds."""
+    """The value of a setup on each axis: its flags, the cut of the sequence, and the launch."""
     given: dict[str, str] = {}
     for word in setup.flags.split():
         if word.startswith("--"):
@@ -303,7 +303,7 @@ FLAGS = sorted(set(re.findall(r"--[a-z-]+", " ".join(setup.flags for setup in SE
 
 @pytest.fixture(scope="module")
 def trained(setups: list[Setup]) -> Callable[[Setup], list[Step]]:
-    """What each rank found with a setup. One launch serves all setups of a world size."""
+    """Results of all ranks of a setup. One launch serves all setups of a world size."""
 
     @cache
     def by_setup(world_size: int) -> dict[Setup, list[Step]]:

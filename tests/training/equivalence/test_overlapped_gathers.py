@@ -21,7 +21,7 @@ SETUPS = [
 
 
 def trained(setups: list[Setup]) -> list[tuple[Any, Any, Any]]:
-    """Of each setup, losses and weights after three steps and an evaluation, without overlap and with; what waited."""
+    """Losses and weights of each setup without overlap and with, and the numbers of pieces that were waited for."""
     found = []
     for setup in setups:
         waits: list[int] = []

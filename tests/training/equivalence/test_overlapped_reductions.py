@@ -29,7 +29,7 @@ from tests.training.equivalence.test_gpt_equivalence import (
 from tests.training.gpt_runs import Setup, Step, gradients
 
 IN_PLACE, COPIED = 1, 1 << 20
-"""Bytes from which on a gradient is reduced where it lies: all of these gradients, or none."""
+"""Least bytes of a gradient that is reduced in place: all of these gradients, or none."""
 
 SETUPS = [
     (Setup(4, f"{PP2} {UNEVEN} {SELECTIVE} --clip-grad 0.1"), IN_PLACE),

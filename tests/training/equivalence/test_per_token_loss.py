@@ -26,7 +26,7 @@ FLAGS = f"--init-method-std 0.2 --num-token-slices 4 --eod-mask-loss --eval-iter
 
 
 class Documents:
-    """Samples of which each has more ends of documents than the one before, so that fewer tokens bear loss."""
+    """Samples of which each has more ends of documents than the one before, so that fewer tokens count in the loss."""
 
     def __len__(self) -> int:
         return 64

@@ -47,7 +47,7 @@ PAIRS = [
 
 
 def gradients_of_all(setups: list[Setup]) -> list[tuple[Step, int]]:
-    """What each setup gives, and how many products it deferred."""
+    """The step of each setup, and the number of deferred products."""
     return [_counted(setup) for setup in setups]
 
 
@@ -66,7 +66,7 @@ def _counted(setup: Setup) -> tuple[Step, int]:
 
 @cache
 def _trained(world_size: int) -> dict[Setup, list[tuple[Step, int]]]:
-    """Per setup of a world size, what each rank found. One launch serves them all."""
+    """Results of all ranks by setup, for a world size. One launch serves them all."""
     setups = list(dict.fromkeys(setup for pair in PAIRS for setup in pair if setup.world_size == world_size))
     by_rank = run_distributed(gradients_of_all, world_size, setups)
     return dict(zip(setups, zip(*by_rank, strict=True), strict=True))
@@ -86,11 +86,11 @@ def test_every_bit_is_that_of_1f1b(plain: Setup, other: Setup) -> None:
     assert [name for name in wanted if wanted[name].tobytes() != gotten[name].tobytes()] == []
 
 
-def test_weight_gradients_are_deferred_where_the_schedule_says_so_and_nowhere_else() -> None:
+def test_only_schedules_with_weight_gradients_defer_them() -> None:
     for setup, ranks in _trained(2).items():
         products = [num_deferred for _, num_deferred in ranks]
         if ZERO_BUBBLE in setup.flags:
-            # Four matrices of two layers, and the embedding, for every token slice; the output layer puts nothing off.
+            # Four matrices of two layers, and the embedding, for every token slice; the output layer defers none.
             assert products == [9 * setup.micro_batches * 4, 8 * setup.micro_batches * 4]
         elif THERE_AND_BACK in setup.flags:
             # Rank 0 has the first and the last layer and both ends, and half of the token slices in two parts.

@@ -1,4 +1,4 @@
-"""The command line of the trainer, and the files of other projects that stand for it."""
+"""The command line of the trainer, and the files of other projects in its place."""
 
 import json
 from pathlib import Path

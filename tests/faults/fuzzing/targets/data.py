@@ -22,7 +22,7 @@ _NUM_SAMPLES = 9
 
 
 def _files(write: Callable[[Path], object]) -> dict[str, bytes]:
-    """Return what a function writes into a folder, by the names of the files."""
+    """Return the files that a function writes into a folder, by name."""
     with TemporaryDirectory() as folder:
         write(Path(folder))
         return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

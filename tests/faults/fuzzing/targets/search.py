@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 def in_file(name: str, read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
-    """What reads bytes as a file of this name."""
+    """Return a function that reads bytes as a file of this name."""
 
     def read_bytes(data: bytes, folder: Path) -> object:
         file = folder / name
