@@ -1,7 +1,7 @@
 """`python -m tests.audit_dependencies`: known vulnerabilities of the packages that are installed beside this project.
 
 One request to osv.dev (https://google.github.io/osv.dev/post-v1-querybatch/), which has the advisories of PyPI. The
-command fails if a newer version of a package mends one. Without a network it says so and passes.
+command fails if a newer version of a package fixes one. Without a network it prints a line and passes.
 """
 
 import json
@@ -23,18 +23,18 @@ ACCEPTED: Mapping[str, str] = {}
 
 
 def main(server: str = SERVER) -> int:
-    """Ask, print what is known, and return the exit code: 1 if a newer version mends something."""
+    """Print the advisories, and return the exit code: 1 if a newer version fixes one."""
     installed = sorted({(each.metadata["Name"], each.version) for each in distributions()})
     try:
         found = list(advisories(installed, server))
     except (OSError, ValueError, KeyError) as error:
         print(f"no advisory database reached ({server}: {error}): dependencies were not audited")
         return 0
-    for name, version, advisory, mended in found:
-        remedy = f"update to {mended}" if mended else "no version mends it yet"
+    for name, version, advisory, fixed in found:
+        remedy = f"update to {fixed}" if fixed else "no version fixes it yet"
         print(f"{name} {version} has {advisory}: {ACCEPTED.get(advisory, remedy)}")
     open_ones = [each for each in found if each[3] and each[2] not in ACCEPTED]
-    print(f"{len(installed)} packages audited: {len(found)} advisories, {len(open_ones)} mended by newer versions")
+    print(f"{len(installed)} packages audited: {len(found)} advisories, {len(open_ones)} fixed by newer versions")
     return 1 if open_ones else 0
 
 
@@ -48,11 +48,11 @@ def advisories(installed: Sequence[tuple[str, str]], server: str) -> Iterator[tu
     answers = _asked(f"{server}/querybatch", {"queries": queries})["results"]
     for (name, version), answer in zip(installed, answers, strict=True):
         for each in answer.get("vulns", []):
-            yield name, version, each["id"], mended_in(_asked(f"{server}/vulns/{each['id']}"), name, version)
+            yield name, version, each["id"], fixed_in(_asked(f"{server}/vulns/{each['id']}"), name, version)
 
 
-def mended_in(advisory: Mapping[str, Any], name: str, version: str) -> str | None:
-    """Return the first version above the installed one that an advisory says is mended; None if it names none."""
+def fixed_in(advisory: Mapping[str, Any], name: str, version: str) -> str | None:
+    """Return the first fixed version of an advisory above the installed one; None if it names none."""
     fixed = (
         event["fixed"]
         for affected in advisory.get("affected", [])

@@ -22,7 +22,7 @@ LONGEST = (
     *("test_training_loop.py", "test_engine_equivalence.py", "test_faults.py", "test_launched_faults.py"),
     *("test_found_schedules.py", "test_targets.py", "test_commands.py", "test_lowering_properties.py"),
 )
-"""Files that take longest, the longest first. They go first, so that at the end no worker is left alone with one."""
+"""Files that take longest, the longest first. They run first, so that no worker ends long after the others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test after what it uses, and bring the longest files to the front; the order within a file stays."""
+    """Mark each test by the functions that it uses, and move the longest files to the front, each in its order."""
     for item in items:
         if isinstance(item, pytest.Function):
             for mark in sorted(marks_of(item)):

@@ -1,7 +1,7 @@
-"""Marks that follow from what a test uses, so that nobody has to remember them.
+"""Marks of tests by the functions that they use.
 
-A test bears the mark of what it reaches: through the functions and classes of tests and benchmarks, through its
-fixtures and its parameters. What the code of the packages starts by itself is not seen.
+A test has the mark of functions that it reaches: through the functions and classes of tests and benchmarks, through its
+fixtures and its parameters. Processes that the code of the packages starts are not found.
 """
 
 import multiprocessing
@@ -24,11 +24,11 @@ REACHING = {
     "launches": (subprocess.run, subprocess.Popen, subprocess.check_output),
     "compiles": (torch.compile, Pointwise, optimise, list_schedule),
 }
-"""Per mark, what a test must reach to bear it."""
+"""Functions by mark; a test that reaches one has the mark."""
 
 
 def marks_of(item: pytest.Function) -> set[str]:
-    """Marks that a collected test bears for what it uses."""
+    """Marks of a collected test."""
     fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found[-1:]]
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return set().union(*(_marks(each) for each in (item.function, *fixtures, *parameters) if _is_followed(each)))
@@ -53,7 +53,7 @@ def _is_followed(value: Any) -> bool:
 
 
 def _used_by(value: Any) -> Iterator[Any]:
-    """What a function or class names, as far as it is found without running it."""
+    """Values that a function or class names, as far as they are found without running it."""
     value = (getattr(value, "hypothesis", None) and value.hypothesis.inner_test) or value
     value = getattr(value, "__wrapped__", value)
     if isinstance(value, type):

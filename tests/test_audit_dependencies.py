@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests import audit_dependencies
-from tests.audit_dependencies import main, mended_in
+from tests.audit_dependencies import fixed_in, main
 
 FIXED = {
     "affected": [
@@ -40,7 +40,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None
     ("advisory", "accepted", "code", "said"),
     [
         (FIXED, {}, 1, "update to 99.1"),
-        ({"affected": []}, {}, 0, "no version mends it yet"),
+        ({"affected": []}, {}, 0, "no version fixes it yet"),
         (FIXED, {"PYSEC-1": "that function is not called"}, 0, "that function is not called"),
     ],
 )
@@ -65,7 +65,7 @@ def test_without_a_network_the_audit_passes_with_a_line(capsys: pytest.CaptureFi
     assert line.startswith("no advisory database reached") and line.endswith("dependencies were not audited")
 
 
-def test_a_version_below_the_installed_one_mends_nothing() -> None:
-    assert mended_in(FIXED, "numpy", "1.0") == "99.1"
-    assert mended_in(FIXED, "NumPy", "99.2") is None
-    assert mended_in(FIXED, "torch", "1.0") is None
+def test_a_version_below_the_installed_one_fixes_nothing() -> None:
+    assert fixed_in(FIXED, "numpy", "1.0") == "99.1"
+    assert fixed_in(FIXED, "NumPy", "99.2") is None
+    assert fixed_in(FIXED, "torch", "1.0") is None

@@ -1,4 +1,4 @@
-"""A test bears the marks of what it uses; the setups of a commit hold every pair of values that all setups hold."""
+"""Marks follow from the functions that a test uses; the setups of a commit have every pair of values of all setups."""
 
 import subprocess
 from collections.abc import Callable
@@ -52,7 +52,7 @@ WAYS = {"cached": trained}
         (a_property, {"ranks"}),
     ],
 )
-def test_marks_of_what_a_test_names(test: Callable[..., Any], marks: set[str]) -> None:
+def test_marks_follow_from_names(test: Callable[..., Any], marks: set[str]) -> None:
     item = SimpleNamespace(function=test, _fixtureinfo=SimpleNamespace(name2fixturedefs={}))
     assert marks_of(item) == marks
 

@@ -1,4 +1,4 @@
-"""The files of the project, and what they import."""
+"""The files of the project, and their imports."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 CODE = ("deepspeed_ext", "megatron_terapipe")
 """Packages that are installed."""
 BESIDE = ("benchmarks", "examples", "tests")
-"""What stands beside them."""
+"""Folders that are not installed."""
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -19,7 +19,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """What is written for people."""
+    """The documents of the project."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
@@ -53,12 +53,12 @@ class Import:
     """Dotted name of the module imported."""
     line: int
     runs_on_import: bool
-    """Whether it runs when the importing module does: not in a function, not for types alone."""
+    """Whether it runs when the importing module does: not in a function, and not only for types."""
 
 
 @cache
 def imports_of(path: Path) -> list[Import]:
-    """What a file imports, wherever in the file."""
+    """The imports of a file, wherever in the file."""
     return list(_imports(tree_of(path), runs_on_import=True))
 
 

@@ -29,11 +29,11 @@ OURS = {
     "transformers_layers",
 }
 NOT_DECLARED = {"apex", "amp_C", "flash_attn_interface", "setuptools"}
-"""NVIDIA's apex and kernels, which are not on PyPI and are imported where they are, and what builds the package."""
+"""NVIDIA's apex and kernels, which are not on PyPI and are imported where they are, and the builder of the package."""
 
 
 def declared() -> tuple[list[Requirement], list[Requirement]]:
-    """What setup.py says is needed, and what its extras add."""
+    """The requirements of setup.py, and those of its extras."""
     found: dict[str, Any] = {}
     setup, setuptools.setup = setuptools.setup, found.update
     try:

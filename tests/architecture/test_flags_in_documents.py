@@ -1,4 +1,4 @@
-"""What documents and examples tell people to type and to open exists."""
+"""Flags and files that documents and examples name exist."""
 
 import ast
 import re
@@ -65,7 +65,7 @@ def test_flags_exist() -> None:
 )
 def test_trainer_takes_the_flags_of_examples(path: Path) -> None:
     (command,) = re.findall(r"pretrain_gpt\.py((?:.*\\\n)*.*)", path.read_text(encoding="utf-8"))
-    # What the shell would put in: a number of stages, a flag that may be left out, names of files.
+    # Values of the shell: a number of stages, a flag that may be left out, names of files.
     command = command.replace('"$stages"', "2").replace("$precision", "").replace("\\\n", " ")
     config = parse_arguments(shlex.split(command))
     assert config.num_micro_batches(1) >= 1

@@ -1,4 +1,4 @@
-"""What says in what order and what is asked for starts at once, also where nothing is installed but Python."""
+"""Plans, flags and help load at once, also where only Python is installed."""
 
 import subprocess
 import sys
@@ -61,9 +61,9 @@ def test_every_light_module_together() -> None:
 
 
 @pytest.mark.parametrize("module", ["deepspeed_ext.plan.schedules", "megatron_terapipe.config", "pretrain_gpt"])
-def test_alone(module: str) -> None:
+def test_one_module(module: str) -> None:
     assert not packages_loaded(module)
 
 
-def test_the_probe_sees_what_is_loaded() -> None:
+def test_loaded_packages_are_found() -> None:
     assert packages_loaded("numpy") == {"numpy"}

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of CONTRIBUTING.md, in full."""
+"""Modules that may import each other: the table of CONTRIBUTING.md, in full."""
 
 import sys
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ RECORDS = ("info", "manifest", "directories", "foreign")
 
 
 def search(*folders: str) -> tuple[str, ...]:
-    """What may be imported by those who may import some folders of the search."""
+    """Modules that those with access to some folders of the search may import."""
     return (
         *(*PLAN, *CONFIG, "megatron_terapipe.devices", "megatron_terapipe.strategy", "megatron_terapipe.dimensions"),
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
@@ -33,7 +33,7 @@ class Layer:
     ours: tuple[str, ...] = ()
     """Modules of ours they may import with all in them, besides those of their own row."""
     packages: tuple[str, ...] = ()
-    """Packages of others, or modules of such. The standard library is everybody's."""
+    """Packages of others, or modules of such. All may import the standard library."""
 
 
 LAYERS = (
@@ -211,7 +211,7 @@ def allows(layer: Layer, target: str) -> bool:
     return any(target == name or target.startswith(f"{name}.") for name in (*layer.ours, *layer.packages))
 
 
-def test_modules_import_what_their_layer_may() -> None:
+def test_modules_import_only_from_layers_below() -> None:
     forbidden = [
         f"{where(path, each.line)} imports {each.target}"
         for module, path in modules().items()
@@ -223,7 +223,7 @@ def test_modules_import_what_their_layer_may() -> None:
 
 def test_arrows_point_down() -> None:
     upward = [
-        f"{module} imports {other}, which stands above it"
+        f"{module} imports {other}, which is above it"
         for module in modules()
         for other in imported_when_importing(module)
         if height(other) > height(module)
@@ -264,5 +264,5 @@ def test_the_walk_sees_imports_at_import_time() -> None:
         ("megatron_terapipe.training.run", "tests.distributed", False),
     ],
 )
-def test_the_table_allows_what_is_meant(module: str, target: str, allowed: bool) -> None:
+def test_the_table_allows_and_forbids(module: str, target: str, allowed: bool) -> None:
     assert allows(LAYERS[height(module)], target) == allowed

@@ -1,4 +1,4 @@
-"""Calls that could run what a file says, beside those that ruff's rules of flake8-bandit forbid (pyproject.toml).
+"""Calls that could run the content of a file, besides those that ruff's rules of flake8-bandit forbid.
 
 Pickles run functions that they name. They are read nowhere but through pipes between our own processes.
 """
@@ -14,7 +14,7 @@ from tests.architecture.sources import CODE, ROOT, imports_of, python_files, tre
 FILES = python_files(*CODE, "examples", "benchmarks")
 READERS_OF_PICKLES = ("pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 ERROR = "UnpicklingError"
-"""What torch raises where it refuses a pickle: a name that may be imported."""
+"""The error of torch for a refused pickle, a name that may be imported."""
 
 KEYWORDS = {
     "torch.load": ("weights_only", True),
@@ -35,18 +35,18 @@ def calls(source: str) -> Iterator[tuple[int, str, ast.Call]]:
 
 
 def faults(source: str) -> list[str]:
-    """What is wrong in a source text."""
+    """The faults of a source text."""
     found = []
     for line, name, call in calls(source):
         given = {each.arg: each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
         if name in KEYWORDS and given.get(KEYWORDS[name][0]) is not KEYWORDS[name][1]:
             found.append(f"{line}: {name} without {KEYWORDS[name][0]}={KEYWORDS[name][1]}")
         if given.get("trust_remote_code") or name in FORBIDDEN:
-            found.append(f"{line}: {name} runs what a file or another says")
+            found.append(f"{line}: {name} runs the content of a file or of another host")
     return found
 
 
-def test_no_call_reads_a_pickle_or_runs_what_it_reads() -> None:
+def test_no_call_reads_a_pickle_or_runs_its_input() -> None:
     found = [f"{path.relative_to(ROOT)}:{each}" for path in FILES for each in faults(path.read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)
 

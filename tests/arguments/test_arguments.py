@@ -116,7 +116,7 @@ def shown(text: str) -> set[str]:
     return {each.name for each in flags() if re.search(rf"^  --{each.name.replace('_', '-')}\b", text, re.MULTILINE)}
 
 
-def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_names_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     short = help_for("--help", capsys)
     assert shown(short) == {name for names in MOST_USED.values() for name in names}
     assert len(short.splitlines()) < 120
@@ -151,7 +151,7 @@ def strategy_file(directory: Path, **document: object) -> Path:
     return path
 
 
-def test_strategy_fills_in_what_flags_leave_out(tmp_path: Path) -> None:
+def test_a_strategy_fills_in_fields_without_flags(tmp_path: Path) -> None:
     sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 16}
     slices = {"num_token_slices": 2, "token_slices": [72, 56], "stage_partition": [0, 1, 4]}
     path = strategy_file(tmp_path, **sizes, **slices, schedule="gpipe", recompute="full", zero_stage=0)

@@ -54,7 +54,7 @@ def refusal(words: str) -> str:
     return line
 
 
-def test_what_must_work_is_ours() -> None:
+def test_important_flags_are_ours() -> None:
     assert not {f"--{name}" for name in MUST_WORK.split()} - OWN - FOREIGN.having("accepted").keys()
 
 
@@ -101,7 +101,7 @@ def test_names_of_other_trainers_lead_to_ours(words: str, remedy: str) -> None:
 
 
 def words_of(name: str) -> str:
-    """A flag that is taken, with a value if it takes one, and what it needs beside it."""
+    """A flag that is taken, with a value if it takes one, and the flag that it needs."""
     each = FOREIGN.flags[name]
     value = {0: "", 1: " 1", "*": " a 2"}[each.takes] if not each.values else f" {each.values[0]}"
     return name + value + (f" {flag(each.needs)} 2" if each.needs else "")

@@ -135,7 +135,7 @@ def test_a_folder_may_have_other_tokenizers(folder: Path, files: dict[str, str],
         assert parsed(*words).data.tokenizer_type == found
 
 
-def test_a_run_that_has_saved_goes_on_from_there(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_saved_resumes_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:
     words = ("--mock-data", "--load", folder, "--seq-length", 64, "--save", tmp_path / "ours", "--finetune")
     assert parsed(*words).checkpoint.load == str(folder)
     (tmp_path / "ours" / "global_step3").mkdir(parents=True)

@@ -61,7 +61,7 @@ def test_help_and_the_list_of_flags_state_the_bounds() -> None:
     assert all(each.option.bounds for each in NUMBERS)
 
 
-def test_sections_refuse_what_no_command_line_gives_them() -> None:
+def test_sections_refuse_values_that_no_command_line_gives_them() -> None:
     for words, line in (
         ({"fp16": True}, "--fp16 with --zero-stage 0 would train on wrongly scaled gradients: use --zero-stage 1"),
         (

@@ -1,4 +1,4 @@
-"""Megatron's ways to say how many layers the stages have."""
+"""Megatron's flags for the layers of stages."""
 
 from typing import Any
 

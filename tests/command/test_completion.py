@@ -1,4 +1,4 @@
-"""`terapipe completion`: what shells complete."""
+"""`terapipe completion`: scripts of shells, and their completions."""
 
 import shlex
 import shutil

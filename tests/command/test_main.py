@@ -77,7 +77,7 @@ def test_modules_of_the_table_have_their_functions(name: str) -> None:
     assert isinstance(parser, CommandParser)
     assert callable(module.main)
     text = parser.format_help()
-    assert not text.startswith("usage"), "the first line says what the command does"
+    assert not text.startswith("usage"), "the first line is the purpose of the command"
     assert "examples:" in text
     assert f"usage: terapipe {name}" in text
 

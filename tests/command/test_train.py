@@ -221,7 +221,7 @@ def test_a_misspelled_flag_is_reported_before_a_launcher_starts(capsys: pytest.C
     assert capsys.readouterr().err == "error: no flags are given: see terapipe train --help\n"
 
 
-def test_the_short_help_has_what_most_runs_need(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_help_has_the_most_used_flags(capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for group in MOST_USED.values() for name in group]
     assert len(names) == len(set(names)) and {*names} <= {each.name for each in flags()}
     short, whole = (build(prog="terapipe train").format_help() for build in (build_parser, whole_parser))

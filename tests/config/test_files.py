@@ -83,7 +83,7 @@ def test_flags_of_megatron_scripts_are_taken() -> None:
     assert not parse("--data-path a --eod-mask-loss").separates_documents
 
 
-def test_files_stand_for_long_blends(tmp_path: Path) -> None:
+def test_files_of_long_blends(tmp_path: Path) -> None:
     words, by_part = tmp_path / "blend.txt", tmp_path / "parts.json"
     words.write_text("0.3 wiki\n0.7 books\n")
     assert parse(f"--data-args-path {words}").weighted_prefixes() == ((0.3, "wiki"), (0.7, "books"))

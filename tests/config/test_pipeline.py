@@ -51,7 +51,7 @@ def test_without_sequence_parallelism_every_rank_gets_all_of_it() -> None:
     assert config(4, 128, sequence_parallel=True, num_token_slices=3).token_slices().lengths == (44, 44, 40)
 
 
-def test_cuts_by_documents_count_what_balanced_token_slices_count() -> None:
+def test_cuts_by_documents_of_one_document_are_balanced() -> None:
     sequence = {"num_token_slices": 4, "sequence_parallel": True, "ds_sequence_parallel_size": 3}
     sequence |= {"num_attention_heads": 12, "kv_channels": 8}
     by_documents = {"token_slices": "balanced-by-documents", "reset_attention_mask": True}

@@ -105,7 +105,7 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(("factor", "length"), [(4.0, 32768), (2.0, 131072)])
 def test_dynamic_scaling_is_a_larger_base_at_a_fixed_length(factor: float, length: int) -> None:
-    """As docs/how-to/migrating.md says: what `--rotary-base` must be for transformers' dynamic NTK at one length."""
+    """`--rotary-base` for transformers' dynamic NTK at one length, as in docs/how-to/migrating.md."""
     before, channels, base = 8192, 128, 500_000.0
     stretch = factor * length / before - (factor - 1)
     model = rope(rotary_base=base * stretch ** (channels / (channels - 2)))

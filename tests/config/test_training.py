@@ -40,7 +40,7 @@ def test_it_never_falls_and_ends_at_the_last(sizes: BatchSizes) -> None:
 
 
 @given(ramps(), draw.integers(0, 60), draw.integers(0, 60))
-def test_a_run_in_two_parts_consumes_what_one_does(sizes: BatchSizes, first: int, second: int) -> None:
+def test_a_run_in_two_parts_consumes_as_many_samples(sizes: BatchSizes, first: int, second: int) -> None:
     consumed = 0
     for _ in range(first + second):
         consumed += sizes.at(consumed)
@@ -50,7 +50,7 @@ def test_a_run_in_two_parts_consumes_what_one_does(sizes: BatchSizes, first: int
 
 @given(ramps(), draw.integers(0, 5000))
 def test_iterations_within_samples_are_megatrons(sizes: BatchSizes, samples: int) -> None:
-    """Megatron's `update_train_iters`: it counts the ramp iteration by iteration, then divides what is left."""
+    """Megatron's `update_train_iters`: it counts the ramp iteration by iteration, then divides the rest."""
     iterations = consumed = 0
     while consumed <= sizes.ramp_samples and consumed <= samples:
         consumed += sizes.at(consumed)

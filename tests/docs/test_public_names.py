@@ -1,4 +1,4 @@
-"""What programs may import is what `__all__` lists, what the page shows, and what documents import."""
+"""Public names are those of `__all__`, of the page, and of the imports of documents."""
 
 import ast
 import inspect
@@ -34,7 +34,7 @@ def test_all_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_is_listed_is_there(package: str) -> None:
+def test_listed_names_exist(package: str) -> None:
     for module, names in public_modules(package):
         for name in names:
             thing = getattr(module, name)

@@ -1,4 +1,4 @@
-"""The site of a small repository: what leads where, and what is a warning."""
+"""The site of a small repository: its links, and its warnings."""
 
 import io
 import re
@@ -71,7 +71,7 @@ def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path) ->
     assert not (site / "source").exists()
 
 
-def test_what_is_broken_is_a_warning(tmp_path: Path) -> None:
+def test_broken_links_are_warnings(tmp_path: Path) -> None:
     broken = "# One\n\n[page](two.md) [heading](index.md#nowhere) [file](../code/gone.py) ![picture](gone.svg)\n"
     page = '# Decisions\n\n<script src="https://example.org/a.js"></script>\n\n<!-- pages: 0*.md -->\n'
     files = {**SOUND, "docs/one.md": broken, "docs/adr/README.md": page, "docs/adr/lost.md": "# In no list\n"}

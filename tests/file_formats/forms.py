@@ -11,7 +11,7 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.file_formats.table import FILE_FORMATS
 
 OTHERS: tuple[Any, ...] = (None, True, "x", -1, 7, 0.5, [], ["x"], {})
-"""Values that stand for each value of a file in turn."""
+"""Values that replace each value of a file in turn."""
 
 
 def validate(name: str, document: Any) -> None:
@@ -40,13 +40,13 @@ def others_of(document: Any) -> Iterator[Any]:
 
 
 def check_reader(name: str, document: Any, read: Callable[[str], object], *, relations: tuple[str, ...] = ()) -> None:
-    """Raise if a reader and a schema part: if one takes what the other refuses, at a document or others like it.
+    """Raise if a reader and a schema disagree about a document or others like it.
 
     Args:
         name: kind of file.
         document: one of that kind, with all keys.
         read: reads the text of one, and raises a `UserError` for others.
-        relations: parts of messages about values that do not go with others, of which a schema knows nothing.
+        relations: parts of messages about values that do not go with others, which a schema cannot express.
     """
     schema = Draft202012Validator(FILE_FORMATS[name].json_schema())
     assert schema.is_valid(document)
@@ -57,8 +57,8 @@ def check_reader(name: str, document: Any, read: Callable[[str], object], *, rel
             read(json.dumps(other))
         except UserError as error:
             known = any(part in str(error) for part in relations)
-            assert known or not schema.is_valid(other), f"the reader alone refuses {other}: {error}"
+            assert known or not schema.is_valid(other), f"only the reader refuses {other}: {error}"
         else:
             taken += 1
-            assert schema.is_valid(other), f"the schema alone refuses {other}"
+            assert schema.is_valid(other), f"only the schema refuses {other}"
     assert taken, "no other document is read"

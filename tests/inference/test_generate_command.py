@@ -1,4 +1,4 @@
-"""`terapipe generate`: what it prints, and what it refuses."""
+"""`terapipe generate`: its output, and its refusals."""
 
 import json
 from dataclasses import replace

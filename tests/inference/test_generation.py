@@ -112,7 +112,7 @@ def test_top_p_draws_from_the_fewest_that_add_up_to_it(model: WholeModel, top_p:
 
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_families_equal_reading_the_whole_text_again(family: str) -> None:
-    """Rotations follow the position, which is that of the token slice of one token; windows move on with it."""
+    """Rotations follow the position, which is that of the token slice of one token, and so do windows."""
     given = {"max_position_embeddings": MODEL.max_position_embeddings, "init_method_std": 0.5}
     given["untie_embeddings_and_output_weights"] = True
     model = WholeModel(model_config(**OF_FAMILIES[family] | given)).double()
@@ -122,7 +122,7 @@ def test_families_equal_reading_the_whole_text_again(family: str) -> None:
 
 
 def test_temperature_divides_the_logits(model: WholeModel) -> None:
-    """Counted over many draws: the likeliest token comes as often as the softmax says, at either temperature."""
+    """Counted over many draws: the likeliest token has the share of the softmax, at either temperature."""
     logits = logits_after(model, PROMPT)
     for temperature in (0.5, 2.0):
         chance = (logits / temperature).softmax(-1).max().item()

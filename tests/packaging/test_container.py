@@ -1,4 +1,4 @@
-"""The container file copies what there is and all that the installation needs. Nothing here builds it."""
+"""The container file copies existing files, and all that the installation needs. No test builds it."""
 
 import re
 
@@ -12,13 +12,13 @@ def copied() -> list[str]:
     return [source for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for source in line.split()[:-1]]
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     kept = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(copied()) == sorted(kept)
     assert [name for name in copied() if not (ROOT / name).exists()] == []
 
 
-def test_what_the_installation_reads_is_copied() -> None:
+def test_files_of_the_installation_are_copied() -> None:
     assert {*CODE, "pretrain_gpt.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= set(copied())
 
 

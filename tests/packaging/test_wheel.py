@@ -1,4 +1,4 @@
-"""The wheel holds what the code needs and nothing else, and runs where there is no checkout.
+"""The wheel has the files that the code needs and no others, and runs without a checkout.
 
 As on a release, the wheel is made from the source archive. Both are made once, without a network.
 """
@@ -25,7 +25,7 @@ from tests.architecture.sources import CODE, ROOT
 MADE_HERE = ignore_patterns(
     "__pycache__", ".*_cache", ".venv", ".git", ".hypothesis", "*.egg-info", "build", "dist", "runs"
 )
-"""What builds and runs leave in a checkout."""
+"""Files of builds and runs in a checkout."""
 BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}({folder!r}), file=__import__('sys').stderr)"
 LINK = re.compile(r"\]\((?!https?://)|<img\b|<picture\b")
 """A picture of the project, or a link to one of its files."""
@@ -40,9 +40,9 @@ class Built:
     wheel: frozenset[str]
     """Names of the files of the wheel."""
     metadata: Message
-    """What the wheel says of itself."""
+    """The metadata of the wheel."""
     installed: Path
-    """Folder into which the wheel is installed, without what it requires."""
+    """Folder into which the wheel is installed, without its requirements."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_wheel_holds_the_packages_the_trainer_and_the_examples_and_nothing_e
 
 
 def test_the_source_archive_holds_the_project(built: Built) -> None:
-    """Who has no checkout finds examples, documents and tests there."""
+    """It has examples, documents and tests for users without a checkout."""
     folders = (*CODE, "benchmarks", "docs", "examples", "tests")
     top = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".py", ".toml", ".cff", ".example")}
     assert {*_files(*folders), *top, "LICENSE", "NOTICE", "Makefile", "MANIFEST.in", ".ci/run"} <= built.archive
@@ -108,7 +108,7 @@ def test_the_notice_names_files_that_are_there() -> None:
     assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
-def test_what_an_index_shows(built: Built) -> None:
+def test_the_page_of_an_index(built: Built) -> None:
     """There is one version, and the page has no link and no picture that only a checkout has."""
     assert (built.metadata["Name"], built.metadata["Version"]) == ("megatron-terapipe", deepspeed_ext.__version__)
     assert built.metadata["License"] == "Apache-2.0"
