@@ -153,8 +153,6 @@ class Communication:
     """Whether stepped weights are gathered under the next forward."""
     tensor_parallel_overlap: float = 0.0
     """Share of the collectives between tensor-parallel ranks that products hide."""
-    head_exchange_overlap: float = 0.0
-    """Share of the head exchanges between sequence-parallel ranks that products hide."""
     sums_at_once: bool = False
     """Whether parallel attention and MLP are summed in one reduction (`Layer.sums_at_once`)."""
     reduction_bytes: int | None = None

@@ -185,7 +185,6 @@ class LayerPrices:
         entering, leaving = reductions(query.layer, sums_at_once=communication.sums_at_once)
         forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
         exchange = head_exchange_s(query, links.sequence, efficiency, self.element_bytes)
-        exchange = (1 - communication.head_exchange_overlap) * exchange
         if query.recompute == "stage":
             kernels = _ops_of_recomputed_stage(query.layer, kernels)
         # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
