@@ -1,6 +1,5 @@
-"""Hosts of tests: several networks at a time, and none that a dead process left."""
+"""Hosts of tests: links, processes, and the removal of networks of dead processes."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,10 +17,8 @@ THAT_DIES = """
 import os, signal, sys
 from pathlib import Path
 from tests.end_to_end.hosts.network import network
-with network(1, Path(sys.argv[1])) as made:
-    print(made.hosts[0].name, flush=True)
-    os.kill(os.getpid(), signal.Signals[sys.argv[2]])
-    signal.pause()
+with network(1, Path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -32,17 +29,12 @@ def reaches(host: Host, other: Host, seconds: int = 5) -> bool:
     return done.stdout == f"{other.name}\n"
 
 
-def test_a_host_that_was_cut_off_is_not_reached_until_it_is_restored(two_hosts: Network) -> None:
+def test_links_are_cut_delayed_and_restored(two_hosts: Network) -> None:
     first, second = two_hosts.hosts
     assert reaches(first, second)
     two_hosts.cut(second)
     assert not reaches(first, second, 1)
     two_hosts.restore(second)
-    assert reaches(first, second)
-
-
-def test_a_link_delays_frames_and_drops_some(two_hosts: Network) -> None:
-    first, second = two_hosts.hosts
     with two_hosts.link(delay_ms=5, rate_mbit=100, dropped=0.05):
         assert reaches(first, second, 20)
     with two_hosts.link(dropped=1.0):
@@ -50,12 +42,10 @@ def test_a_link_delays_frames_and_drops_some(two_hosts: Network) -> None:
     assert reaches(first, second)
 
 
-def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_hosts: Network, tmp_path: Path) -> None:
+def test_a_network_removes_only_networks_of_dead_processes(two_hosts: Network, tmp_path: Path) -> None:
     for name in ("dead", "mine"):
         (tmp_path / name).mkdir()
-    dying = subprocess.run(
-        [sys.executable, "-c", THAT_DIES, tmp_path / "dead", "SIGKILL"], env=environment(), check=False
-    )
+    dying = subprocess.run([sys.executable, "-c", THAT_DIES, tmp_path / "dead"], env=environment(), check=False)
     assert dying.returncode == -signal.SIGKILL
     left = [path for folder in (NAMESPACES, ETC) for path in folder.iterdir() if is_left(path)]
     assert left
@@ -65,38 +55,18 @@ def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_h
         assert reaches(*two_hosts.hosts)
 
 
-def test_a_process_after_sigterm_leaves_no_hosts(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", THAT_DIES, tmp_path, "SIGTERM"]
-    ended = subprocess.run(words, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
-    assert ended.returncode == 128 + signal.SIGTERM
-    name = ended.stdout.strip()
-    assert name
-    switch = f"{name.rpartition('-')[0]}-switch"
-    assert not [path for path in (NAMESPACES / name, NAMESPACES / switch, ETC / name) if path.exists()]
-
-
 def is_left(path: Path) -> bool:
     """Whether the process that a namespace is named after is gone."""
     prefix, maker, *_ = path.name.split("-")
     return prefix == "tslice" and not Path("/proc", maker).exists()
 
 
-def test_the_processes_of_a_host_are_those_started_there(two_hosts: Network) -> None:
-    first, second = two_hosts.hosts
-    with subprocess.Popen(first.command(["sh", "-c", "echo begun; exec sleep 60"]), stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert [*first.processes().values()] == ["sleep 60"]
-        assert second.processes() == {}
-        for pid in first.processes():
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_a_program_killed_by_name_on_one_host_runs_on_others(two_hosts: Network) -> None:
+def test_processes_of_a_host_are_killed_there_only(two_hosts: Network) -> None:
     first, second = two_hosts.hosts
     begun = [subprocess.Popen(host.command(["sleep", "61"])) for host in (first, second)]
     while not (first.processes() and second.processes()):
         time.sleep(0.01)
+    assert [*first.processes().values()] == ["sleep 61"]
     subprocess.run(first.command(["pkill", "-f", "sleep 61"]), check=True)
     begun[0].wait()
     assert first.processes() == {}
