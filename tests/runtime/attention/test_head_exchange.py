@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.attention.documents import Documents
-from deepspeed_ext.runtime.attention.sequence_state import SequenceState, check_heads
+from deepspeed_ext.runtime.attention.sequence_state import check_heads
 from deepspeed_ext.runtime.topology import SequenceParallelRanks, own_group
 from tests.distributed import run_distributed
 from tests.pairs import covering_pairs
-from tests.runtime.attention.test_windows import HEADS, ROWS, SEQUENCES, SIZE, WIDTH, Layer
+from tests.runtime.attention.test_windows import HEADS, ROWS, SIZE, Layer, worst_error
 
 CUTS = ((24,), (8, 8, 8), (12, 4, 8))
 STARTS = ((0, 3, 13), (0, 9, 16, 17))
@@ -60,45 +58,21 @@ def counted() -> Iterator[list[int]]:
         yield sizes
 
 
-def worst_error(setup: Setup, ranks: SequenceParallelRanks) -> tuple[float, list[int]]:
-    """Largest relative error of outputs and gradients in fp64, and the sizes of the messages."""
+def error_and_sizes(setup: Setup, ranks: SequenceParallelRanks) -> tuple[float, list[int]]:
+    """Largest relative error of outputs and gradients, and the sizes of the messages."""
     torch.manual_seed(0)
-    cut, starts = TokenSlices(setup.cut), STARTS if setup.packed else None
+    starts = STARTS if setup.packed else None
     layers = [Layer(number, setup.groups, setup.window, setup.softcap, setup.dropout, starts) for number in range(2)]
-    stack = torch.nn.ModuleList(layers).double()
-    hidden = torch.randn(ROWS, cut.seq_length, WIDTH, dtype=torch.double).requires_grad_()
-    documents = None if starts is None else Documents(starts)
-    state = SequenceState(cut, ranks=ranks, seed=5, sequences=SEQUENCES, documents=documents)
-
-    def through(given: Tensor, token_slice: int | None) -> Tensor:
-        for number, layer in enumerate(stack):
-            past = None if token_slice is None else state.past(number, token_slice)
-            given = checkpoint(layer, given, past, use_reentrant=False) if setup.recompute else layer(given, past)
-        return given
-
-    expected = through(hidden, None)
-    exact_gradients = torch.autograd.grad(expected.sin().sum(), [hidden, *stack.parameters()])
     with counted() as sizes:
-        outputs = [through(hidden[:, start:end], number) for number, (start, end) in enumerate(state.parts.bounds())]
-        for output in reversed(outputs):
-            output.sin().sum().backward()
-    whole = torch.zeros_like(expected)
-    for output, (start, end) in zip(outputs, state.parts.bounds(), strict=True):
-        whole[:, start:end] = output.detach()
-    found = [whole, *(each.grad for each in [hidden, *stack.parameters()])]
-    for each in found:
-        dist.all_reduce(each, group=ranks.group)
-    errors = [
-        (got - exact).norm() / exact.norm() for got, exact in zip(found, (expected, *exact_gradients), strict=True)
-    ]
-    return float(max(errors)), sizes
+        error = worst_error(layers, TokenSlices(setup.cut), starts, recompute=setup.recompute, ranks=ranks)
+    return error, sizes
 
 
 def _worst_errors() -> list[tuple[float, list[int]]]:
     rank = dist.get_rank()
     pairs, all_ranks = own_group([[0, 1], [2, 3]]), dist.group.WORLD
     ranks = {2: SequenceParallelRanks(rank % 2, 2, pairs), 4: SequenceParallelRanks(rank, 4, all_ranks)}
-    return [worst_error(setup, ranks[setup.num_ranks]) for setup in SETUPS]
+    return [error_and_sizes(setup, ranks[setup.num_ranks]) for setup in SETUPS]
 
 
 def test_outputs_and_gradients_equal_attention_written_out_and_messages_are_no_larger_than_the_token_slice() -> None:
