@@ -2,6 +2,8 @@
 
 import traceback
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -10,36 +12,59 @@ from megatron_terapipe.model.tensor_parallel import TensorParallelRanks
 from tests.distributed import run_distributed
 from tests.model.rank_checks import CHECKS
 from tests.model.whole_and_parts import MODELS, whole_model
+from tests.pairs import Axes
 
-NAMED = {**CHECKS, **{f"whole_model_{name}": partial(whole_model, name) for name in MODELS}}
+NAMED = {**CHECKS, **{name: partial(whole_model, name) for name in MODELS}}
 KINDS = {"tensor_parallel": False, "sequence_parallel": True}
 SIZES = (2, 4)
 
 
-def faults() -> dict[tuple[str, str], str]:
-    """Faults on this rank, by kind and check."""
+class Setup(NamedTuple):
+    """A check or a model by name, on a number of ranks, with sequence parallelism or not."""
+
+    size: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.size}_ranks-{self.kind}-{self.name}"
+
+
+def axes_of(setup: Setup) -> Axes:
+    return setup._asdict()
+
+
+def faults(setups: list[Setup]) -> dict[Setup, str]:
+    """Faults on this rank, by setup."""
     found = {}
-    for kind, sequence_parallel in KINDS.items():
-        ranks = TensorParallelRanks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, sequence_parallel)
-        for name, check in NAMED.items():
-            try:
-                check(ranks)
-            except Exception:
-                found[kind, name] = traceback.format_exc()
+    for setup in setups:
+        ranks = TensorParallelRanks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, KINDS[setup.kind])
+        try:
+            NAMED[setup.name](ranks)
+        except Exception:
+            found[setup] = traceback.format_exc()
     return found
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size}_ranks")
-def faults_by_rank(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], str]]:
-    return run_distributed(faults, request.param)
+@pytest.fixture(scope="module")
+def faults_by_rank(setups: list[Setup]) -> dict[int, list[dict[Setup, str]]]:
+    return {size: run_distributed(faults, size, [each for each in setups if each.size == size]) for size in SIZES}
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_together_compute_the_result_of_one(
-    faults_by_rank: list[dict[tuple[str, str], str]], kind: str, name: str
-) -> None:
-    found = [
-        f"rank {rank}:\n{faults[kind, name]}" for rank, faults in enumerate(faults_by_rank) if (kind, name) in faults
-    ]
+def check(faults_by_rank: dict[int, list[dict[Setup, str]]], setup: Setup) -> None:
+    found = [f"rank {rank}:\n{each[setup]}" for rank, each in enumerate(faults_by_rank[setup.size]) if setup in each]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("setup", [Setup(*each) for each in product(SIZES, KINDS, CHECKS)], ids=str)
+def test_layers_on_ranks_compute_the_result_of_one(
+    faults_by_rank: dict[int, list[dict[Setup, str]]], setup: Setup
+) -> None:
+    check(faults_by_rank, setup)
+
+
+@pytest.mark.setups([Setup(*each) for each in product(SIZES, KINDS, MODELS)], axes_of)
+def test_models_on_ranks_compute_the_result_of_one(
+    faults_by_rank: dict[int, list[dict[Setup, str]]], setup: Setup
+) -> None:
+    check(faults_by_rank, setup)
