@@ -61,7 +61,7 @@ def inside_note(device: Device, inside: Link) -> str | None:
     if not _is_known(device):
         return None
     machine = library.usual_machine(device.name)
-    usual, given = machine.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
+    usual, given = machine.node.inside.bandwidth / GIGABYTE, inside.bandwidth / GIGABYTE
     if given < usual * (2 - 2 * CLOSE):
         return None
     if _is_close(given, 2 * usual):
@@ -243,7 +243,7 @@ class NodeGroup:
         found = [*notes, *_some(sparsity_note(device))]
         if library.is_guess(device.name):
             found.append(f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it")
-        return cls(machine.node(device), notes=tuple(found))
+        return cls(replace(machine.node, device=device), notes=tuple(found))
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
@@ -251,7 +251,7 @@ class NodeGroup:
         if name.lower() in MACHINES:
             machine = MACHINES[name.lower()]
             if machine.device is not None:
-                return cls.of_machine(machine, library.device(machine.device))
+                return cls.of_machine(machine, machine.node.device)
         device = library.device(name, where)
         machine = library.usual_machine(name)
         return cls.of_machine(machine, device, library_note(["links"], device, machine))
@@ -338,7 +338,7 @@ def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> Nod
         machine = library.machine(of.machine, f"{at}machine")
         if device is None and machine.device is None:
             raise fault(f"{at}machine", of.machine, "is a machine for any device", "name one in the field device")
-        return NodeGroup.of_machine(machine, device or library.device(str(machine.device)))
+        return NodeGroup.of_machine(machine, device or machine.node.device)
     if device is None or usual is None:
         raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
     missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
@@ -396,7 +396,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
     """
     device, machine = flat.device.read(place(file, path, "device"))
-    per_node = flat.devices_per_node or machine.num_devices
+    per_node = flat.devices_per_node or machine.node.num_devices
     if flat.num_devices is None and flat.num_nodes is None:
         raise ConfigError(f"{place(file, path, 'num_devices')} is missing: give a whole number")
     most = None if flat.num_nodes is None else flat.num_nodes * per_node
@@ -404,7 +404,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
     if most is not None and num_devices > most:
         where = place(file, path, "num_devices")
         raise fault(where, num_devices, "is more than num_nodes x devices_per_node", "change one of them")
-    node, missing = machine.node(device), []
+    node, missing = replace(machine.node, device=device), []
     if flat.intra_node_GBps is not None:
         node = replace(node, inside=replace(node.inside, bandwidth=flat.intra_node_GBps * GIGABYTE))
     elif min(per_node, num_devices) > 1:

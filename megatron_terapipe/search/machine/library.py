@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.machine.cluster import USUAL_HOST, HostMemory, Link, Node
+from megatron_terapipe.search.machine.cluster import HostMemory, Link, Node
 from megatron_terapipe.search.machine.documents import suggestion
 
 # Machines by name: how many devices of which kind, and the links inside and between them, one direction.
@@ -49,23 +49,8 @@ class Machine:
     """Row of the list above."""
     device: str | None
     """Name of its device in the library; None = any."""
-    num_devices: int
-    inside: Link
-    network: Link
-    num_network_cards: int = 1
-    host: HostMemory = USUAL_HOST
-
-    def node(self, device: Device) -> Node:
-        """Return one without a name, with these devices."""
-        return Node(
-            name="",
-            device=device,
-            num_devices=self.num_devices,
-            inside=self.inside,
-            network=self.network,
-            num_network_cards=self.num_network_cards,
-            host=self.host,
-        )
+    node: Node
+    """One of them, without a name."""
 
 
 def _machine(
@@ -81,16 +66,16 @@ def _machine(
     network_latency_s: float = NETWORK_LATENCY_S,
 ) -> Machine:
     num_cards, card_gbit_per_s = cards
-    return Machine(
-        name=name,
-        source=source,
-        device=device,
+    node = Node(
+        name="",
+        device=DEVICES[device or "cpu-core"].device,
         num_devices=num_devices,
         inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=inside_latency_s),
         network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=network_latency_s),
         num_network_cards=num_cards,
         host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
     )
+    return Machine(name=name, source=source, device=device, node=node)
 
 
 def _pcie(

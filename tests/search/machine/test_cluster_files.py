@@ -54,7 +54,7 @@ def test_nodes_of_two_kinds() -> None:
 def test_omitted_fields_come_from_the_library_with_a_note() -> None:
     cluster, notes = parsed(nodes=[{"device": "A100-80GB", "count": 2, "network": "100 Gbit/s"}])
     assert cluster.num_devices == 16
-    assert cluster.nodes[0].inside == library.machine("dgx-a100").inside
+    assert cluster.nodes[0].inside == library.machine("dgx-a100").node.inside
     assert notes == (
         "number of devices and links inside of A100-SXM4-80GB nodes not given: those of a dgx-a100 are taken",
     )
@@ -90,7 +90,7 @@ def test_a_device_by_its_fields() -> None:
     like = parsed(nodes=[{"device": {"like": "A100-80GB", "memory_GB": 40}}])[0].nodes[0]
     assert like.device.half_flops == 312e12
     assert like.device.memory_bytes == 40e9
-    assert like.inside == library.machine("dgx-a100").inside
+    assert like.inside == library.machine("dgx-a100").node.inside
 
 
 def test_hosts_and_overrides() -> None:
@@ -145,7 +145,7 @@ def test_cluster_of_a_trial() -> None:
 
 def test_omitted_links_of_a_trial_are_noted() -> None:
     cluster, notes = parsed(device="GH200-96GB", devices_per_node=4, num_devices=8)
-    assert cluster.nodes[0].inside == library.machine("quad-gh200").inside
+    assert cluster.nodes[0].inside == library.machine("quad-gh200").node.inside
     assert notes == ("links inside and network of GH200-96GB nodes not given: those of a quad-gh200 are taken",)
     assert not parsed(device="GH200-96GB", devices_per_node=4, num_devices=1)[1]
 
