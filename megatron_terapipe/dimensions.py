@@ -47,7 +47,7 @@ class Dimension:
     trained: tuple[Any, ...] = ()
     """Values that the trainer supports; empty = all."""
     priced: tuple[Any, ...] = ()
-    """Values that the search can price, and flags may ask for; empty = all."""
+    """Values that the search can price, and that flags may have; empty = all."""
     found: tuple[str, ...] = ()
     """Words of its flag for values that need an order of ops to be found: priced one by one, and not ranked."""
     tried: tuple[Any, ...] | Tried | None = None

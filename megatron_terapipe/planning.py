@@ -3,7 +3,7 @@
 All of this follows from the flags, the files that they name and the numbers of ranks, and from no device of this
 process. So all ranks, a dry run on a login node and the commands of the search give the same answer for the same run
 (docs/adr/0029). Read from the end: `plan_run` calls everything above it. The search is imported within functions,
-because it loads numpy and solvers, and not every run asks for them.
+because it loads numpy and solvers, and not every run needs them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -370,7 +370,7 @@ class PlannedRun:
 
 
 def plan_run(config: Config, world_size: int) -> PlannedRun:
-    """Return the layout of a configuration over ranks, with token slices found if it asks for that.
+    """Return the layout of a configuration over ranks, with its token slices found for `auto`.
 
     Args:
         config: the configuration; where token slices are to be found, its vocabulary size is known.

@@ -15,7 +15,7 @@ GIGABYTE = 1e9
 
 
 def model_flops(workload: Workload, *, causal: bool = False) -> float:
-    """Return the FLOPs of the model for one sequence, forward and backward, nothing recomputed.
+    """Return the FLOPs of the model for one sequence, forward and backward, without recomputation.
 
     Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
     utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too

@@ -197,7 +197,7 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
-    """Return the precision that was asked for, or the best one that all devices have."""
+    """Return the precision of the flag, or the best one that all devices have."""
     if options.precision is not None:
         return str(options.precision)
     devices = {node.device for node in cluster.nodes}
@@ -262,7 +262,7 @@ def read_one_strategy(path: str) -> Strategy:
 def read_strategies(path: str) -> list[Strategy]:
     """Read a file with a strategy on each line; or one strategy, a list of them, or the answer of a search.
 
-    Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
+    Empty lines are skipped. The files `strategy.json` and `ranking.json` of `rank` can be read.
     """
     text = read_text(path, "--strategies")
     word, documents = "line", list[object](text.splitlines())

@@ -65,7 +65,7 @@ class TooFullPart(AlternativePart):
     left_free: float
     """Share of the fullest device that it leaves free."""
     could_save: float | None
-    """Share of the winner's time that it would save; null = nothing leaves the headroom free."""
+    """Share of the winner's time that it would save; null = no strategy leaves the headroom free."""
 
 
 class FoundOrderPart(AlternativePart):
@@ -197,7 +197,7 @@ class RivalPart(Part):
     breakdown: dict[str, float]
     """These seconds by their cause."""
     time_ratio: float | None
-    """The same in seconds of the winner; below 1 the rival is faster; null = nothing of ours fits."""
+    """The same in seconds of the winner; below 1 the rival is faster; null = no strategy fits."""
     mfu_causal: float | None
     """FLOPs of the model over the peak of the devices in use, counted as `mfu_causal` of entries is."""
     device_bytes: float
@@ -222,7 +222,7 @@ class AdvicePart(Part):
     utilization: UtilizationPart | None
     """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
     distance_to_fit: DistancePart | None
-    """Null = the model fits, or memory is not the reason why nothing can run."""
+    """Null = the model fits, or memory is not the reason why no strategy can run."""
     rivals: list[RivalPart]
     """Other trainers for the same model; empty where sequences are short, or with `--no-rivals`."""
     found_order: FoundOrderPart | None
@@ -283,7 +283,7 @@ class Speed(Part):
     """FLOPs of the model in a second and device, in 10^12, counted as for `mfu`."""
     mfu: float | None
     """FLOPs of the model over the peak of the devices in use, counted as published figures are: each token attends to
-    the whole sequence, and nothing is recomputed. Null where the peak is a guess."""
+    the whole sequence, without recomputation. Null where the peak is a guess."""
     mfu_causal: float | None
     """The same, but only scores that are computed are counted: a token attends to itself and those before it, or in its
     window."""
@@ -354,11 +354,11 @@ class LaunchPart(Part):
     """Command and files that launch the winner."""
 
     command: str | None
-    """Its command; null = nothing can launch it."""
+    """Its command; null = there is none."""
     files: list[str]
     """Files that were written."""
     why_not: str | None
-    """Why nothing can launch it; null where something can."""
+    """Why there is no command; null where there is one."""
 
 
 class Document(Part):
@@ -433,13 +433,13 @@ class TokenSlicesDocument(Document):
     command: Literal["slices"] = "slices"
     """Command that wrote it."""
     strategy: StrategyObject
-    """The strategy that was asked about."""
+    """The given strategy."""
     best: Cut
     """The best token slices."""
     curve: list[Cut]
     """The best token slices of each number that was priced."""
     flags: str
-    """Flags of the trainer that ask for the best ones."""
+    """Flags of the trainer for the best ones."""
 
 
 class TrialEntry(Part):
@@ -458,7 +458,7 @@ class TrialEntry(Part):
     predicted: Predicted
     """Its prediction without these trials."""
     calibrated: Predicted | None
-    """Its prediction with constants that were fitted to these trials; null = nothing was measured."""
+    """Its prediction with constants that were fitted to these trials; null = no trial has a time."""
 
 
 class Errors(Part):
@@ -482,7 +482,7 @@ class TrialDocument(Document):
     entries: list[TrialEntry]
     """All trials of this model, cluster, precision and batch in the file, in its order."""
     errors: Errors | None
-    """Errors of `predicted`; null = nothing was measured."""
+    """Errors of `predicted`; null = no trial has a time."""
     errors_calibrated: Errors | None
     """Errors of `calibrated`, which was fitted to these trials."""
 

@@ -245,7 +245,7 @@ OpCostsOf = Callable[[Strategy], OpCosts]
 
 
 def write_document(path: str, document: Document) -> None:
-    """Write the answer that `--json` asks for."""
+    """Write the answer for `--json`."""
     write_json(path, document_text(document))
 
 

@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def how_sure(result: SearchResult) -> list[str]:
-    """Return a note on whether a strategy that was not simulated could win; empty if nothing was found."""
+    """Return a note on whether a strategy that was not simulated could win; empty without a winner."""
     if not result.entries:
         return []
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"

@@ -97,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
+    """Run and record trials, calibrate on them, compare, and return the exit code: 1 if no trial was measured."""
     check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
     check_count("--top", options.top)
     check_count("--iterations", options.iterations, least=2)

@@ -376,7 +376,7 @@ def _predicted(trial: Trial, journal: Journal, costs: Costs) -> Predicted:
 
 
 def _errors(pairs: Sequence[tuple[float, Predicted]]) -> Errors | None:
-    """Return the errors of predictions of measured seconds; None for nothing."""
+    """Return the errors of predictions of measured seconds; None for no trials."""
     measured = np.array([time_s for time_s, _ in pairs])
     predicted = np.array([each.iteration_time_s for _, each in pairs])
     if not pairs:

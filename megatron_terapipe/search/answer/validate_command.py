@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     calibrating = [one for path in options.calibrate for one in read_trials(path)]
     ignored = sorted({name for one in (*trials, *calibrating) for name in one.ignored})
     if ignored:
-        print(f"note: fields that mean nothing here are left out: {', '.join(ignored)}", file=sys.stderr)
+        print(f"note: fields without a meaning here are left out: {', '.join(ignored)}", file=sys.stderr)
     folds = folds_of(trials, options.folds, options.leave_out)
     if options.leave_out and not calibrating:
         _note_equal_trials(trials, folds, options.leave_out)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     if options.folds is not None and options.folds < 2:
-        raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
+        raise ConfigError(f"--folds {options.folds} leaves no trials for the calibration: give 2 or more")
     if options.leave_out and options.folds:
         raise ConfigError(
             f"--leave-out {options.leave_out} and --folds {options.folds} both choose trials to leave out: give one"

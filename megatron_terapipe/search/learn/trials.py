@@ -76,7 +76,7 @@ class Trial:
     path: str = ""
     line: int = 0
     ignored: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the file that mean nothing here, by `part.field`."""
+    """Fields of the file without a meaning here, by `part.field`."""
 
     @property
     def device(self) -> str:

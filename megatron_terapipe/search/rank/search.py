@@ -114,7 +114,7 @@ def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, ch
 
 
 def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> Ranked | None:
-    """Return the strategy with stages that balance the times of its own layers; None if that changes nothing."""
+    """Return the strategy with stages that balance the times of its own layers; None if they are the same."""
     strategy, model = entry.strategy, pricing.cost_model
     if strategy.num_stages == 1:
         return None
@@ -161,7 +161,7 @@ class SearchResult:
     counts: SearchCounts
     """How many were rejected, by reason."""
     proven: bool
-    """Whether nothing that the space holds can be faster than the winner, under this model."""
+    """Whether no other strategy of the space can be faster than the winner, under this model."""
     could_save: float
     """Share of the winner's time that the most promising strategy left out could save at most."""
     refused: tuple[Ranked, ...] = ()
@@ -344,7 +344,7 @@ class _Contest:
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:
-    """Return the entry with the placement of its ranks in the cluster that was asked about."""
+    """Return the entry with the placement of its ranks in the cluster of the problem."""
     ordered = entry.cluster_in_order
     if ordered is None:
         return entry

@@ -110,7 +110,7 @@ def all_choices(problem: SearchProblem) -> Choices:
 
 
 def check_runnable(constraints: Mapping[str, tuple[Any, ...]], software: Software) -> None:
-    """Check that the trainer can run the values that flags ask for."""
+    """Check that the trainer can run the values of flags."""
     for each in DIMENSIONS:
         for value in constraints.get(each.name, ()) if each.name != "token_slices" else ():
             if not software.can_run(each.name, value):

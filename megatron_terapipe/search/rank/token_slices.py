@@ -3,7 +3,7 @@
     all numbers --gpipe's formula--> a few --simulated--> best three --searched--> all of the few --priced--> best
 
 The trainer's `--token-slices auto`, the command `slices` and the finalists of `rank` all call `solve_cut`, which looks
-times of token slices up in tables (`TabulatedCosts`): solvers ask for thousands of cuts.
+times of token slices up in tables (`TabulatedCosts`): solvers price thousands of cuts.
 
 For each number of token slices balanced cuts and the formula of gpipe give an estimate. Of the most promising
 numbers gpipe's exact cut (`plan.solve.terapipe`) is simulated with the schedule that runs, and the best of those are

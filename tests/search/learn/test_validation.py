@@ -151,7 +151,7 @@ def test_saved_calibration_and_in_sample_trials(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--folds", "1"], "--folds 1 leaves nothing"),
+        (["--folds", "1"], "--folds 1 leaves no trials"),
         (["--save-calibration", "c.json", "--profile", "p.json"], "keeps constants of formulas"),
         (["--save-calibration", "c.json"], "nothing to save"),
         (["--calibration", "c.json", "--folds", "2"], "already fitted"),
