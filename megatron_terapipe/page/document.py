@@ -1,10 +1,9 @@
-"""Pages of reports: the HTML document, stacked bars, marks over the iterations, and timelines."""
+"""Pages of reports: the HTML document, stacked bars and timelines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from math import ceil, floor, log10
 
 from deepspeed_ext.plan.draw.elements import oklch_to_hex
 from deepspeed_ext.plan.draw.html import Panel, render_html
@@ -89,51 +88,6 @@ MEMORY_NAMES = {
     "framework": "framework",
 }
 """Parts of memory in words."""
-
-
-_NUMBERS = 6
-"""Iterations that are written below the rows, at most."""
-
-
-def value_text(value: float) -> str:
-    """Return a value as axes have it: `0.25`, `12k`, `1.5M`, `3e-05`."""
-    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g}{unit}"
-    return f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
-
-
-def strip(rows: Mapping[str, Sequence[tuple[float, str]]], first: float, last: float) -> str:
-    """Return a row of marks for each kind, over the iterations from `first` to `last`.
-
-    Args:
-        rows: by kind, iterations of marks and their texts.
-    """
-    last = max(last, first + 1)
-
-    def percent(iteration: float) -> float:
-        return 100 * min(max((iteration - first) / (last - first), 0.0), 1.0)
-
-    lines = []
-    for name, marks in rows.items():
-        # Of marks at one place, one is enough.
-        places = {f"{percent(iteration):.1f}": text for iteration, text in marks}
-        ticks = "".join(
-            f'<b style="left:{place}%" title="{escape(text, quote=True)}"></b>' for place, text in places.items()
-        )
-        lines.append(f'<div class="label">{escape(name)}</div><div class="track">{ticks}</div>')
-    power = 10.0 ** floor(log10((last - first) / _NUMBERS))
-    step = next(factor * power for factor in (1, 2, 5, 10) if (last - first) / (factor * power) <= _NUMBERS)
-    between = [index * step for index in range(ceil(first / step), floor(last / step) + 1)]
-    values = [first, *(value for value in between if 6 < percent(value) < 94), last]
-    kinds = ["first", *[""] * (len(values) - 2), "last"]
-    numbers = "".join(
-        f'<span class="{kind}" style="left:{percent(value):.1f}%">{value_text(value)}</span>'
-        for kind, value in zip(kinds, values, strict=True)
-    )
-    body = "".join(f'<div class="row">{line}</div>' for line in lines)
-    axis = f'<div class="row axis"><div class="label">iteration</div><div class="track">{numbers}</div></div>'
-    return f'<div class="strip">{body}{axis}</div>'
 
 
 _HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27

@@ -1,6 +1,5 @@
 """The report as one HTML page."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
@@ -15,11 +14,10 @@ from megatron_terapipe.page.document import (
     legend,
     section,
     stacked_bars,
-    strip,
     timelines,
 )
 from megatron_terapipe.run_report.comparison import COMPUTE, ON_CPU
-from megatron_terapipe.run_report.figures import KINDS, listed
+from megatron_terapipe.run_report.figures import listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.text import about, glance, heading, strategy_line, title_of
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
@@ -149,17 +147,10 @@ def timeline(report: RunReport) -> str:
 
 
 def incident_list(report: RunReport) -> str:
-    """Return the incidents, on the axis of iterations and as text."""
+    """Return the incidents, kind by kind."""
     found = report.incidents
     if not found:
         return ""
-    by_kind: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for kind in KINDS:
-        for each in found:
-            if each.kind == kind:
-                by_kind[kind].append((float(each.first), f"{each.where}: {each.text}"))
-    every = report.run.iterations
-    marks = strip(by_kind, float(every[0].iteration), float(every[-1].iteration))
     lines = "".join(
         f"<li><b>{escape(kind)}</b> {escape(text)}</li>"
         for kind, text in listed([each for each in found if each.kind != "save"], MOST_LISTED)
@@ -168,7 +159,7 @@ def incident_list(report: RunReport) -> str:
     if saves:
         waited = f"{len(saves)} checkpoints, for which training waited {time_text(sum(saves))} in all"
         lines += f"<li><b>save</b> {waited}, {time_text(max(saves))} at most</li>"
-    return f"{marks}<ul>{lines}</ul>"
+    return f"<ul>{lines}</ul>"
 
 
 def render_report(reports: Sequence[RunReport]) -> str:

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from itertools import chain
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.page.document import value_text
 from megatron_terapipe.run_report.figures import NO_END, listed
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.answer.figures import bytes_text, count_text, strategy_text, time_text
@@ -93,7 +92,7 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
             prediction = f", predicted {bytes_text(predicted.peak_memory_bytes)}"
         yield bytes_text(max(figures.peak_memory_bytes)), f"on the fullest rank{prediction}"
     planned = "" if figures.planned in (None, figures.iterations) else f" of {figures.planned:,} planned"
-    tokens = "" if figures.tokens is None else f", {value_text(float(figures.tokens))} tokens"
+    tokens = "" if figures.tokens is None else f", {count_text(figures.tokens)} tokens"
     yield f"{figures.iterations:,}", f"iterations{planned}{tokens}"
 
 

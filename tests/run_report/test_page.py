@@ -58,7 +58,7 @@ def test_a_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
         "Incidents",
         "Start, end and command",
     ]
-    assert "iteration 15: loss 0.6667" in page and '<span class="last" style="left:100.0%">40</span>' in page
+    assert "iteration 15: loss 0.6667" in page
     loading = {"src", "href", "xlink:href", "action", "data", "poster"}
     assert not [each for each in parsed.attributes if each[0] in loading]
     assert not re.search(r"@import|url\((?!#)", page)
