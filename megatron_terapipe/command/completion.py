@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.terminal import CommandParser, command_main
@@ -72,11 +71,27 @@ def script(shell: str) -> str:
         raise ConfigError("completion needs the package shtab, which is not installed: pip install shtab")
     import shtab
 
-    parser = tree(PROGRAM)
-    names = names_of_values()
+    parser, names = tree(PROGRAM), names_of_values()
     functions: dict[str, str] = {}
     for action in actions_of(parser):
-        functions |= _prepare(action, names, shell, file=shtab.FILE, folder=shtab.DIRECTORY)
+        metavar = str(action.metavar or "")
+        if action.nargs != 0:
+            # zsh reads a colon as the end of the value's name.
+            action.metavar = re.sub(r"\W", "", metavar) or action.dest
+        if metavar.startswith("{"):
+            # The parser of the trainer checks its values later, and shows them only.
+            action.choices = metavar.strip("{}").split(",")
+        named = next((each for each in (*action.option_strings, metavar) if each in names), None)
+        if named is not None:
+            function, words = re.sub(r"\W", "_", f"_{PROGRAM}_{named.strip('-')}"), " ".join(names[named])
+            # tcsh has no functions, and offers only the names.
+            action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
+            if shell in NAMES_OR_FILES:
+                functions[function] = f"{function}() {{\n{NAMES_OR_FILES[shell].format(words=words)}\n}}"
+        elif FOLDERS.search(metavar):
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif FILES.search(metavar) or action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell, preamble="\n".join(functions.values())))
 
 
@@ -100,34 +115,7 @@ def names_of_values() -> Mapping[str, tuple[str, ...]]:
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the flags and positional words of a parser and of all its sub-commands."""
     for action in parser._actions:
-        yield action
         if isinstance(action, argparse._SubParsersAction):
             yield from chain.from_iterable(map(actions_of, action.choices.values()))
-
-
-def _prepare(
-    action: argparse.Action, names: Mapping[str, tuple[str, ...]], shell: str, *, file: Any, folder: Any
-) -> dict[str, str]:
-    """Set the completion of an action's value, and return the functions of the shell that it needs, by name."""
-    if isinstance(action, argparse._SubParsersAction):
-        return {}
-    metavar = str(action.metavar or "")
-    if action.nargs != 0:
-        # zsh takes a colon for the end of the value's name.
-        action.metavar = re.sub(r"\W", "", metavar) or action.dest
-    if metavar.startswith("{"):
-        # The parser of the trainer checks its values later, and shows them only.
-        action.choices = metavar.strip("{}").split(",")
-    known = next((each for each in (*action.option_strings, metavar) if each in names), None)
-    if known is not None:
-        function = re.sub(r"\W", "_", f"_{PROGRAM}_{known.strip('-')}")
-        words = " ".join(names[known])
-        # tcsh has no functions, and offers only the names.
-        action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
-        body = NAMES_OR_FILES.get(shell, "").format(words=words)
-        return {function: f"{function}() {{\n{body}\n}}"} if body else {}
-    if FOLDERS.search(metavar):
-        action.complete = folder  # type: ignore[attr-defined]
-    elif FILES.search(metavar) or action.type is Path:
-        action.complete = file  # type: ignore[attr-defined]
-    return {}
+        else:
+            yield action

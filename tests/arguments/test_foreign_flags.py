@@ -164,26 +164,26 @@ def test_several_flags_for_one_field(words: str, section: str, field: str, value
     assert getattr(getattr(parse(words), section), field) == value
 
 
-def test_a_llama_script_of_megatron_deepspeed() -> None:
-    model = parse(
-        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm "
-        "--disable-bias-linear --num-key-value-heads 2 --ffn-hidden-size 172 --no-query-key-layer-scaling "
-        "--attention-dropout 0 --hidden-dropout 0 --use-flash-attn-v2 --deepspeed --zero-stage 1 --bf16 "
-        "--no-pipeline-parallel --DDP-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion"
-    ).model
-    assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
-    assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
-    assert model.num_key_value_heads == 2
-
-
-def test_a_llama_script_of_megatron_lm() -> None:
-    model = parse(
-        "--use-mcore-models --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 --swiglu "
-        "--group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6 "
-        "--disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl transformer_engine "
-        "--attention-backend flash --use-distributed-optimizer --attention-softmax-in-fp32"
-    ).model
-    assert (model.rotary_base, model.layernorm_epsilon, model.normalization) == (500000.0, 1e-6, "rmsnorm")
+def test_llama_scripts_of_megatron_deepspeed_and_megatron_lm() -> None:
+    shared = "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear"
+    for words, base, epsilon in (
+        (
+            "--use-rotary-position-embeddings --normalization rmsnorm --num-key-value-heads 2 --attention-dropout 0 "
+            "--no-query-key-layer-scaling --hidden-dropout 0 --use-flash-attn-v2 --deepspeed --zero-stage 1 --bf16 "
+            "--no-pipeline-parallel --DDP-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion",
+            *(10000.0, 1e-5),
+        ),
+        (
+            "--use-mcore-models --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 "
+            "--group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6 "
+            "--transformer-impl transformer_engine --attention-backend flash --use-distributed-optimizer",
+            *(500000.0, 1e-6),
+        ),
+    ):
+        model = parse(f"{shared} {words}").model
+        assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
+        assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
+        assert (model.num_key_value_heads, model.rotary_base, model.layernorm_epsilon) == (2, base, epsilon)
 
 
 @pytest.mark.parametrize("words", ["--num-experts 8", "--swiglu --squared-relu", "--zero-reduce-bucket-size 0"])
