@@ -14,7 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.attention.sequence_state import SequenceState
 from deepspeed_ext.runtime.module import takes_past
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -63,12 +63,14 @@ class WholeModel(nn.Module):
                 hidden = function(hidden)
         return hidden
 
-    def load(self, directory: Path, info: CheckpointInfo | None = None, progress: Progress = unseen) -> "WholeModel":
+    def load(
+        self, directory: Path, info: CheckpointInfo | None = None, progress: Progress = no_progress
+    ) -> "WholeModel":
         """Load the weights of one checkpoint's directory, whatever ranks it was saved by."""
         return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole, progress)
 
     def take(
-        self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]], progress: Progress = unseen
+        self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]], progress: Progress = no_progress
     ) -> "WholeModel":
         """Take the whole weights [...] of each layer by name from a function of its number and the layer itself."""
         for number, (index, layer) in enumerate(self.layers.items()):

@@ -17,7 +17,7 @@ Progress = Callable[[float], None]
 """Takes the share that is done of some work, from 0 to 1."""
 
 
-def unseen(share: float) -> None:
+def no_progress(share: float) -> None:
     """Ignore the share that is done."""
 
 
@@ -56,7 +56,7 @@ class ProgressLine:
             last: share of all work that is done after it.
         """
         if self._bar is None:
-            return unseen
+            return no_progress
         (task,) = self._bar.task_ids
         return part_of(lambda share: self._bar.update(task, description=doing, completed=share), first, last)
 

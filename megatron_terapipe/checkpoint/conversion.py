@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import complete
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
@@ -36,7 +36,7 @@ from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.model.gpt import layers_with_weights
 
 
-def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = unseen) -> Path:
+def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = no_progress) -> Path:
     """Write a model of Hugging Face as a checkpoint at iteration 0, and return its directory.
 
     Args:
@@ -77,7 +77,7 @@ def export_checkpoint(
     dtype: str | None = None,
     eod: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> list[str]:
     """Write a checkpoint as a model of Hugging Face, and return the names of the files of its tokenizer.
 

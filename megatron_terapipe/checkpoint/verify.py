@@ -12,7 +12,7 @@ from zipfile import is_zipfile
 import torch.distributed as dist
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.terminal import Progress, unseen
+from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
 from megatron_terapipe.checkpoint.directories import (
@@ -147,7 +147,7 @@ def verify_checkpoint(
     return None
 
 
-def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = unseen) -> None:
+def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = no_progress) -> None:
     """Verify the weights of a checkpoint, in one process."""
     manifest = check_files(directory, info, model, weights_only=True)
     if manifest is not None:

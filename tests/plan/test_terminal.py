@@ -8,7 +8,7 @@ import pytest
 from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
-from deepspeed_ext.plan.terminal import ProgressLine, unseen
+from deepspeed_ext.plan.terminal import ProgressLine, no_progress
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 def test_only_a_terminal_shows_the_progress_and_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with ProgressLine() as line:
-        assert line.part("searching") is unseen
+        assert line.part("searching") is no_progress
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

@@ -10,10 +10,10 @@ from typing import Any
 from deepspeed_ext.plan.command.request import Memory, memory_of
 from deepspeed_ext.plan.command.simulated import (
     NAME_WIDTH,
-    by_what,
     lines,
     order_figures,
     peak_figures,
+    row_unit,
     write_files,
 )
 from deepspeed_ext.plan.draw import render_text
@@ -87,7 +87,7 @@ def _figures_beside(comparison: Comparison) -> str:
                 ("estimated overhead", f"{time(comparison.host_overhead)} of the host between ops that need not wait"),
                 ("simulated with both", of_measured(with_gaps)),
                 ("if ops take their own", f"{of_measured(own)}; the rest of it are transfers and the host"),
-                ("peak live token slices", f"{peaks}  {by_what(measured)}"),
+                ("peak live token slices", f"{peaks}  {row_unit(measured)}"),
                 *_steps(comparison),
             ]
         )

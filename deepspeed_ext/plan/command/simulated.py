@@ -55,7 +55,7 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
     known = closed_form(request.schedule, request.shape, request.costs)
     if known is not None:
         bubble_ratio += f" (closed form {known.formula}: {known.bubble_ratio:.2%})"
-    by = by_what(timeline)
+    by = row_unit(timeline)
 
     def listed(values: Iterable[float], unit: str = "") -> str:
         return " ".join(f"{value:.4g}" for value in values) + f"  {by}{unit}"
@@ -131,7 +131,7 @@ def order_figures(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def by_what(timeline: Timeline) -> str:
+def row_unit(timeline: Timeline) -> str:
     """Return the unit that each number of a row is for."""
     return "(by rank)" if timeline.shape.num_model_chunks > 1 else "(by stage)"
 

@@ -204,7 +204,7 @@ class Events:
                 self._enqueue(event, COMPUTE_STREAM, rank)
             elif instruction.kind is InstructionKind.REDUCE_GRADIENTS:
                 # Replicas run one program, so a reduction needs the same events of them as of this rank.
-                event = self._add_behind(self._reduction_stream, program.rank, position, rank)
+                event = self._add_on_stream(self._reduction_stream, program.rank, position, rank)
             elif instruction.kind in HOST_COPIES:
                 event = self._add_copy(program.rank, position, instruction, rank)
             elif instruction.kind in SENDS or instruction.kind in RECEIVES:
@@ -231,11 +231,11 @@ class Events:
             self._enqueue(event, COMPUTE_STREAM, rank)
             return event
         goes = instruction.kind in OFFLOADS
-        event = self._add_behind(self._reduction_stream + (3 if goes else 4), number, position, rank)
+        event = self._add_on_stream(self._reduction_stream + (3 if goes else 4), number, position, rank)
         rank.copies[instruction[1:4] if goes else instruction[1:3]] = event
         return event
 
-    def _add_behind(self, stream: int, number: int, position: int, rank: _Rank) -> int:
+    def _add_on_stream(self, stream: int, number: int, position: int, rank: _Rank) -> int:
         event = self._event(number, position, rank.host, rank.computed, rank.last.get(stream))
         self._enqueue(event, stream, rank)
         rank.last[stream] = event
@@ -248,7 +248,7 @@ class Events:
             rank.host = self._connect(number, channel, rank, position)
         message = self._message(travels)
         stream = COMPUTE_STREAM + 1 + self._numbers[channel]
-        event = self._add_behind(stream, number, position, rank)
+        event = self._add_on_stream(stream, number, position, rank)
         rank.last[stream] = message  # the next waits for both ends of this one
         self._needs[message].append(event)
         self._posted.append((number, position, message))

@@ -293,7 +293,7 @@ class CopyLanes:
         self._places = copies_by_place(copies)
         self._speeds = plan.to_host, plan.from_host
         self._free = [-inf, -inf]
-        self._there: dict[int, float] = {}
+        self._fetched: dict[int, float] = {}
         self._offloads: dict[HostCopy, tuple[float, float]] = {}
         self._dropped: dict[HostCopy, float] = {}
         self._fetches: dict[HostCopy, tuple[float, float]] = {}
@@ -304,7 +304,7 @@ class CopyLanes:
         self._free[lane] = start + copy.size / self._speeds[lane]
         return start, self._free[lane]
 
-    def arrive(self, place: int, time: float) -> float:
+    def post(self, place: int, time: float) -> float:
         """Post the copies of a place, and return the time at which the rank continues: a drop waits for the copy."""
         copied = self._places.get(place)
         if copied is None:
@@ -313,15 +313,15 @@ class CopyLanes:
             self._offloads[copy] = self._run(0, copy, time)
         for copy in copied.fetched:
             self._fetches[copy] = self._run(1, copy, time)
-            self._there[copy.reader] = self._fetches[copy][1]
+            self._fetched[copy.reader] = self._fetches[copy][1]
         for copy in copied.dropped:
             time = max(time, self._offloads[copy][1])
             self._dropped[copy] = time
         return time
 
-    def there(self, number: int) -> float:
+    def fetched_at(self, number: int) -> float:
         """Time at which all fetches of an op are back, by its number in the order of the rank."""
-        return self._there.get(number, -inf)
+        return self._fetched.get(number, -inf)
 
     def timed(self) -> Iterator[TimedCopy]:
         """Yield the copies that have run, in the order in which they went to the host."""

@@ -47,7 +47,7 @@ def simulate(
         rank = runnable.popleft()
         order, done = orders[rank], spans[rank]
         for op in order[len(done) :]:
-            start = max(clocks[rank], lanes[rank].there(len(done)))
+            start = max(clocks[rank], lanes[rank].fetched_at(len(done)))
             for needed in prerequisites(op, shape):
                 if needed not in end:
                     waiting.setdefault(needed, []).append(rank)
@@ -60,7 +60,7 @@ def simulate(
                 end[given] = ended
                 network.send(given, ended)
                 done.append(Span(op, start, ended))
-                clocks[rank] = lanes[rank].arrive(len(done), ended)
+                clocks[rank] = lanes[rank].post(len(done), ended)
                 runnable.extend(waiting.pop(given, ()))
                 continue
             break

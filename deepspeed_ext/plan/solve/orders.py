@@ -49,7 +49,7 @@ from deepspeed_ext.plan.solve.problem import (
     keeps_limit,
     replay,
 )
-from deepspeed_ext.plan.terminal import Progress, part_of, unseen
+from deepspeed_ext.plan.terminal import Progress, no_progress, part_of
 
 __all__ = ["OptimisedSchedule", "optimise"]
 
@@ -105,7 +105,7 @@ def optimise(
     lengths: Sequence[float] | None = None,
     effort: float = 1.0,
     seed: int = 0,
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> OptimisedSchedule:
     """Find op orders with a short makespan, never worse than a fixed schedule that keeps the limit.
 
@@ -207,7 +207,7 @@ def search_rules(
     num_rules: int,
     seed: int,
     known: Sequence[PriorityRule] = (),
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> list[PriorityRule]:
     """Good rules for a problem, best first."""
     random = np.random.default_rng(seed)

@@ -32,7 +32,7 @@ from deepspeed_ext.plan.solve.cuts import CutGrid, TokenSliceCosts, bounds_of, o
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, list_schedule
 from deepspeed_ext.plan.solve.orders import search_rules
 from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, peaks, replay
-from deepspeed_ext.plan.terminal import Progress, part_of, unseen
+from deepspeed_ext.plan.terminal import Progress, no_progress, part_of
 
 PANEL = 4
 """Rules that judge a cut: an optimised schedule is as good as the best of them, or a little better."""
@@ -174,7 +174,7 @@ def solve_token_slices(
     min_length: int = 1,
     transfer: float | TransferCosts = 0.0,
     effort: float = 1.0,
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> SolvedTokenSlices:
     """Find the cut with the shortest step.
 
@@ -203,7 +203,7 @@ def search_cuts(
     effort: float,
     *,
     rounds: int = 1,
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> SolvedTokenSlices:
     """Search the cuts of a grid for the one with the shortest step.
 
@@ -300,7 +300,7 @@ def solve_stages(
     min_length: int = 1,
     transfer: float | TransferCosts = 0.0,
     effort: float = 1.0,
-    progress: Progress = unseen,
+    progress: Progress = no_progress,
 ) -> SolvedStages:
     """Find layers per stage and token slices with a short step.
 
