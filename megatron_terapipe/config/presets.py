@@ -57,6 +57,9 @@ LLAMA: Mapping[str, Any] = {
 UNTIED: Mapping[str, Any] = {"untie_embeddings_and_output_weights": True}
 """An output layer with weights of its own."""
 
+QWEN25_LARGE: Mapping[str, Any] = {**UNTIED, "vocab_size": 152064, "layernorm_epsilon": 1e-05}
+GEMMA2_27B = {"kv_channels": 128, "softmax_scale": 1 / 12, "embedding_multiplier": sqrt(4608)}
+
 _NEOX = {"seq_length": 2048, "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True}
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -168,15 +171,9 @@ MODEL_PRESETS: Mapping[str, Preset] = MappingProxyType(
         "qwen2.5-1.5b": _preset("Qwen2.5", 1.54e9, 28, 1536, 12, 8960, 2),
         "qwen2.5-3b": _preset("Qwen2.5", 3.09e9, 36, 2048, 16, 11008, 2),
         "qwen2.5-7b": _preset("Qwen2.5", 7.61e9, 28, 3584, 28, 18944, 4, **UNTIED, vocab_size=152064),
-        "qwen2.5-14b": _preset(
-            "Qwen2.5", 14.7e9, 48, 5120, 40, 13824, 8, **UNTIED, vocab_size=152064, layernorm_epsilon=1e-05
-        ),
-        "qwen2.5-32b": _preset(
-            "Qwen2.5", 32.5e9, 64, 5120, 40, 27648, 8, **UNTIED, vocab_size=152064, layernorm_epsilon=1e-05
-        ),
-        "qwen2.5-72b": _preset(
-            "Qwen2.5", 72.7e9, 80, 8192, 64, 29568, 8, **UNTIED, vocab_size=152064, layernorm_epsilon=1e-05
-        ),
+        "qwen2.5-14b": _preset("Qwen2.5", 14.7e9, 48, 5120, 40, 13824, 8, **QWEN25_LARGE),
+        "qwen2.5-32b": _preset("Qwen2.5", 32.5e9, 64, 5120, 40, 27648, 8, **QWEN25_LARGE),
+        "qwen2.5-72b": _preset("Qwen2.5", 72.7e9, 80, 8192, 64, 29568, 8, **QWEN25_LARGE),
         "qwen3-0.6b": _preset("Qwen3", 600e6, 28, 1024, 16, 3072, 8),
         "qwen3-1.7b": _preset("Qwen3", 1.7e9, 28, 2048, 16, 6144, 8),
         "qwen3-4b": _preset("Qwen3", 4e9, 36, 2560, 32, 9728, 8),
@@ -188,18 +185,7 @@ MODEL_PRESETS: Mapping[str, Preset] = MappingProxyType(
         "smollm3-3b": _preset("SmolLM3", 3.08e9, 36, 2048, 16, 11008, 4),
         "gemma2-2b": _preset("Gemma 2", 2.61e9, 26, 2304, 8, 9216, 4, embedding_multiplier=sqrt(2304)),
         "gemma2-9b": _preset("Gemma 2", 9.24e9, 42, 3584, 16, 14336, 8, embedding_multiplier=sqrt(3584)),
-        "gemma2-27b": _preset(
-            "Gemma 2",
-            27.2e9,
-            46,
-            4608,
-            32,
-            36864,
-            16,
-            kv_channels=128,
-            softmax_scale=1 / 12,
-            embedding_multiplier=sqrt(4608),
-        ),
+        "gemma2-27b": _preset("Gemma 2", 27.2e9, 46, 4608, 32, 36864, 16, **GEMMA2_27B),
     }
 )
 """Every preset by its name."""
