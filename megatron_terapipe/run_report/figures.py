@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf, isfinite, isnan
-from statistics import fmean, median, quantiles
+from statistics import fmean, median, median_high, quantiles
 from typing import Literal, get_args
 
 from megatron_terapipe.run_report.metrics_file import Piece, TrainingRun
@@ -111,17 +111,6 @@ def peak_memory(run: TrainingRun) -> tuple[int, ...]:
         if measured:
             return tuple(max(of_stage) for of_stage in zip(*measured, strict=False))
     return ()
-
-
-def slow_iterations(run: TrainingRun) -> list[IterationMetrics]:
-    """Return the iterations that took far longer than others of their batch size, without the first ones of pieces."""
-    # Iterations of `steady` have one batch size, except in a run that is too short to exclude any.
-    times: dict[int, list[float]] = {}
-    for each in run.steady:
-        if not isnan(each.iteration_time_s):
-            times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
-    bounds = {size: outlier_bound(of_size, SPREADS, LEAST_RATIO) for size, of_size in times.items()}
-    return [each for each in run.steady if each.iteration_time_s > bounds.get(each.global_batch_size, inf)]
 
 
 def _wall_time(run: TrainingRun) -> float | None:
@@ -242,11 +231,18 @@ def _spikes(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
 
 
 def _slow(run: TrainingRun) -> Iterator[Incident]:
-    times = sorted(each.iteration_time_s for each in run.steady)
-    middle = times[len(times) // 2]
-    for each in slow_iterations(run):
-        text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
-        yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
+    """Yield the iterations that took far longer than others of their batch size, without the first ones of pieces."""
+    # Iterations of `steady` have one batch size, except in a run that is too short to exclude any.
+    times: dict[int, list[float]] = {}
+    for each in run.steady:
+        if not isnan(each.iteration_time_s):
+            times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
+    bounds = {size: outlier_bound(of_size, SPREADS, LEAST_RATIO) for size, of_size in times.items()}
+    middle = median_high(each.iteration_time_s for each in run.steady)
+    for each in run.steady:
+        if each.iteration_time_s > bounds.get(each.global_batch_size, inf):
+            text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
+            yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
 
 
 def _together(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
