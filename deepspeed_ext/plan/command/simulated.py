@@ -80,7 +80,7 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
             rows.append(("peak on the hosts", mib(memory.host_curves(timeline))))
     if request.lower_bound is not None:
         above = max(timeline.makespan / request.lower_bound - 1, 0.0) if request.lower_bound else 0.0  # rounding
-        bound = f"{request.lower_bound:.6g} without a memory limit (the makespan is {above:.2%} above it)"
+        bound = f"{request.lower_bound:.6g} (the makespan is {above:.2%} above it)"
         rows.insert(1, ("lower bound", bound))
     if request.shape.num_model_chunks > 1:
         placed = f"{request.shape.num_model_chunks} on each rank, placement {request.shape.placement.value}"

@@ -18,7 +18,7 @@ decides from which of its queues the next op comes, 3 queues for each of its sta
 3.  `anneal` takes the best orders, or those of a fixed schedule if they are better, and moves single ops that are on
     the critical path. Rules describe the steady state; moves also improve the warmup and the cooldown.
 4.  `merged` joins neighbouring input and weight gradients into whole backwards, where it costs no time.
-5.  `lower_bound` is a makespan that no order can beat.
+5.  `bound.lower_bound` is a makespan that no order can beat.
 
 The fixed schedules that keep the limit compete, so the result is never worse than the best of them. It depends only on
 the arguments, not on the clock. Copies to the host are not part of the problem; they are planned for the orders that
@@ -38,6 +38,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, parts
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import Priorities, PriorityRule, anneal, list_schedule
 from deepspeed_ext.plan.solve.problem import (
     BACKWARD,
@@ -81,7 +82,7 @@ class OptimisedSchedule:
     bubble_ratio: float
     """Idle time over ranks x makespan."""
     lower_bound: float
-    """Makespan that no order can beat; see `lower_bound`."""
+    """Makespan that no order can beat under the memory limit; see `bound`."""
     peak_activation: tuple[float, ...]
     """Per rank its peak, in activations of one micro-batch."""
     start: str
@@ -273,34 +274,3 @@ def _joined(row: Numbers, positions: Numbers, per_kind: int) -> Numbers:
     joined = row.copy()
     joined[positions] += (BACKWARD - INPUT_GRADIENT) * per_kind
     return np.delete(joined, positions + 1)
-
-
-def lower_bound(problem: SchedulingProblem) -> float:
-    """Makespan that no order can beat, whatever the memory limit: the largest of three sums over the ranks.
-
-    No rank starts before its first forward has its input (start), nor turns back before the last token slice of the
-    first micro-batch has gone forward and its gradient has come back (turn). After its last input gradient, those of
-    the stages before it and a weight gradient follow (tail).
-
-        start + all its ops        start + its forwards and input gradients + tail        turn + its backwards
-    """
-    (forward, backward, weight), tables = problem.tables.times, problem.tables
-    travel = tables.sending + tables.latency[..., None]
-    later = range(1, problem.shape.num_stages)
-    # By stage: when its first forward can start, and when its forward of the last token slice can end.
-    starts, ends = [0.0], [forward[0].sum()]
-    tails = [weight[0, 0]]
-    for stage in later:
-        starts.append(starts[-1] + forward[stage - 1, 0] + travel[0, stage - 1, 0])
-        arrived = ends[-1] + travel[0, stage - 1, -1]
-        ends.append(max(arrived, starts[-1] + forward[stage, :-1].sum()) + forward[stage, -1])
-        tails.append(tails[-1] + backward[stage - 1, 0] + travel[1, stage, 0])
-    turns = ends[-1:]
-    for stage in reversed(later):
-        turns.insert(0, turns[0] + backward[stage, -1] + travel[1, stage, -1])
-    longest = 0.0
-    for stages in tables.stages:
-        work = tables.times[:, stages].sum(axis=(1, 2)) * problem.shape.num_micro_batches
-        start, turn, tail = (min(each[stage] for stage in stages) for each in (starts, turns, tails))
-        longest = max(longest, start + work.sum(), start + work[:2].sum() + tail, turn + work[1:].sum())
-    return float(longest)

@@ -14,8 +14,9 @@ from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
+from deepspeed_ext.plan.solve.bound import lower_bound
 from deepspeed_ext.plan.solve.list_scheduler import anneal, list_schedule
-from deepspeed_ext.plan.solve.orders import lower_bound, merged, optimise
+from deepspeed_ext.plan.solve.orders import merged, optimise
 from deepspeed_ext.plan.solve.problem import NumberedOrders, SchedulingProblem, keeps_limit, peaks, replay
 from tests.strategies import shapes
 
@@ -198,7 +199,18 @@ def test_the_bound_with_enough_work_is_the_start_of_the_last_rank_and_its_work()
     assert bound == pytest.approx(8 * 3 + 7 / 8)
 
 
-def test_the_bound_counts_the_first_pass_back():
-    # 4 F and 3 BI until the first gradient is back on rank 0, which then has 3 BI and 3 BW to do.
+def test_a_memory_limit_raises_the_bound():
+    # All of a micro-batch must be freed before the next begins: the rest runs one after the other on each rank.
     shape = PipelineShape(4, 3, 1)
-    assert lower_bound(SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))) == 4 + 3 + 3 + 3
+    costs = OpCosts.uniform(shape, weight_gradient=1.0)
+    # Without a limit: 4 F and 3 BI until the first gradient is back on rank 0, which then has 3 BI and 3 BW to do.
+    assert lower_bound(SchedulingProblem.of(shape, costs)) == 4 + 3 + 3 + 3
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) == 3 * (4 + 4 + 1)
+
+
+def test_memory_as_an_area():
+    # Two model chunks in a V and memory for one and a half micro-batches, with no work but the first forward.
+    shape = PipelineShape(4, 8, 1, 2, Placement.V)
+    costs = OpCosts(((1.0,),) * 4, ((1.0,),) * 4, ((0.0,),) * 4)
+    held = 8 * (8 + 2) / 2
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) >= held
