@@ -48,7 +48,7 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, check_num_ops, num_ops, reader_of, received, result
-from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
+from deepspeed_ext.plan.programs.device import Device, Drains, check_host_copies, check_programs
 from deepspeed_ext.plan.programs.host_copies import CopiesOfPlace, HostCopySettings, copies_by_place, plan_host_copies
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
@@ -244,6 +244,8 @@ def _proven(
         lower_rank(rank, messages, shape, loads=rank in loading, under_ops=under_ops, host_copies=host_copies)
         for rank in messages
     ]
+    if host_copies is not None:
+        check_host_copies(programs, shape, host_copies)
     check_programs(programs, shape, device)
     return programs
 

@@ -112,6 +112,11 @@ _OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for 
 _OP_KINDS[InstructionKind.REDUCE_GRADIENTS] = OpKind.BACKWARD
 
 
+def content_of(kind: InstructionKind) -> Content:
+    """Return the content of a host copy."""
+    return next(content for content in Content if kind in (OFFLOAD[content], DROP[content], FETCH[content]))
+
+
 class Instruction(NamedTuple):
     """One step of a rank's program. `buffer` holds the token slice's tensors; -1 where the step needs none."""
 
