@@ -2,11 +2,11 @@
 
 The strategy search beside its peers: seconds of a search, and errors of predictions, in one run and one table each.
 
-python -m benchmarks.search_peers [--trials FILE ...] [--document FILE.md]
+python -m benchmarks.search_peers [--trials FILE ...] [--output FILE.csv]
 
 Ours is measured: searches of whole spaces in seconds of one core, and the error on runs that others published, with
 nothing fitted. `--trials` adds files of more trials, predicted with nothing fitted and calibrated on their other half.
-Figures of peers are those that their authors publish. The tables go into the page, between its markers.
+Figures of peers are those that their authors publish. All figures go into a CSV file beside the page.
 
 Errors after eight trials of a cluster: trials that `trials.calibration.design` chooses beside as many at random.
 
@@ -15,6 +15,7 @@ Errors after eight trials of a cluster: trials that `trials.calibration.design` 
 In each round a third of the trials is held out; the few come from the other two thirds.
 """
 
+import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring.command import Parser, run_named
-from benchmarks.measuring.report import Section, progress, written_between
+from benchmarks.measuring.report import Section, progress
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.learn.calibration import uncalibrated
 from megatron_terapipe.search.learn.cluster_calibrations import Calibrations, propose
@@ -33,7 +34,7 @@ from megatron_terapipe.search.learn.validation import Predicted, deal_groups, pr
 from megatron_terapipe.search.price.efficiency import HardwareEfficiency
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks" / "search.md"
+FIGURES = ROOT / "docs" / "benchmarks" / "search-peers.csv"
 PUBLISHED = ROOT / "tests" / "search" / "price" / "published_runs.jsonl"
 
 
@@ -49,7 +50,7 @@ class Figure:
     source: str
 
 
-OURS, HERE = "**this search**", "this command"
+OURS, HERE = "this search", "this command"
 ASTRA = "[Astra, abstract](https://arxiv.org/abs/2502.13480)"
 SPEED_OF_PEERS = (
     Figure(
@@ -138,27 +139,37 @@ def _error(predicted: Sequence[Predicted], subject: str) -> Figure:
     return Figure(OURS, f"{found['mape']:.1%}", f"{subject}: {found['n']} runs{covered}", HERE)
 
 
-def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
-    """Return a table with our lines above those of the peers."""
-    section = Section(title, ("tool", "figure", "subject", "source"))
-    for each in (*ours, *peers):
-        section.add(each.tool, each.value, each.subject, each.source)
+COLUMNS = ("tool", "figure", "subject", "source")
+
+
+def cells(figure: Figure) -> tuple[str, ...]:
+    """Return a figure under `COLUMNS`."""
+    return figure.tool, figure.value, figure.subject, figure.source
+
+
+def table(title: str, figures: Sequence[Figure]) -> str:
+    """Return a table of figures."""
+    section = Section(title, COLUMNS)
+    for each in figures:
+        section.add(*cells(each))
     return section.markdown()
 
 
 def peers(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the tables into the page."""
+    """Measure, print the tables, and write all figures as CSV."""
     parser = Parser(description=__doc__)
     parser.add_argument("--trials", type=Path, nargs="+", default=[], metavar="FILE", help="more trials to predict")
-    parser.add_argument("--document", type=Path, default=PAGE, metavar="FILE", help="the page, with its markers")
+    parser.add_argument("--output", type=Path, default=FIGURES, metavar="FILE.csv")
     options = parser.parse_args(argv)
-    tables = [
-        table("Seconds of a search", list(searches()), SPEED_OF_PEERS),
-        table("Mean error of predicted times", list(errors(options.trials)), ERRORS_OF_PEERS),
-    ]
-    text = options.document.read_text(encoding="utf-8")
-    options.document.write_text(written_between(text, "\n\n".join(tables)), encoding="utf-8")
-    print("\n\n".join(tables))
+    found = {
+        "Seconds of a search": (*searches(), *SPEED_OF_PEERS),
+        "Mean error of predicted times": (*errors(options.trials), *ERRORS_OF_PEERS),
+    }
+    print("\n\n".join(table(title, figures) for title, figures in found.items()))
+    with options.output.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["question", *COLUMNS])
+        writer.writerows([title, *cells(each)] for title, figures in found.items() for each in figures)
     return 0
 
 

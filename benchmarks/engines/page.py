@@ -1,8 +1,9 @@
-"""The page of the benchmark, its picture and its times, written from the JSON of a measurement.
+"""The page of the benchmark, its picture, and a table of all engines, written from the JSON of a measurement.
 
 python -m benchmarks.engines.page runs/engines.json
 """
 
+import csv
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from benchmarks.engines.results import (
     TORCH,
     Document,
     Measured,
+    Name,
     Run,
     is_ours,
     is_rival,
@@ -56,7 +58,7 @@ def findings(run: Run) -> list[str]:
     found.append(f"Least memory on the fuller rank: ours {mine}, rivals {theirs}.")
     found += [
         f"Plain torch in one process with two threads takes {each.median_s:.3f} s, "
-        f"{each.median_s / first.median_s - 1:+.1%} beside the fastest pipeline."
+        f"{each.median_s / first.median_s - 1:+.1%} compared with the fastest pipeline."
         for each in run.timed
         if each.name == IN_TWO_THREADS
     ]
@@ -102,20 +104,49 @@ COLUMNS = (
 )
 
 
-def table(document: Document, run: Run) -> str:
-    """Return the table of one number of micro-batches, with a heading."""
-    tokens = f"{document.micro_batch_size} x {document.model['tokens']} tokens"
-    section = Section(f"{micro_batches(run.num_micro_batches)} of {tokens}", COLUMNS)
-    pipelines = [each for each in run.timed if each.engine != PLAIN]
-    fastest = min(pipelines, key=lambda each: each.median_s, default=None)
+def rows(document: Document, run: Run) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of every engine under `COLUMNS`, or the reason why it was not timed."""
+    fastest = min((each for each in run.timed if each.engine != PLAIN), key=attrgetter("median_s"), default=None)
     for each in run.engines:
         if each.seconds:
-            section.add(*each.name, *_cells(each, run, document.num_ranks, bold=each is fastest))
+            yield *each.name, *_cells(each, run, document.num_ranks, bold=each is fastest)
         elif each.needs is not None:
-            section.add(*each.name, f"needs {micro_batches(each.needs)}")
+            yield *each.name, f"needs {micro_batches(each.needs)}"
         else:
-            section.add(*each.name, f"not timed: {each.problem}")
+            yield *each.name, f"not timed: {each.problem}"
+
+
+def compared(run: Run) -> list[Name]:
+    """Return the engines of the page: plain torch, 1F1B of each, and the fastest of ours and of the rivals."""
+    names = {IN_ONE_THREAD, IN_TWO_THREADS, PIPELINE_ENGINE}
+    timed = sorted(run.timed, key=attrgetter("median_s"))
+    names |= {each.name for each in timed if is_ours(each) and each.schedule == "1f1b"}
+    ours = [each for each in timed if is_ours(each)]
+    sliced = [each for each in ours if each.engine != OURS]
+    for engines in ([each for each in ours if each.engine == OURS], sliced, filter(is_rival, timed)):
+        names |= {each.name for each in [*engines][:1]}
+    return [each.name for each in run.engines if each.name in names]
+
+
+def table(document: Document, run: Run) -> str:
+    """Return the table of one number of micro-batches with the engines of the page, with a heading."""
+    tokens = f"{document.micro_batch_size} x {document.model['tokens']} tokens"
+    section = Section(f"{micro_batches(run.num_micro_batches)} of {tokens}", COLUMNS)
+    names = compared(run)
+    for row in rows(document, run):
+        if row[:2] in names:
+            section.add(*row)
     return section.markdown()
+
+
+def write_all(document: Document, path: Path) -> None:
+    """Write the rows of all engines as CSV, with the number of micro-batches in front."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["micro-batches", *COLUMNS])
+        for run in document.runs:
+            for row in rows(document, run):
+                writer.writerow([run.num_micro_batches, *(cell.strip("*") for cell in row)])
 
 
 def _cells(each: Measured, run: Run, num_ranks: int, *, bold: bool) -> Iterator[str]:
@@ -134,8 +165,7 @@ def results_markdown(document: Document, picture: str) -> str:
     """Return the text of the page about a measurement."""
     parts = [f"![Seconds of a step of every engine]({picture})"]
     for run in document.runs:
-        refused = [f"*{each.name}* refuses: {each.problem}" for each in run.engines if each.problem is not None]
-        parts += [table(document, run), *_list([*findings(run), *refused])]
+        parts += [table(document, run), *_list(findings(run))]
     return "\n\n".join([*parts, "### Circumstances", *_list(circumstances(document))])
 
 
@@ -218,7 +248,7 @@ PICTURE = DOCS / "img" / "engines.svg"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write page and picture, and the times beside the page."""
+    """Write page and picture, and all rows (CSV) and times (JSON) beside the page."""
     parser = Parser(description=__doc__)
     parser.add_argument("times", type=Path, help="the JSON of a measurement")
     parser.add_argument("--document", type=Path, default=PAGE, metavar="FILE", help="the page, with its markers")
@@ -230,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = written_between(options.document.read_text(encoding="utf-8"), results_markdown(measurement, link))
     options.document.write_text(page, encoding="utf-8")
     measurement.write(options.document.with_suffix(".json"))
+    write_all(measurement, options.document.with_suffix(".csv"))
     return 0
 
 

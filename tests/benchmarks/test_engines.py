@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.engines.page import COLUMNS, PAGE, circumstances, draw, findings, main, table
+from benchmarks.engines.page import COLUMNS, PAGE, circumstances, compared, draw, findings, main, rows, table
 from benchmarks.engines.pipelines import Engine, Entry, Job, catalogue, plain
 from benchmarks.engines.results import (
     DEEPSPEED,
@@ -120,15 +120,18 @@ DOCUMENT = Document(
 )
 
 
-def test_the_table_has_a_row_for_every_engine() -> None:
+def test_every_engine_has_a_row_and_the_page_shows_those_compared() -> None:
+    cells = list(rows(DOCUMENT, RUN))
+    assert len(cells) == len(RUN.engines) and all(len(row) in (3, len(COLUMNS)) for row in cells)
+    assert cells[0][2:7] == ("4.100", "4.000 to 4.200", "1.00", "1.07", "25%")
+    assert cells[3][2] == "needs 4 micro-batches" and cells[5][2] == "not timed: loss differs by 1e-1"
+    assert cells[7][2:5] == ("**2.200**", "2.100 to 2.300", "**1.86**") and cells[7][7:] == ("60 / 50", "5e-07")
+    assert cells[4][8] == "the same"
     lines = table(DOCUMENT, RUN).splitlines()
     assert lines[0] == "### 1 micro-batch of 1 x 2048 tokens"
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
-    assert len(rows) == len(RUN.engines) and {len(row) for row in rows} == {len(COLUMNS)}
-    assert rows[0][2:7] == ["4.100", "4.000 to 4.200", "1.00", "1.07", "25%"]
-    assert rows[3][2] == "needs 4 micro-batches" and rows[5][2] == "not timed: loss differs by 1e-1"
-    assert rows[7][2:5] == ["**2.200**", "2.100 to 2.300", "**1.86**"] and rows[7][7:] == ["60 / 50", "5e-07"]
-    assert rows[4][8] == "the same"
+    shown = [tuple(cell.strip() for cell in line.split("|")[1:-1])[:2] for line in lines[4:]]
+    assert shown == compared(RUN) and {IN_ONE_THREAD, IN_TWO_THREADS, PIPELINE_ENGINE} < {*shown}
+    assert (ours_with(8), "1f1b") in shown and (TORCH, "Fast") not in shown
 
 
 def test_findings_name_the_fastest_and_where_others_win() -> None:
@@ -173,6 +176,7 @@ def test_times_become_a_page_in_one_step(tmp_path: Path) -> None:
     assert "old" not in text and "(img/engines.svg)" in text and text.endswith("How to read it.\n")
     assert text.count("### 1 micro-batch") == 1
     assert Document.read(tmp_path / "page.json") == DOCUMENT
+    assert len((tmp_path / "page.csv").read_text().splitlines()) == 1 + len(RUN.engines)
 
 
 def test_a_page_needs_its_markers() -> None:

@@ -5,17 +5,22 @@ import json
 from dataclasses import asdict, replace
 
 from benchmarks.long_sequences import HEAD, PREDICTIONS, Ours, Row, Theirs, cells
-from benchmarks.search_peers import ERRORS_OF_PEERS, OURS, SPEED_OF_PEERS, Figure
+from benchmarks.search_peers import COLUMNS, ERRORS_OF_PEERS, FIGURES, OURS, SPEED_OF_PEERS, Figure
 from benchmarks.search_peers import table as table_of_peers
 
 
-def test_ours_stand_above_the_peers_and_every_figure_has_a_source() -> None:
-    lines = table_of_peers("Errors", [Figure(OURS, "1.0 %", "a test", "this command")], ERRORS_OF_PEERS).splitlines()
+def test_figures_of_peers_have_sources_and_the_columns_of_the_file() -> None:
+    figures = [Figure(OURS, "1.0 %", "a test", "this command"), *ERRORS_OF_PEERS]
+    lines = table_of_peers("Errors", figures).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
     assert rows[0] == [OURS, "1.0 %", "a test", "this command"]
     assert [row[0] for row in rows[1:]] == [each.tool for each in ERRORS_OF_PEERS]
     assert all("](https://" in each.source for each in (*SPEED_OF_PEERS, *ERRORS_OF_PEERS))
     assert not any(cell.endswith("...") for row in rows for cell in row)
+    with FIGURES.open(encoding="utf-8", newline="") as file:
+        head, *figures_of_file = csv.reader(file)
+    assert head == ["question", *COLUMNS]
+    assert {row[1] for row in figures_of_file} == {OURS, *(each[0] for each in rows[1:]), "AMP"}
 
 
 BEST = Ours(
