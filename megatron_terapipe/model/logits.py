@@ -10,6 +10,12 @@ some tokens:
 Only logits that do not fit are computed again: the logits computed last are kept for their backward, as long as all
 that are alive, with those of the tile that is being computed, are no more than a limit. Gradients in
 the forward, while the tile exists, would need the factor of each loss then, and another order of sums.
+
+Rows of the vocabulary are padded to a multiple of 128 and of the tensor-parallel size, because such products are faster
+and divide evenly. Padded rows are not in the loss, unlike in Megatron: their logits are replaced by the lowest finite
+number of the type before the softmax, so their probability and gradient are exactly 0, and loss, gradients and logits
+are those of the vocabulary without padding. Losses are lower than Megatron's by ln(padded / real) at the start of
+training, 0.39 with the byte tokenizer, and by less later.
 """
 
 import weakref

@@ -7,7 +7,13 @@ stages and the schedule. Here every element of a mask is a hash of its place,
 
 so a token slice draws exactly its part of the whole sequence's mask, a backward or a recomputation draws the same one
 again, and no mask is ever stored. The mixing steps are multiplications and xor-shifts as in integer hash functions
-(Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+(Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). The sequence is numbered by step and place
+in the global batch, so masks are the same for any token slices, schedule, ranks and replicas, and checkpoints contain
+no state of a random generator. The hash costs a few passes of integer arithmetic over the activation; it is not
+cryptographic, and tests bound frequencies and correlations of rows and columns.
+
+Probabilities of attention are dropped in the same way, by (query, head, key). No flash kernel can do that, so
+`--attention-dropout` uses unfused attention and is slower.
 """
 
 from collections.abc import Sequence
