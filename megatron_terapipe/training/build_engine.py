@@ -235,7 +235,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 # Stages of the vocabulary send more than hidden states.
                 activation_spec=None if vocabulary_stages else hidden_state,
                 **_recomputation(config),
-                # Masks of dropout are a function of the position (positional_dropout.py): no layer draws from a generator.
+                # Masks of dropout depend on the position (positional_dropout.py): no layer draws from a generator.
                 preserve_rng_state=False,
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
