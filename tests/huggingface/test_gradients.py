@@ -30,7 +30,8 @@ TRAINED = [
     *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
     *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
     "phi3-longrope",
-    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron"),
+    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
+    "falcon-11b",
     *("opt", "gpt_bigcode"),
 ]
 """All models of each family with layers of their own kind. The others differ in names and sizes."""

@@ -47,6 +47,7 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 5.0, 9.0],
     "rope_theta": 100.0,
 }
+_FALCON = {"ffn_hidden_size": 48}
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,6 +118,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     "nemotron": ("nemotron", {}),
+    "falcon-7b": ("falcon", _FALCON),
+    "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "falcon",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-serial": ("falcon", _FALCON | {"parallel_attn": False, "multi_query": False, "bias": True}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
     "opt-unbiased": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "enable_bias": False}),
     "gpt_bigcode": ("gpt_bigcode", {}),

@@ -1,15 +1,20 @@
 """Families with LayerNorm.
 
 With learned positions: GPT-2, GPT-BigCode (SantaCoder, StarCoder), OPT. With rotary positions: GPT-NeoX and Pythia,
-StarCoder 2, StableLM, Nemotron.
+StarCoder 2, StableLM, Nemotron, Falcon.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.layer_settings import rotations, window_of_all
 from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
 from megatron_terapipe.huggingface.families.settings import (
+    COUNT,
     NUMBER,
     SWITCH,
     UNGATED,
@@ -242,4 +247,83 @@ NEMOTRON = Family(
         ATTENTION_DROPOUT,
     ),
     tensors=TensorNames(up=("mlp.up_proj",)),
+)
+
+
+def _read_falcon_layers(file: SettingsFile, fields: Fields) -> Fields:
+    """Return the key heads and norms of Falcon, whose 40 B has an architecture of its own.
+
+    The first has one key head, or as many as query heads, and one norm for attention and MLP side by side. The new one
+    has any number of key heads, and two norms unless the file sets one.
+    """
+    file.expect("alibi", (False, None), False)
+    file.expect("n_embed", (None, fields["hidden_size"]))
+    new = file.value("new_decoder_architecture", SWITCH, False)
+    parallel = file.value("parallel_attn", SWITCH, True)
+    heads = file.value("num_kv_heads", COUNT, None, nullable=True)
+    if not new:
+        heads = 1 if file.value("multi_query", SWITCH, True) else None
+    norms = file.value("num_ln_in_parallel_attn", COUNT, None, nullable=True) or (2 if new else 1)
+    if (new and not parallel) or norms > (2 if new else 1):
+        raise ConfigError(
+            f"{file.where} has parallel_attn {parallel} and num_ln_in_parallel_attn {norms} with "
+            f"new_decoder_architecture {new}, for which transformers has no layer: get the file again"
+        )
+    found = {"parallel_residual": parallel, "shared_block_norm": parallel and norms == 1}
+    return found if heads is None else {**found, "num_key_value_heads": heads}
+
+
+def _write_falcon_layers(model: ModelConfig) -> Mapping[str, Any]:
+    """Return the keys, in the first architecture where it has the model."""
+    key_heads, heads = model.num_key_value_heads, model.num_attention_heads
+    several = key_heads not in (1, heads) or (model.parallel_residual and not model.shared_block_norm)
+    return {
+        "new_decoder_architecture": several,
+        "multi_query": key_heads == 1,
+        "parallel_attn": model.parallel_residual,
+        "num_kv_heads": key_heads,
+        "num_ln_in_parallel_attn": (1 if model.shared_block_norm else 2) if several else None,
+        "alibi": False,
+    }
+
+
+def _falcon_tensors(model: ModelConfig) -> TensorNames:
+    two_side_by_side = model.parallel_residual and not model.shared_block_norm
+    return TensorNames(
+        prefix="transformer.",
+        words="word_embeddings",
+        blocks="h",
+        query_key_value=("self_attention.query_key_value",),
+        grouped=True,
+        projection="self_attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        attention_norm="ln_attn" if two_side_by_side else "input_layernorm",
+        mlp_norm="ln_mlp" if two_side_by_side else "post_attention_layernorm",
+        final_norm="ln_f",
+    )
+
+
+FALCON = Family(
+    name="falcon",
+    architecture="FalconForCausalLM",
+    settings=(
+        *sizes((65024, 2048, 4544, None, 32, 71, 0.02), {"intermediate_size": "ffn_hidden_size"}, tied=True),
+        rotations(),
+        _LAYERNORM,
+        same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        biases("bias", "bias", "bias"),
+        word("activation", "activation", UNGATED, "gelu"),
+        Setting(
+            (
+                *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads"),
+                *("num_ln_in_parallel_attn", "alibi", "n_embed"),
+            ),
+            _read_falcon_layers,
+            _write_falcon_layers,
+        ),
+        written(hidden_dropout="hidden_dropout"),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=_falcon_tensors,
 )

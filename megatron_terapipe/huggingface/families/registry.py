@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         for family in (
             *(layernorm.GPT2, llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
             *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
-            *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON),
+            *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON, layernorm.FALCON),
             *(layernorm.OPT, layernorm.GPT_BIGCODE),
         )
     }

@@ -60,6 +60,8 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("smollm3", {"use_sliding_window": True}, "sets use_sliding_window to true, and our models have false"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "lists 2 layers in no_rope_layers, and has 36"),
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
+        ("falcon", {"alibi": True}, "sets alibi to true, and our models have false or null"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "for which transformers has no layer"),
         ("opt", {"do_layer_norm_before": False}, "sets do_layer_norm_before to false, and our models have true"),
         ("opt", {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512}, "word_embed_proj_dim to"),
     ],
@@ -169,6 +171,7 @@ def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words:
         ("gpt_neox", {**sizes(24, 2048, 8192, 16, 16, 50304), "rotary_pct": 0.25}, 1.41e9),
         ("starcoder2", sizes(30, 3072, 12288, 24, 2, 49152), 3.03e9),
         ("stablelm", {**sizes(24, 2048, 5632, 32, 32, 100352), "use_qkv_bias": True}, 1.64e9),
+        ("falcon", {**sizes(32, 4544, 0, 71, 1, 65024), "num_kv_heads": 71}, 6.92e9),
         ("opt", {**sizes(24, 2048, 0, 32, 32, 50272), "ffn_dim": 8192, "word_embed_proj_dim": 2048}, 1.32e9),
         (
             "gpt_bigcode",
