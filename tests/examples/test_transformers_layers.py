@@ -272,7 +272,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: nn.Linear(2, 2), "Linear is no model of transformers"),
+        (lambda: nn.Linear(2, 2), "Linear is not a model of transformers"),
         (t5, "has an encoder or cross-attention"),
         (lambda: model_of("gpt2", add_cross_attention=True), "has an encoder or cross-attention"),
         (checkpointed, "gradient_checkpointing_disable"),
