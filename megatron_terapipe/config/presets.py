@@ -58,7 +58,7 @@ UNTIED: Mapping[str, Any] = {"untie_embeddings_and_output_weights": True}
 """An output layer with weights of its own."""
 
 QWEN25_LARGE: Mapping[str, Any] = {**UNTIED, "vocab_size": 152064, "layernorm_epsilon": 1e-05}
-GEMMA2_27B = {"kv_channels": 128, "softmax_scale": 1 / 12, "embedding_multiplier": sqrt(4608)}
+GEMMA2_27B: Mapping[str, Any] = {"kv_channels": 128, "softmax_scale": 1 / 12, "embedding_multiplier": sqrt(4608)}
 
 _NEOX = {"seq_length": 2048, "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True}
 
