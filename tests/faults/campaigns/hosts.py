@@ -68,6 +68,8 @@ def _trials(hosts: Network, folder: Path) -> Iterator[Outcome]:
         "SIGSTOP of a rank of a trial until its time is over": (signal.SIGSTOP, _is_rank, hosts.hosts[1]),
     }
     for name, (number, chosen, host) in commands.items():
+        # A trial whose ssh was killed is recorded as failed, and would not be run again.
+        (folder / "trials.jsonl").unlink(missing_ok=True)
         limit_s = 120 if number == signal.SIGSTOP else 900
         run = _trial(hosts, folder, iterations=10**6, limit_s=limit_s)
         # Time counts from the end of the limit where this is what ends the run.
