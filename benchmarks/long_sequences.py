@@ -213,7 +213,7 @@ def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, floa
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     copies = engine._executor.copies
     start = time.perf_counter()
-    with LiveBytes((lambda: copies._copies.buffers.held) if copies else lambda: 0) as live:
+    with LiveBytes((lambda: copies.buffers.held) if copies else lambda: 0) as live:
         loss = engine.train_batch(batch)
     seconds = time.perf_counter() - start
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

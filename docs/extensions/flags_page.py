@@ -30,7 +30,7 @@ def _own() -> Iterable[str]:
 
 def _presets() -> Iterable[str]:
     yield from ["", "## Presets", ""]
-    yield "What `--model-preset` sets. A flag wins over it. Parameters are counted with the vocabulary padded."
+    yield "Settings of `--model-preset`. Flags override them. Parameters are counted with the vocabulary padded."
     yield from ["", "| preset | published as | it sets | from |", "|---|---|---|---|"]
     for name, preset in MODEL_PRESETS.items():
         yield _row(f"`{name}`", _billions(preset.published_parameters), f"`{_words(preset)}`", preset.source)
@@ -39,7 +39,7 @@ def _presets() -> Iterable[str]:
 def _other_defaults() -> Iterable[str]:
     yield from ["", "## Defaults that differ", ""]
     yield "Defaults of Megatron-LM and Megatron-DeepSpeed that differ from ours. Where a training is another one by"
-    yield "them, and no flag sets them, a line at the start of a run says so."
+    yield "them, and no flag sets them, a line at the start of a run lists them."
     yield from ["", "| flag | there | here |", "|---|---|---|"]
     ours = {each.name: each.default for each in flags()}
     for name, (theirs, _) in OTHER_DEFAULTS.items():
@@ -55,7 +55,7 @@ def _foreign() -> Iterable[str]:
         values = " `{" + ",".join(each.values) + "}`" if each.values else ""
         rule = f"; needs {flag(each.needs)}" if each.needs else ""
         if each.says is not None:
-            rule = f"; an error where {flag(each.says[0])} says otherwise"
+            rule = f"; an error where {flag(each.says[0])} has another value"
         yield _row(f"`{name}`{values}", f"{each.text}{rule}")
     yield from ["", "## Accepted at one value", ""]
     yield "Flags of other trainers that change nothing at one value. All others end the run with one line."
@@ -71,7 +71,7 @@ def _foreign() -> Iterable[str]:
         names = sorted(name for name, each in idle.items() if each.without == owner)
         yield _row(f"`{owner}`" if owner else "", ", ".join(f"`{name}`" for name in names))
     yield from ["", "## Refused", "", "Flags of other trainers that end the run with one line.", ""]
-    yield from ["| flag | why, and what to do |", "|---|---|"]
+    yield from ["| flag | reason and remedy |", "|---|---|"]
     for name, each in sorted(foreign.having("refused").items()):
         yield _row(f"`{name}`", each.text)
 

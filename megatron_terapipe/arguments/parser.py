@@ -301,8 +301,11 @@ class _Parser(argparse.ArgumentParser):
         # argparse writes `argument --lr/--other: message`; the first spelling is enough.
         text = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*: ", r"\1 ", message)
         text = text.replace("unrecognized arguments:", "no flag takes the value")
-        remedies = {"expected": "give it one", "no flag": _REMEDIES_FOR_FILES.get(Path(text).suffix, "drop it")}
-        remedies["ignored"] = "drop the value"
+        remedies = {
+            "expected": "give it one",
+            "no flag": _REMEDIES_FOR_FILES.get(Path(text).suffix, "drop it"),
+            "ignored": "drop the value",
+        }
         remedy = next((remedy for clue, remedy in remedies.items() if clue in text), "")
         raise ConfigError(f"{text}: {remedy}" if remedy else text)
 

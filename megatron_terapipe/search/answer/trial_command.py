@@ -217,10 +217,11 @@ def _run_all(
 
 def _print_next(options: argparse.Namespace) -> None:
     """Print the commands that use the trials."""
-    profile = "" if options.profile is None else f"profile {options.profile} "
+    rank, train = "", ""
+    if options.profile is not None:
+        rank, train = f" --profile {options.profile}", f" --op-profile {options.profile}"
     print(
         f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
-        f"{options.global_batch_size} {profile and '--' + profile}--calibrate {options.trials}\n"
-        f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster} {profile and '--op-' + profile}"
-        f"--op-calibration {options.trials}"
+        f"{options.global_batch_size}{rank} --calibrate {options.trials}\n"
+        f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{train} --op-calibration {options.trials}"
     )
