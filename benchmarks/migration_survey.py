@@ -3,11 +3,13 @@
 python -m benchmarks.migration_survey [--megatron-lm DIR] [--megatron-deepspeed DIR] [--gpt-neox DIR] [--lines] [--json]
 
 Each configuration is parsed and checked as `--dry-run` checks it, without its tokenizer, data, checkpoints and devices.
-The shell scripts of the checkouts are run, in a copy and with every program replaced, so give checkouts that you trust.
+The shell scripts of the checkouts are run, in a copy and with every program replaced. They can write in the copy only
+(`benchmarks/confined.py`), but can read any file, so give checkouts that you trust.
 
 A script composes its command from variables, arrays, conditions and templates of files, which only a shell expands. So
 bash runs it, in a copy of the checkout that holds its small text files, and with a PATH of its own: launchers write
-down their words, a few programs that read text are real, and every other program does nothing.
+down their words, a few programs that read text are real, and every other program does nothing. Scripts that name the
+program and start no such command are listed with the reason.
 """
 
 import argparse
@@ -26,10 +28,12 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.confined import run_confined
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
@@ -51,6 +55,8 @@ class Attempt:
     """Directory that names of files are relative to."""
     refusal: str = ""
     """Line with which a converter refused it, so that there are no words; empty if it did not."""
+    not_run: str = ""
+    """Why a script started no command, so that there are no words; empty if it did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +74,11 @@ class Outcome:
         """Whether it would be trained."""
         return not self.line
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether there was a command to try."""
+        return not self.attempt.not_run
+
     def features(self) -> Iterator[str]:
         """Yield the features that stop it: the flags with which each reason of the line begins."""
         if self.is_defect:
@@ -81,6 +92,8 @@ class Outcome:
 
 def outcome_of(attempt: Attempt) -> Outcome:
     """Return the result of an attempt in this process; nothing is started."""
+    if attempt.not_run:
+        return Outcome(attempt=attempt)
     if attempt.refusal:
         return Outcome(attempt=attempt, line=attempt.refusal)
     # Without it DeepSpeed looks for a device, and says that it found none.
@@ -102,8 +115,11 @@ def outcome_of(attempt: Attempt) -> Outcome:
     return Outcome(attempt=attempt)
 
 
-REAL = "cat sed awk grep egrep cut tr head tail wc date basename dirname expr seq sort uniq paste tac bash sh env tee"
+REAL = "cat sed awk grep egrep cut tr head tail wc date basename dirname realpath readlink expr seq sort uniq paste tac"
 """Programs that are real: they read text and write text."""
+
+SHELLS = "bash sh env tee"
+"""Programs that are real, too: they run others of these, and write files where they may."""
 
 LAUNCHERS = "deepspeed torchrun python python3 srun mpirun mpiexec accelerate aprun jsrun uv"
 """Programs that write down their words."""
@@ -111,8 +127,19 @@ LAUNCHERS = "deepspeed torchrun python python3 srun mpirun mpiexec accelerate ap
 KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile", "pretrain_gpt.py")
 """Files of a checkout that scripts read."""
 
-TO_A_LOG = re.compile(r"""(2>&1[ \t]*)?(&>>?|(?<![&<\d])>>?)[ \t]*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
-"""Redirection of the output of a command to a log. Its directory is not here, and then the command would not be run."""
+REDIRECTION = re.compile(
+    r"""(?<![&<>\d])(?:2>&1[ \t]*)?[&12]?>>?[ \t]*(?P<to>\\"[^"\n]*\\"|"[^"\n]*"|'[^'\n]*'|[^\s"'|;&<>\\]+)"""
+)
+"""Redirection of the output of a command; its target is quoted as a whole or not at all."""
+
+PLACEHOLDER = re.compile(r"(?<![<&\d])<(?=[A-Za-z])[^<>\n$|;&]*[^<>\s$|;&]>(?![>&])")
+"""Words such as <Specify path>, which users replace; bash takes them for redirections."""
+
+ARGUMENT = re.compile(r"""^\s*(?:export\s+)?(\w+)=["']?\$(?:([1-9])|\{(\d+)\})""", re.MULTILINE)
+"""Variable that is an argument of the script, one without a default."""
+
+A_PLACE = re.compile("path|file|dir|data|logs?$|logs?_|model$|checkpoint|ckpt|corpus|prefix", re.IGNORECASE)
+"""Names of arguments for which any word will do."""
 
 PROGRAM = "pretrain_gpt.py"
 GPUS = 8
@@ -120,85 +147,120 @@ SECONDS = 60
 """Time after which a script is given up."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A script, run in one folder."""
+
+    directory: Path
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Words after the program, for each command that the script would start."""
+    reason: str = ""
+    """Why there are none."""
+
+
 def attempts_of_scripts(origin: str, folders: Sequence[str], checkout: Path, copy: Path) -> Iterator[Attempt]:
-    """Yield an attempt for each command that pretrains a GPT.
+    """Yield an attempt for each command that pretrains a GPT, and one for each script that names the program in vain.
 
     Args:
         copy: an empty folder for the copy of the checkout.
     """
-    programs = copy / "programs"
+    programs, tree = copy / "programs", copy / "checkout"
     _make_programs(programs)
-    tree = copy / "checkout"
     _copy_texts(checkout, tree)
     for script in sorted(script for folder in folders for script in (tree / folder).rglob("*.sh")):
-        commands = _commands(script, tree, programs)
-        for number, (words, directory) in enumerate(commands, start=1):
-            name = f"{script.relative_to(tree)}{f' #{number}' if len(commands) > 1 else ''}"
-            yield Attempt(origin=origin, name=name, words=words, directory=directory)
+        name, run = str(script.relative_to(tree)), _run_where_it_works(script, tree, programs)
+        for number, words in enumerate(run.commands, start=1):
+            numbered = f"{name} #{number}" if len(run.commands) > 1 else name
+            yield Attempt(origin=origin, name=numbered, words=words, directory=run.directory)
+        if not run.commands and PROGRAM in script.read_text(encoding="utf-8"):
+            yield Attempt(origin=origin, name=name, directory=run.directory, not_run=run.reason)
 
 
-def _commands(script: Path, tree: Path, programs: Path) -> list[tuple[tuple[str, ...], Path]]:
-    """Return the words of each command, and where it ran: in the folder of the script, or in that of the checkout.
+def _run_where_it_works(script: Path, tree: Path, programs: Path) -> _Run:
+    """Run a script in its own folder and in that of the checkout; it assumes one or the other.
 
-    Scripts assume one or the other; it is where the file that `--deepspeed_config` names has been written.
+    It is where the file that `--deepspeed_config` names has been written.
     """
-    found: list[tuple[tuple[str, ...], Path]] = []
-    for directory in (script.parent, tree):
-        commands = [(words, directory) for words in _run(script, directory, programs)]
-        if commands and all((directory / name).is_file() for words, _ in commands for name in _deepspeed_files(words)):
-            return commands
-        found = found or commands
-    return found
+    runs = [_run(script, directory, tree, programs) for directory in (script.parent, tree)]
+    found = [run for run in runs if run.commands]
+    with_files = [run for run in found if all((run.directory / name).is_file() for name in _deepspeed_files(run))]
+    return next(iter([*with_files, *found, *runs]))
 
 
-def _deepspeed_files(words: Sequence[str]) -> Iterator[str]:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        flag, equals, value = word.replace("_", "-").partition("=")
-        if flag == "--deepspeed-config":
-            yield word.partition("=")[2] if equals and value else following
+def _deepspeed_files(run: _Run) -> Iterator[str]:
+    for words in run.commands:
+        for word, following in pairwise([*words, ""]):
+            flag, _, value = word.partition("=")
+            if flag.replace("_", "-") == "--deepspeed-config":
+                yield value or following
 
 
-def _run(script: Path, directory: Path, programs: Path) -> list[tuple[str, ...]]:
-    """Run a script, and return the words that follow the program in each command that it would start."""
-    record = programs.parent / "record"
+def _run(script: Path, directory: Path, tree: Path, programs: Path) -> _Run:
+    text = script.read_text(encoding="utf-8")
+    # Other scripts count their arguments, and read options out of them.
+    takes = {} if "$#" in text else {int(short or long): name for name, short, long in ARGUMENT.findall(text)}
+    strange = [f"${number} ({name})" for number, name in sorted(takes.items()) if not A_PLACE.search(name)]
+    if strange:
+        return _Run(directory, reason=f"its arguments are not only places: {', '.join(strange)}")
+    record, temporary = programs.parent / "record", programs.parent / "temporary"
     record.unlink(missing_ok=True)
-    # Newer scripts keep in variables what their arguments say of data and checkpoints; others pass arguments on.
-    text = script.read_text(encoding="utf-8", errors="replace")
-    told = re.search(r"^\s*(export\s+)?\w+=[\"']?\$\{?1\b", text, re.MULTILINE) and "$#" not in text
-    arguments = [f"argument{number}" for number in range(1, 7)] if told else []
+    temporary.mkdir(exist_ok=True)
     environment = {
         "PATH": str(programs),
         "BASH_ENV": str(programs / "environment"),
         "HOME": str(directory),
+        "TMPDIR": str(temporary),
         "HOSTNAME": "worker-0",
         "RECORD": str(record),
     }
+    arguments = [f"argument{number}" for number in range(1, max(takes, default=0) + 1)]
+    command = [str(programs / "bash"), str(script), *arguments]
     try:
-        subprocess.run(
-            [str(programs / "bash"), str(script), *arguments],
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        said = run_confined(command, programs.parent, directory=directory, environment=environment, seconds=SECONDS)
+        if _make_folders(said, directory, tree):
+            record.unlink(missing_ok=True)
+            said = run_confined(command, programs.parent, directory=directory, environment=environment, seconds=SECONDS)
     except subprocess.TimeoutExpired:
-        return []
-    if not record.exists():
-        return []
-    commands = (line.split("\0")[:-1] for line in record.read_text(encoding="utf-8").split("\1\n"))
-    return list(dict.fromkeys(words for command in commands if (words := _after_program(command))))
+        return _Run(directory, reason=f"it takes more than {SECONDS} s")
+    except UserError as error:
+        return _Run(directory, reason=str(error))
+    lines = record.read_text(encoding="utf-8").split("\1\n") if record.exists() else []
+    found = [words for line in lines if (words := _after_program(line.split("\0")[:-1])) is not None]
+    if any(found):
+        return _Run(directory, tuple(dict.fromkeys(words for words in found if words)))
+    if found:
+        return _Run(directory, reason=f"{PROGRAM} gets no flags: another script sets them")
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "no line")
+    return _Run(directory, reason=f"it does not start {PROGRAM}, and ends with: {last.replace(f'{tree}/', '')}")
 
 
-def _after_program(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the words after the program; a launcher may have been given its command as one word."""
+def _make_folders(said: str, directory: Path, tree: Path) -> bool:
+    """Make the folders that a script writes to without making them. Returns whether there are any in the copy."""
+    missing = re.findall(r": line \d+: (.+): No such file or directory$", said, re.MULTILINE)
+    folders = [(directory / name).resolve().parent for name in missing]
+    inside = [folder for folder in folders if folder.is_relative_to(tree) and not folder.exists()]
+    for folder in inside:
+        folder.mkdir(parents=True, exist_ok=True)
+    return bool(inside)
+
+
+def _after_program(command: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the words after the program, None without it; a launcher may have been given its command as one word."""
     for number, word in enumerate(command):
         if word.endswith(PROGRAM):
             return tuple(command[number + 1 :])
         if PROGRAM in word:
             return _after_program(shlex.split(word))
-    return ()
+    return None
+
+
+def _as_run(text: str) -> str:
+    """Return a script without its placeholders, and without redirections to logs.
+
+    The folder of a log is not here, and then the command would not be run.
+    """
+    text = PLACEHOLDER.sub("PLACEHOLDER", text)
+    return REDIRECTION.sub(lambda found: "" if "log" in found["to"].lower() else found[0], text)
 
 
 def _copy_texts(checkout: Path, tree: Path) -> None:
@@ -215,12 +277,12 @@ def _copy_texts(checkout: Path, tree: Path) -> None:
                 and path.stat().st_size < 2**18
             ):
                 text = path.read_text(encoding="utf-8", errors="replace")
-                (target / name).write_text(TO_A_LOG.sub("", text) if name.endswith(".sh") else text, encoding="utf-8")
+                (target / name).write_text(_as_run(text) if name.endswith(".sh") else text, encoding="utf-8")
 
 
 def _make_programs(folder: Path) -> None:
     folder.mkdir()
-    for name in REAL.split():
+    for name in f"{REAL} {SHELLS}".split():
         real = shutil.which(name)
         if real is not None:
             (folder / name).symlink_to(real)
@@ -232,10 +294,10 @@ def _make_programs(folder: Path) -> None:
     _write_program(folder / "nvidia-smi", f'#!/bin/bash\nprintf "{devices}\\n"\n')
     # Two lines of its own stand before those of the command that it runs on every host.
     _write_program(folder / "ds_ssh", f'#!/bin/bash\nprintf "hosts\\nfirst\\n{devices}\\n"\n')
-    inside = '[[ "$each" != /* && "$each" != -* && "$each" != *..* ]]'
-    mkdir = shutil.which("mkdir")
+    # Folders outside of the copy cannot be made; a script goes on without them.
+    _write_program(folder / "mkdir", f'#!/bin/bash\n{shutil.which("mkdir")} "$@"\nexit 0\n')
     _write_program(
-        folder / "mkdir", f'#!/bin/bash\nfor each in "$@"; do {inside} && {mkdir} -p "$each"; done\nexit 0\n'
+        folder / "sbatch", '#!/bin/bash\nfor each in "$@"; do [[ -f "$each" ]] && exec bash "$each"; done; exec bash\n'
     )
     for name, does in {"whoami": "echo user", "hostname": "echo worker-0", "ssh": "exit 1"}.items():
         _write_program(folder / name, f"#!/bin/bash\n{does}\n")
@@ -290,9 +352,10 @@ def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pretrains(document: Mapping[str, Any]) -> bool:
-    """Whether a test trains: others generate, and have the flags of an engine for inference."""
+    """Whether a test trains on data: others generate, or learn by reinforcement."""
     model_args = document.get("MODEL_ARGS")
-    return isinstance(model_args, Mapping) and "--micro-batch-size" in model_args and "--lr" in model_args
+    is_training = document.get("MODE") not in ("inference", "rl")
+    return is_training and isinstance(model_args, Mapping) and "--micro-batch-size" in model_args
 
 
 TRAINING = "llama/train_config.yml"
@@ -300,6 +363,9 @@ TRAINING = "llama/train_config.yml"
 
 PLACES = "local_setup.yml"
 """File with the places of data, tokenizer and checkpoints."""
+
+DATA = frozenset({"data_path", "train_data_paths"})
+"""Settings of which a run has one."""
 
 
 def attempts_of_gpt_neox(checkout: Path, folder: Path) -> Iterator[Attempt]:
@@ -315,7 +381,9 @@ def attempts_of_gpt_neox(checkout: Path, folder: Path) -> Iterator[Attempt]:
             model = read_settings([str(path)])
             if "num_layers" not in model:
                 continue
-            settings = {**places, **({} if "train_iters" in model else training), **model}
+            # A model that names data has no use for that of another file.
+            named = {name: value for name, value in places.items() if not model.keys() & DATA or name not in DATA}
+            settings = {**named, **({} if "train_iters" in model else training), **model}
             words = tuple(convert(settings, _ranks(settings)).words())
         except UserError as error:
             yield Attempt(origin="GPT-NeoX, models", name=name, directory=folder, refusal=str(error))
@@ -334,11 +402,18 @@ def _ranks(settings: Mapping[str, Any]) -> int:
 
 def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "| set | passed | refused | defects | of |"
-    yield "|---|---|---|---|---|"
-    for origin, of_set in _by_origin(outcomes).items():
+    yield "| set | passed | refused | defects | of | not run |"
+    yield "|---|---|---|---|---|---|"
+    for origin, all_of_set in _by_origin(outcomes).items():
+        of_set = [each for each in all_of_set if each.is_counted]
         passed, defects = sum(each.passed for each in of_set), sum(each.is_defect for each in of_set)
-        yield f"| {origin} | {passed} | {len(of_set) - passed - defects} | {defects} | {len(of_set)} |"
+        refused, not_run = len(of_set) - passed - defects, len(all_of_set) - len(of_set)
+        yield f"| {origin} | {passed} | {refused} | {defects} | {len(of_set)} | {not_run} |"
+    if any(not each.is_counted for each in outcomes):
+        yield from ["", "not run:"]
+    for each in outcomes:
+        if not each.is_counted:
+            yield f"{each.attempt.origin}: {each.attempt.name}: {each.attempt.not_run}"
     for origin, of_set in _by_origin(outcomes).items():
         counts = _features(of_set)
         if not counts:
@@ -355,7 +430,7 @@ def table(outcomes: Sequence[Outcome], *, shows_lines: bool) -> Iterator[str]:
             yield f"| {feature} | {number} | {alone[feature]} |"
     if shows_lines:
         for each in outcomes:
-            if not each.passed:
+            if each.is_counted and not each.passed:
                 yield f"{each.attempt.origin}: {each.attempt.name}: {each.line}"
 
 
@@ -363,11 +438,12 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the same as numbers and words."""
     return {
         origin: {
-            "attempts": len(of_set),
-            "passed": sum(each.passed for each in of_set),
+            "attempts": sum(each.is_counted for each in of_set),
+            "passed": sum(each.is_counted and each.passed for each in of_set),
             "defects": sum(each.is_defect for each in of_set),
             "features": dict(_features(of_set).most_common()),
             "lines": {each.attempt.name: each.line for each in of_set if not each.passed},
+            "not_run": {each.attempt.name: each.attempt.not_run for each in of_set if not each.is_counted},
         }
         for origin, of_set in _by_origin(outcomes).items()
     }

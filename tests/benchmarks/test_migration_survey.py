@@ -1,11 +1,14 @@
 """The survey of other projects' configurations, on checkouts of a few lines."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import migration_survey
+from benchmarks.confined import landlock_version, run_confined
 from benchmarks.migration_survey import (
     Attempt,
     Outcome,
@@ -16,6 +19,8 @@ from benchmarks.migration_survey import (
     table,
     words_of,
 )
+
+confined = pytest.mark.skipif(landlock_version() < 3, reason="this kernel has no Landlock for scripts")
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 3"
 DATA = "--lr 1 --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --data-path corpus"
@@ -42,6 +47,34 @@ srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8" &>> ${
 """
 
 
+NOT_RUN = "it does not start pretrain_gpt.py, and ends with: "
+NO_FLAGS = "pretrain_gpt.py gets no flags: another script sets them"
+
+STARTS = {
+    "quoted": ('run="deepspeed pretrain_gpt.py --lr 1 &> $X/log/a.log"\neval $run', "--lr 1"),
+    "escaped": ('run="deepspeed pretrain_gpt.py --lr 1 > \\"$X/log/a b\\" 2>&1"\neval $run', "--lr 1"),
+    "placeholder": ("A=<Specify path>/a\npython pretrain_gpt.py --save $A --load <TO LOAD>\n", "--save PLACEHOLDER/a"),
+    "own_folder": (
+        "D=$(dirname $(realpath $0))\necho {} >$D/e\npython pretrain_gpt.py --data $(cat $D/e)",
+        "--data {}",
+    ),
+    "new_folder": ("echo 7 > ./new/seed\npython pretrain_gpt.py --seed $(cat new/seed)", "--seed 7"),
+    "batch": ("W='--lr 1' sbatch -N 1 part.sh", "--lr 1"),
+    "batch_stdin": ("sbatch <<EOF\nsrun sh -c 'cd x && python pretrain_gpt.py --lr 1'\nEOF", "--lr 1"),
+    "place": ("DATA_PATH=$1\npython pretrain_gpt.py --data-path ${DATA_PATH}", "--data-path argument1"),
+    "default": ("LR=${1:-3}\npython pretrain_gpt.py --lr $LR", "--lr 3"),
+}
+DOES_NOT_START = {
+    "part": ("python pretrain_gpt.py $W", NO_FLAGS),
+    "number": ("lr=$1\npython pretrain_gpt.py --lr $lr", "its arguments are not only places: $1 (lr)"),
+    "ends": ("echo no data; exit 1; python pretrain_gpt.py", NOT_RUN + "no data"),
+    "folder": (
+        "set -e\ncd /nowhere/at/all\npython pretrain_gpt.py --lr 1",
+        NOT_RUN + "examples/folder.sh: line 2: cd: ",
+    ),
+}
+
+
 def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -61,6 +94,7 @@ def test_values_of_a_functional_test_become_words() -> None:
     ]
 
 
+@confined
 def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
     script = tmp_path / "checkout" / "examples" / "gpt" / "train.sh"
     script.parent.mkdir(parents=True)
@@ -76,6 +110,42 @@ def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
     assert outcome_of(first).passed
     refused = outcome_of(second)
     assert refused.line.startswith("--num-experts 8: mixtures of experts") and not refused.is_defect
+
+
+@confined
+def test_no_command_is_lost(tmp_path: Path) -> None:
+    examples = tmp_path / "checkout" / "examples"
+    examples.mkdir(parents=True)
+    for name, (text, _) in {**STARTS, **DOES_NOT_START}.items():
+        (examples / f"{name}.sh").write_text(text)
+    found = {
+        Path(each.name).stem: each.not_run or " ".join(each.words)
+        for each in attempts_of_scripts("set", ("examples",), tmp_path / "checkout", _empty(tmp_path / "copy"))
+    }
+    expected = {name: line for name, (_, line) in {**STARTS, **DOES_NOT_START}.items()}
+    assert {name: said[: len(expected[name])] for name, said in found.items()} == expected
+
+
+@confined
+def test_nothing_is_written_outside_of_the_copy(tmp_path: Path) -> None:
+    outside, inside = _empty(tmp_path / "outside"), _empty(tmp_path / "inside")
+    kept = outside / "kept"
+    kept.write_text("kept")
+    script = f"""
+        echo > {outside}/new; echo > {kept}; tee {outside}/new < /dev/null; 
+        (cd {outside}; mkdir new; rm kept; mv kept new; ln -s . new; cp {inside}/made .)
+        {sys.executable} -c 'open("{outside}/by_python", "w")'
+        echo > made; echo > /dev/null; echo "$(</dev/null)" ended"""
+    for confinement in (True, False):
+        command = ["bash", "-c", script]
+        environment = {"PATH": os.environ["PATH"]}
+        if confinement:
+            said = run_confined(command, inside, directory=inside, environment=environment, seconds=30)
+            assert said.splitlines()[-1] == " ended"
+            assert (inside / "made").exists() and [kept.read_text(), *os.listdir(outside)] == ["kept", "kept"]
+        else:
+            subprocess.run(command, cwd=inside, env=environment, check=True, capture_output=True)
+            assert sorted(os.listdir(outside)) != ["kept"]
 
 
 def _empty(path: Path) -> Path:
@@ -97,8 +167,10 @@ def test_what_is_not_a_line_of_ours_is_a_defect(monkeypatch: pytest.MonkeyPatch)
 def test_the_table_counts_features() -> None:
     lines = {"a": "", "b": "--x: no; --y 2: no", "c": "--x, --z: no", "d": "--x contradicts --y"}
     outcomes = [Outcome(attempt=Attempt(origin="set", name=name), line=line) for name, line in lines.items()]
+    outcomes += [Outcome(attempt=Attempt(origin="set", name="e", not_run="it takes an age"))]
     text = "\n".join(table(outcomes, shows_lines=True))
-    assert "| set | 1 | 3 | 0 | 4 |" in text
+    assert "| set | 1 | 3 | 0 | 4 | 1 |" in text
+    assert "not run:\nset: e: it takes an age" in text
     assert "| --x | 3 | 1 |\n| --y | 1 | 0 |\n| --z | 1 | 0 |" in text
     assert "set: c: --x, --z: no" in text
     assert as_json(outcomes)["set"]["features"] == {"--x": 3, "--y": 1, "--z": 1}
@@ -114,7 +186,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sys, "argv", ["survey", "--megatron-lm", str(tmp_path), "--lines"])
     assert main() == 0
     said = capsys.readouterr().out
-    assert "| Megatron-LM, tests of gpt | 1 | 1 | 0 | 2 |" in said
+    assert "| Megatron-LM, tests of gpt | 1 | 1 | 0 | 2 | 0 |" in said
     assert "Megatron-LM, tests of gpt: experts: --num-experts 8: mixtures of experts" in said
 
 
@@ -126,6 +198,7 @@ def test_models_of_neox_take_from_its_other_files_what_theirs_leave_open(tmp_pat
     texts = {
         "whole.yml": f"{model}{training}data-path: other\nmodel_parallel_size: 2\n",
         "llama/alone.yml": model,
+        "blend.yml": f"{model}{training}train-data-paths: [blend]\n",
         "mamba.yml": f"{model}attention_config: [[[mamba], 2]]\n",
         "broken.yml": "num_layers: [\n",
         "llama/train_config.yml": training,
@@ -136,10 +209,10 @@ def test_models_of_neox_take_from_its_other_files_what_theirs_leave_open(tmp_pat
     found = {
         each.name: each for each in migration_survey.attempts_of_gpt_neox(tmp_path / "neox", _empty(tmp_path / "own"))
     }
-    assert list(found) == ["broken.yml", "llama/alone.yml", "mamba.yml", "whole.yml"]
+    assert list(found) == ["blend.yml", "broken.yml", "llama/alone.yml", "mamba.yml", "whole.yml"]
     assert "is not YAML" in found["broken.yml"].refusal
     assert found["mamba.yml"].refusal.startswith("attention_config mamba: Mamba layers are not in this trainer")
     said = {name: " ".join(found[name].words) for name in ("llama/alone.yml", "whole.yml")}
     assert "--global-batch-size 8" in said["llama/alone.yml"] and "--data-path corpus" in said["llama/alone.yml"]
     assert "--data-path other" in said["whole.yml"] and "--vocab-file vocab.json" in said["whole.yml"]
-    assert outcome_of(found["llama/alone.yml"]).passed
+    assert outcome_of(found["llama/alone.yml"]).passed and outcome_of(found["blend.yml"]).passed
