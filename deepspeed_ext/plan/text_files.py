@@ -11,9 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from io import BytesIO, TextIOWrapper
 from itertools import pairwise
 from math import isfinite, isinf
 from pathlib import Path
+from select import POLLIN, poll
+from time import monotonic
 from typing import TypeVar
 
 from deepspeed_ext.plan.errors import PlanError, UserError
@@ -43,10 +46,45 @@ def permit_to_run(path: Path) -> None:
     path.chmod(mode & 0o777 | (mode & 0o444) >> 2)
 
 
+MOST_BYTES = 2**29
+"""Bytes of a text file at most: a metrics file of a million iterations."""
+
+_BLOCK = 2**20
+"""Bytes that are read at a time."""
+
+LONGEST_READ_S = 60.0
+"""Time at most until a pipe ends, such as that of `<(command)`."""
+
+
+def bounded_bytes(path: Path | str, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file, or raise an `OSError` or a `ValueError`.
+
+    Args:
+        most: bytes of the file at most. Devices and pipes have no size before they are read.
+    """
+    content, last = BytesIO(), monotonic() + LONGEST_READ_S
+    with open(path, "rb", buffering=0, opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as file:
+        readable = poll()
+        readable.register(file, POLLIN)
+        while max(content.tell(), os.fstat(file.fileno()).st_size) <= most:
+            if not readable.poll(1000 * max(0.0, last - monotonic())):
+                raise ValueError(f"it has no end after {LONGEST_READ_S:g} s")
+            part = file.read(_BLOCK)
+            if part == b"":
+                return content.getvalue()
+            content.write(part or b"")
+    raise ValueError(f"it has more than {most:,} bytes")
+
+
+def bounded_text(path: Path | str, most: int = MOST_BYTES) -> str:
+    """Return the text of a file; see `bounded_bytes`."""
+    return TextIOWrapper(BytesIO(bounded_bytes(path, most)), encoding="utf-8-sig").read()
+
+
 def read_text(path: Path | str, flag: str = "") -> str:
     """Return the text of a file, without the byte order mark that spreadsheets write."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return bounded_text(path)
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be read ({error.strerror}): give a file that can".lstrip()) from None
     except UnicodeDecodeError as error:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.text_files import parse_json
+from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import output_layer
 from megatron_terapipe.errors import CheckpointError, first_line
@@ -166,9 +166,7 @@ class CheckpointInfo:
         """Read it from one checkpoint's directory."""
         path = directory / RUN_FILE
         try:
-            if path.stat().st_size > _MOST_BYTES:
-                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-            found = parse_json(path.read_text(encoding="utf-8"), RUN_FILE)
+            found = parse_json(bounded_text(path, _MOST_BYTES), RUN_FILE)
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
             needed = {each.name: each.default for each in fields(cls)}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.text_files import parse_json
+from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -39,7 +39,7 @@ class Manifest:
         """Read it from a checkpoint's directory."""
         path = directory / MANIFEST_FILE
         try:
-            found: Any = parse_json(path.read_text(encoding="utf-8"), MANIFEST_FILE)
+            found: Any = parse_json(bounded_text(path), MANIFEST_FILE)
             files = {name: FileFacts(int(size), str(sha256)) for name, (size, sha256) in found["files"].items()}
             intact = found["sha256"] == _hash_of(files)
         except FileNotFoundError:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.text_files import parse_json
+from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import BF16_PREFIX, optimizer_files, state_file
@@ -80,7 +80,7 @@ def index_text(places: Iterable[tuple[str, Place]]) -> str:
 def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
     """Return the place of the state of each parameter, read from a file."""
     try:
-        found: Any = parse_json(path.read_text(encoding="utf-8"), INDEX_FILE)
+        found: Any = parse_json(bounded_text(path), INDEX_FILE)
         places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
         valid = all(_is_valid(place, info) for place in places.values())
     except (OSError, ValueError, TypeError, AttributeError):

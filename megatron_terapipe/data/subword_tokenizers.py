@@ -25,7 +25,7 @@ import regex
 from tokenizers import Tokenizer as TokenizerOfPackage
 from tokenizers import decoders, models, pre_tokenizers
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import bounded_bytes, read_text
 from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.config.parsing import read_json
@@ -158,8 +158,9 @@ def _read_tokenizer_json(file: Path) -> TokenizerOfPackage:
         raise DataError(
             f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"
         )
+    text = read_text(file, "--tokenizer-model")
     with _errors_of_package(f"{file} cannot be read as a tokenizer"):
-        return TokenizerOfPackage.from_file(str(file))
+        return TokenizerOfPackage.from_str(text)
 
 
 def _end_named_by(config_file: Path) -> str | None:
@@ -394,7 +395,9 @@ def _read_sentencepiece_model(path: Path) -> "SentencePieceProcessor":
     if not path.is_file():
         raise DataError(f"--tokenizer-model {path} is no file: give the tokenizer.model of SentencePiece")
     try:
-        return SentencePieceProcessor(model_file=str(path))
+        model = SentencePieceProcessor()
+        model.LoadFromSerializedProto(bounded_bytes(path))
+        return model
     except (RuntimeError, OSError, ValueError):  # The last where a message of the package is no UTF-8.
         raise DataError(
             f"{path} cannot be read as a SentencePiece model: give its tokenizer.model, or choose --tokenizer-type "

@@ -93,7 +93,7 @@ def _refuse_to_replace_a_run(path: Path) -> None:
     is_run = path.is_dir()
     if path.is_file():
         with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
-            is_run = isinstance(json.loads(file.readline()), dict)
+            is_run = isinstance(json.loads(file.readline(2**20)), dict)
     if is_run:
         raise ConfigError(f"--json {path} is a run, which the figures would replace: give the runs first, or --json -")
 

@@ -1,5 +1,7 @@
 """Text and JSON of users; refusals are in test_refusals."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deepspeed_ext.plan.errors import MOST_CHARACTERS, UserError
@@ -27,3 +29,20 @@ def test_messages_are_one_line() -> None:
 def test_text_comes_back_without_the_mark_of_spreadsheets(tmp_path: Path) -> None:
     write_text(tmp_path / "f", "\ufeffä\n")
     assert read_text(tmp_path / "f") == "ä\n"
+
+
+def test_the_text_of_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    parts = ["a\r\n" * 50_000, "b"]
+
+    def write() -> None:
+        with pipe.open("w", newline="") as file:
+            for part in parts:
+                file.write(part)
+                file.flush()
+
+    with ThreadPoolExecutor() as pool:
+        writer = pool.submit(write)
+        assert read_text(pipe) == "a\n" * 50_000 + "b"
+        writer.result()

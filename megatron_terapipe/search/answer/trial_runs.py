@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.answer.answer import predicted_part, question
 from megatron_terapipe.search.answer.figures import strategy_text
@@ -265,7 +266,7 @@ class Journal:
 
     def trials(self) -> list[Trial]:
         """Trials of this group in the file."""
-        if not self.path.exists() or not self.path.read_text().strip():
+        if not self.path.exists() or not read_text(self.path, "--trials").strip():
             return []
         return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
 
