@@ -61,15 +61,22 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 @contextmanager
 def _removed_on_failure(output: Path) -> Iterator[None]:
-    """Leave an output that was empty or not there as it was, if the conversion into it fails."""
+    """Leave an output that was empty or not there as it was, if the conversion into it fails.
+
+    Raises:
+        ConfigError: if the disk fails.
+    """
     was_there = output.exists()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         rmtree(output, ignore_errors=True)
         if was_there:
             output.mkdir()
-        raise
+        if not isinstance(error, OSError) or not Path(error.filename or output).is_relative_to(output):
+            raise
+        reason = error.strerror or error
+        raise ConfigError(f"--output {output} could not be written ({reason}): make room, or name another") from None
 
 
 def build_parser(prog: str) -> CommandParser:

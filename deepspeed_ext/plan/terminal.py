@@ -110,6 +110,17 @@ def command_main(
     return main
 
 
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Return the `type` of a flag of argparse: a whole number between bounds, both included."""
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and len(text) < 19 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from {least} to {most:,}")
+        return int(text)
+
+    return read
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelled one resembles most; None if it resembles none."""
     # Imported where something is misspelled.

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.terminal import CommandParser, run_command
+from deepspeed_ext.plan.terminal import CommandParser, run_command, whole_number
 from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
 from megatron_terapipe.arguments.help import ALL, add_flags_of, asked_for, other_flags
 from megatron_terapipe.arguments.parser import read_command_line
@@ -35,9 +35,15 @@ def add_launcher_flags(parser: CommandParser) -> None:
     )
     group.add_argument("--hostfile", metavar="FILE", help="hosts, one a line: `node1 slots=8`")
     group.add_argument(
-        "--num-accelerators", "--num-gpus", type=int, metavar="N", help="ranks of each host; on CPUs, too"
+        "--num-accelerators",
+        "--num-gpus",
+        type=whole_number(1, 1024),
+        metavar="N",
+        help="ranks of each host; on CPUs, too",
     )
-    group.add_argument("--num-nodes", type=int, metavar="N", help="the first N hosts of the hostfile")
+    group.add_argument(
+        "--num-nodes", type=whole_number(1, 1_000_000), metavar="N", help="the first N hosts of the hostfile"
+    )
     group.add_argument("--include", metavar="HOSTS", help="only these hosts and devices of the hostfile")
     group.add_argument("--exclude", metavar="HOSTS", help="all but these hosts and devices")
     group.add_argument(
@@ -47,7 +53,9 @@ def add_launcher_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--master-addr", metavar="HOST", help="address at which the ranks meet (default: the first host's)"
     )
-    group.add_argument("--master-port", type=int, metavar="N", help="port at which they meet (default: 29500)")
+    group.add_argument(
+        "--master-port", type=whole_number(1, 65_535), metavar="N", help="port at which they meet (default: 29500)"
+    )
 
 
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -71,9 +79,6 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise UserError(f"{name} has no value: write {name}=VALUE")
         mine.append(f"{dashed}={value}")
     given = vars(parser.parse_args(mine))
-    for name in ("num_accelerators", "num_nodes", "master_port"):
-        if given[name] is not None and given[name] < 1:
-            raise UserError(f"--{name.replace('_', '-')} {given[name]} is not a whole number from 1: give one")
     return {name: str(value) for name, value in given.items() if value is not None}, others
 
 

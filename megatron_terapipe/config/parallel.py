@@ -134,7 +134,7 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""
 
-    distributed_timeout_minutes: float = option(30.0, above=0, most=1e6)
+    distributed_timeout_minutes: float = option(30.0, least=0.1, most=1e6)
     """Longest time in minutes for which a rank waits for another. If the run stalls for so long, one line names the
     rank that the others wait for, and all processes end with exit code 75. It must be longer than any work of a single
     rank, such as compiling or writing its part of a checkpoint."""

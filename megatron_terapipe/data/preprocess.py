@@ -26,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
+from deepspeed_ext.plan.terminal import (
+    STANDARD_OUTPUT,
+    CommandParser,
+    add_json_flag,
+    command_main,
+    whole_number,
+    write_json,
+)
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.tokenizer import build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
@@ -280,11 +287,8 @@ def _speed(num_documents: int, num_bytes: int, seconds: float) -> str:
     return f"{num_documents / seconds:,.0f} documents/s, {num_bytes / 1e6 / seconds:.1f} MB/s"
 
 
-def _workers(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes from 1")
-    return int(text)
-
+MOST_WORKERS = 1024
+"""Processes at most, of any host."""
 
 DESCRIPTION = """\
 Turn a file of texts into the data files of a run: tokenize JSON lines into Megatron's indexed dataset,
@@ -325,7 +329,9 @@ def build_parser(prog: str) -> CommandParser:
         help="keys of the texts in each object; each key gives a dataset (default: text)",
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
+    documents.add_argument(
+        "--workers", type=whole_number(1, MOST_WORKERS), default=1, metavar="N", help="processes (default: %(default)s)"
+    )
     add_json_flag(files, "the written datasets")
     # Flags of Megatron's scripts: the first two change nothing, the last is for BERT and refused below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)

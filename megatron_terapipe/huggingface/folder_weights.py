@@ -93,8 +93,11 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
     total = size = 0
 
     def flush() -> None:
-        save = safetensors(".torch").save_file
-        save(held, directory / _temporary(len(shards)), metadata={"format": "pt"})
+        save, fault = safetensors(".torch").save_file, safetensors("").SafetensorError
+        try:
+            save(held, directory / _temporary(len(shards)), metadata={"format": "pt"})
+        except fault as error:
+            raise OSError(first_line(error)) from None
         shards.append(list(held))
         held.clear()
 

@@ -94,16 +94,18 @@ def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters
         return reporters
     logging, world_size = run.config.logging, run.launch.world_size
     bar = ProgressBar(run.start.iteration, run.train_iters)
-    reporters.add(bar, bar.close)
-    reporters.add(LogLines(logging.log_interval, run.train_iters, logging.timing_log_option))
+    reporters.add("the progress bar", bar, bar.close)
+    reporters.add("the log", LogLines(logging.log_interval, run.train_iters, logging.timing_log_option))
     if logging.metrics_file is not None:
-        reporters.add(write_metrics(logging.metrics_file))
+        reporters.add(f"--metrics-file {logging.metrics_file}", write_metrics(logging.metrics_file))
         reporters(run_start(run))
-        reporters.add(lambda line: isinstance(line, IterationMetrics) and refresh_report())
+        reporters.add("--report", lambda line: isinstance(line, IterationMetrics) and refresh_report())
     if logging.tensorboard_dir is not None:
-        board = TensorBoard(logging.tensorboard_dir, logging, world_size)
-        reporters.add(board, board.close)
+        with reporters.writing(output := f"--tensorboard-dir {logging.tensorboard_dir}"):
+            board = TensorBoard(logging.tensorboard_dir, logging, world_size)
+            reporters.add(output, board, board.close)
     if logging.wandb_project is not None:
-        project = WeightsAndBiases(logging, asdict(run.config), world_size)
-        reporters.add(project, project.close)
+        with reporters.writing(output := f"--wandb-project {logging.wandb_project}"):
+            project = WeightsAndBiases(logging, asdict(run.config), world_size)
+            reporters.add(output, project, project.close)
     return reporters

@@ -5,11 +5,13 @@ read its logs can read ours; the curves have Megatron's names.
 """
 
 import json
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from errno import ENOSPC
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite
@@ -19,9 +21,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.config.logging import TimingOption
-from megatron_terapipe.errors import ConfigError, not_installed
+from megatron_terapipe.errors import ConfigError, first_line, not_installed
 from megatron_terapipe.training.records import EvaluationMetrics, IterationMetrics, Line, Note
 
 Reporter = Callable[[Line], object]
@@ -31,25 +34,45 @@ class Reporters:
     """The reporters of a run, which are called in their order. Ranks other than the first have none."""
 
     def __init__(self) -> None:
-        self._reporters: list[Reporter] = []
+        self._reporters: list[tuple[str, Reporter]] = []
         self._closing = ExitStack()
         self._iteration = 0
+        self._failed: set[str] = set()
 
-    def add(self, reporter: Reporter, close: Callable[[], object] | None = None) -> None:
+    def add(self, output: str, reporter: Reporter, close: Callable[[], object] | None = None) -> None:
         """Add a reporter.
 
         Args:
+            output: its name in warnings.
             close: called after the last line.
         """
-        self._reporters.append(reporter)
+        self._reporters.append((output, reporter))
         if close is not None:
+            self._closing.enter_context(self.writing(output))
             self._closing.callback(close)
 
     def __call__(self, line: Line) -> None:
         """Call all reporters with a line."""
         self._iteration = line.iteration
-        for report in self._reporters:
-            report(line)
+        for output, report in self._reporters:
+            with self.writing(output):
+                report(line)
+
+    @contextmanager
+    def writing(self, output: str) -> Iterator[None]:
+        """Continue after an error of an output, such as a full disk: a log must not end a run.
+
+        Each line is tried, because room may be made; only the first error is reported.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if output not in self._failed:
+                self._failed.add(output)
+                reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
+                self.note(f" warning: {output} could not be written ({reason}) and may lack lines: training continues")
 
     def note(self, text: str) -> None:
         """Report a line of the log."""
@@ -228,6 +251,14 @@ class TensorBoard:
         # Imported here: the package is optional, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
 
+        print_traceback = threading.excepthook
+
+        def hook(failed: threading.ExceptHookArgs) -> None:
+            # Its thread keeps its error, which the next call raises.
+            if not type(failed.thread).__module__.startswith("tensorboard."):
+                print_traceback(failed)
+
+        threading.excepthook = hook
         self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
         self._logging, self._world_size = logging, world_size
         self.close = self._writer.close
@@ -274,14 +305,22 @@ class WeightsAndBiases:
 
 def write_metrics(path: str) -> Reporter:
     """Return the reporter that appends each line to a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
 
     def append(line: Line) -> None:
-        # Flushed at once, so that a killed run loses no line.
-        with Path(path).open("a") as file:
-            file.write(json.dumps(line.as_json()) + "\n")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        append_line(Path(path), json.dumps(line.as_json()))
 
     return append
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a file, at once, so that a killed run loses none; or nothing, if the disk is full."""
+    line = f"{text}\n".encode()
+    with path.open("ab", buffering=0) as file:
+        written = file.write(line)
+        if written < len(line):
+            file.truncate(file.tell() - written)
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def check_packages(logging: LoggingConfig) -> None:

@@ -299,7 +299,7 @@ def _check_outputs(config: Config) -> None:
         if name is None:
             continue
         path = Path(name).absolute()
-        above = next(parent for parent in path.parents if parent.exists())
+        above = next(parent for parent in (*path.parents, path) if parent.exists())
         if not above.is_dir():
             reason = f"{above} is not a directory"
         elif path.exists() and path.is_dir() == (flag in ("--metrics-file", "--report")):
@@ -313,13 +313,16 @@ def _check_outputs(config: Config) -> None:
 
 def _is_writable(path: Path) -> bool:
     """Whether a file can be written, or made in a directory: tried, because root has all rights even in /proc."""
-    if not path.is_dir():
-        return os.access(path, os.W_OK)
     try:
-        with TemporaryFile(dir=path):
-            return True
+        if path.is_dir():
+            TemporaryFile(dir=path).close()
+        else:
+            # A pipe without a reader would block. Files of /proc refuse even an empty write.
+            with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK), "wb", buffering=0) as file:
+                file.write(b"")
     except OSError:
         return False
+    return True
 
 
 def with_whole_checkpoint(run: Run, given: Config, note: Callable[[str], None]) -> Run:

@@ -123,7 +123,8 @@ class TrainingStep:
             loss = self._engine.train_batch(batches).item()
         seconds = time.perf_counter() - start
         if self._run.launch.rank == 0:
-            self._write_timeline(timelines[0], iteration, Path(self._logging.timeline))
+            with self._report.writing(f"--timeline {self._logging.timeline}"):
+                self._write_timeline(timelines[0], iteration, Path(self._logging.timeline))
         return loss, seconds
 
     def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:

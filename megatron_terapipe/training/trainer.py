@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -341,9 +341,7 @@ class Trainer:
         else:
             reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
         failed = kind is not None and not interrupted
-        # A full disk may be the reason.
-        with suppress(OSError):
-            self._report(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
+        self._report(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
 
 
 def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:

@@ -54,8 +54,15 @@ def test_flags_of_the_launcher_may_be_anywhere_and_in_either_spelling() -> None:
     [
         (["--hostfile"], "--hostfile has no value: write --hostfile=VALUE"),
         (["--num-nodes", "--lr"], "--num-nodes has no value: write --num-nodes=VALUE"),
-        (["--num-accelerators", "0"], "--num-accelerators 0 is not a whole number from 1: give one"),
-        (["--num-accelerators", "two"], "argument --num-accelerators/--num-gpus: invalid int value: 'two'"),
+        (
+            ["--num-accelerators", "0"],
+            "argument --num-accelerators/--num-gpus: 0 is not a whole number from 1 to 1,024: see ",
+        ),
+        (["--num-accelerators", "two"], "argument --num-accelerators/--num-gpus: two is not a whole number"),
+        (
+            ["--master-port", "99999999"],
+            "argument --master-port: 99999999 is not a whole number from 1 to 65,535: see ",
+        ),
         (["--launcher", "ssh"], "argument --launcher: invalid choice: 'ssh'"),
     ],
 )

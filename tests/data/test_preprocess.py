@@ -129,6 +129,7 @@ def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path
         (["--tokenizer-type", "GPT2BPETokenizer"], "error: GPT2BPETokenizer needs --vocab-file"),
         (["--tokenizer-type", "BERT"], "argument --tokenizer-type"),
         (["--workers", "0"], "argument --workers"),
+        (["--workers", "100000"], "argument --workers: 100000 is not a whole number from 1 to 1,024: see "),
         (["--input", "absent.jsonl"], "error: --input absent.jsonl is no file"),
     ],
 )

@@ -50,6 +50,7 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
         {},
     ),
     (TRAIN, "--data-parallel-size 1000000 --pipeline-model-parallel-size 4", "4000000 ranks", {}),
+    (TRAIN, "--distributed-timeout-minutes 1e-9", "give 0.1 or more", {}),
     (TRAIN, "--lr 1e10", "--lr 10000000000.0", {}),
     (TRAIN, f"--seed {'9' * 5000}", "--seed", {}),
     (TRAIN, "--rampup-batch-size 1 1 10000000000000 --global-batch-size 1000000000", "999,999,999", {}),

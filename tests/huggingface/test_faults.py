@@ -1,6 +1,7 @@
 """Models and files that cannot be converted are refused in one line."""
 
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,3 +112,18 @@ def test_invalid_exports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     for command in ("from-huggingface", "to-huggingface"):
         line = refusal(capsys, command, "--load", ours, "--output", output)
         assert line == f"error: --output {output} is not an empty directory: name another\n"
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs, output = tmp_path / "ours", tmp_path / "theirs", tmp_path / "output"
+    save(whole_model(GPT2), GPT2, ours)
+    assert main(["to-huggingface", "--load", str(ours), "--output", str(theirs)]) == 0
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for command, folder in (("to-huggingface", ours), ("from-huggingface", theirs)):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+            line = refusal(capsys, command, "--load", folder, "--output", output)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert line.startswith(f"error: --output {output} could not be written (") and "File too large" in line
+        assert not output.exists()

@@ -3,8 +3,11 @@
 import io
 import json
 import re
+import resource
 import sys
+import threading
 from dataclasses import replace
+from errno import ENOSPC
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.records import Note, Saved
+from megatron_terapipe.training.records import Line, Note, Saved
 from megatron_terapipe.training.reporters import (
     LogLines,
     ProgressBar,
@@ -242,7 +245,7 @@ def test_every_reporter_gets_every_line() -> None:
     found: list[list[object]] = [[], []]
     reporters = Reporters()
     for lines in found:
-        reporters.add(lines.append, partial(lines.append, "closed"))
+        reporters.add("", lines.append, partial(lines.append, "closed"))
     reporters(ITERATION)
     reporters(TEST)
     reporters.note("text")
@@ -250,6 +253,56 @@ def test_every_reporter_gets_every_line() -> None:
     first, second, note, closed = found[0]
     assert (first, second, note.iteration, note.text, closed) == (ITERATION, TEST, 7, "text", "closed")
     assert found[1] == found[0]
+
+
+def test_an_output_that_fails_is_reported_once_and_tried_again(tmp_path: Path) -> None:
+    """A full disk under a log does not end a run, and leaves no incomplete line."""
+    lines: list[Line] = []
+    (tmp_path / "m.jsonl").touch()
+
+    def fail() -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    reporters = Reporters()
+    reporters.add("--metrics-file m.jsonl", write_metrics(str(tmp_path / "m.jsonl")), fail)
+    reporters.add("the log", lines.append)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reporters(ITERATION)
+    try:
+        # The next line fits in part.
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "m.jsonl").stat().st_size + 20, limit[1]))
+        reporters(ITERATION)
+        reporters(ITERATION)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    reporters(EVALUATION)
+    with reporters.writing("--timeline t"):
+        fail()
+    with pytest.raises(ConfigError), reporters.writing("--timeline t"):
+        raise ConfigError("an error of the user")
+    reporters.close()
+    assert [each for each in lines if not isinstance(each, Note)] == [*[ITERATION] * 3, EVALUATION]
+    assert [each.text for each in lines if isinstance(each, Note)] == [
+        f" warning: {output} could not be written (No space left on device) and may lack lines: training continues"
+        for output in ("--metrics-file m.jsonl", "--timeline t")
+    ]
+    found = objects(tmp_path / "m.jsonl")
+    assert found[:2] == [ITERATION.as_json(), EVALUATION.as_json()] and found[2]["event"] == "note"
+
+
+def test_a_failed_thread_of_tensorboard_prints_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    board = TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1), 1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        for _ in range(1000):
+            board(ITERATION)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def objects(path: Path) -> list[dict]:

@@ -126,6 +126,14 @@ def test_an_output_that_cannot_be_written(refused: Trainer, flag: str) -> None:
     assert line.startswith(f"{flag} FOLDER/file/below ") and "FOLDER/file is not a directory: " in line
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/", "it is a directory"), ("/proc/version", "/proc/version is not writable")]
+)
+def test_a_metrics_file_of_the_system(refused: Trainer, path: str, reason: str) -> None:
+    line = refused("--metrics-file", path)
+    assert line == f"--metrics-file {path} cannot be written, because {reason}: give another"
+
+
 def test_a_deepspeed_config_that_contradicts_a_flag(refused: Trainer) -> None:
     path = refused.folder / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 64}))

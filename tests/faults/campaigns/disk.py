@@ -31,6 +31,7 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
         "no room for one checkpoint": _no_room_at_the_start,
         "full at the second save": _full_at_the_second,
         "full in the middle of a file": _full_in_a_file,
+        "full under --metrics-file, --tensorboard-dir and --timeline": _full_under_the_logs,
         "read-only while it trains": _read_only,
         "read-only while it trains, --async-save": lambda *places: _read_only(*places, "--async-save"),
         "read-only for a while, --train-on-if-save-fails": _read_only_for_a_while,
@@ -76,6 +77,23 @@ def _full_in_a_file(folder: Path, data: Path) -> Result:
         for process in _ranks(run)[-1:]:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
         return _ends(run, time.monotonic(), folder, None, "was not saved (")
+
+
+def _full_under_the_logs(folder: Path, data: Path) -> Result:
+    with _disk(folder, 40_000) as disk:
+        outputs = {name: disk / name for name in ("--metrics-file", "--tensorboard-dir", "--timeline")}
+        words = [word for pair in outputs.items() for word in pair]
+        words += ["--tensorboard-queue-size", 1, "--train-iters", 300, "--eval-iters", 0, "--save", folder / "saved"]
+        run = Launch(folder, flags(data, *words))
+        code, text = run.wait(), run.output()
+        lines = [line for line in text.splitlines() if line.endswith("training continues")]
+        broken = [f"exit code {code}"] if code or not (folder / "saved" / "latest").exists() else []
+        for output in outputs:
+            if sum(f"{output} " in line for line in lines) != 1:
+                broken.append(f"{output}: not one warning")
+        if "Traceback" in text or not (disk / "--metrics-file").read_text().endswith("}\n"):
+            broken.append("a traceback or an incomplete line")
+        return None, lines[0].strip().replace(str(folder), "") if lines else "", broken
 
 
 def _read_only(folder: Path, data: Path, *more: str) -> Result:

@@ -40,7 +40,7 @@ class Documents:
 def evaluated(setup: Setup) -> float:
     run = replace(run_of(setup), datasets=DatasetSplits(train=None, valid=Documents(), test=None))
     engine, reporters, lines = trainer_engine.build_engine(run), Reporters(), []
-    reporters.add(lines.append)
+    reporters.add("", lines.append)
     evaluate(run, engine, reporters, Progress())
     return lines[0].lm_loss
 
