@@ -19,7 +19,7 @@ class CheckpointConfig:
     are then taken from there, and training starts at iteration 0, or continues from the newest checkpoint in
     `--save`."""
 
-    save_interval: int | None = option(None, least=1, most=10**9)
+    save_interval: int | None = option(None, aliases=("--persistent-save-interval",), least=1, most=10**9)
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""
 
     extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N", needs=("save",), least=0, most=10**9)
