@@ -39,7 +39,7 @@ def _presets() -> Iterable[str]:
 def _other_defaults() -> Iterable[str]:
     yield from ["", "## Defaults that differ", ""]
     yield "Defaults of Megatron-LM and Megatron-DeepSpeed that differ from ours. Where a training is another one by"
-    yield "them, and no flag sets them, a line at the start of a run lists them."
+    yield "them, and no flag sets them, a line at the start of a run lists them. `--defaults megatron` sets them all."
     yield from ["", "| flag | there | here |", "|---|---|---|"]
     ours = {each.name: each.default for each in flags()}
     for name, (theirs, _) in OTHER_DEFAULTS.items():

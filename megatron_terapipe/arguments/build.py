@@ -14,8 +14,15 @@ from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
-from megatron_terapipe.arguments.parser import CommandLine, default_of, flags, notices, read_command_line
-from megatron_terapipe.arguments.spellings import in_our_fields
+from megatron_terapipe.arguments.parser import (
+    CommandLine,
+    default_of,
+    defaults_of_megatron,
+    flags,
+    notices,
+    read_command_line,
+)
+from megatron_terapipe.arguments.spellings import in_our_fields, take_megatron_meaning
 from megatron_terapipe.checkpoint.directories import (
     latest_checkpoint,
     names_model_folder,
@@ -58,9 +65,6 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     if found is None:
         raise CheckpointError(no_checkpoint(str(checkpoint.load)))
     _, info = found
-    if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
-        # Of the model it counts the end of a document, too.
-        given.setdefault("vocab_size", info.tokenizer["vocab_size"])
     # The sequence length of a model that was imported is the longest that it can process, not that of a training.
     left_out = () if info.was_trained else ("seq_length",)
     _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
@@ -196,6 +200,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         raise SystemExit(0)
     line = read_command_line(words)
     given = line.given
+    take_megatron_meaning(given)
     if given.get("strategy") not in (None, AUTO):
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
     if given.get("model_preset"):
@@ -209,6 +214,8 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
     given |= file.values
+    if given.get("defaults") == "megatron":
+        given |= defaults_of_megatron() | given
     with file.named_in_errors():
         _check_accepted(line)
         searched = _take_found_strategy(given, find_strategy) if given.get("strategy") == AUTO else ()

@@ -47,6 +47,9 @@ class ForeignFlags:
     families: Mapping[str, str]
     """Line about flags that newer versions add, by the first word of the flag."""
 
+    needed: Mapping[str, tuple[str, ...]]
+    """Flags of which one must be given, too, by a flag of ours that Megatron ignores without the first of them."""
+
     other_names: Mapping[str, str]
     """Flag of ours, by the name that others have for it."""
 
@@ -72,6 +75,7 @@ def foreign_flags() -> ForeignFlags:
     return ForeignFlags(
         flags=dict(_flags_of(table)),
         families={f"--{word}-": line for line, words in table["families"].items() for word in words.split()},
+        needed={f"--{name}": tuple(f"--{each}" for each in others.split()) for name, others in table["needed"].items()},
         other_names={
             f"--{name}": f"--{ours}" for ours, names in table["other-names"].items() for name in names.split()
         },

@@ -128,7 +128,7 @@ def _value_type(hint: Any) -> tuple[type[Any], bool]:
 OTHER_DEFAULTS: Mapping[str, tuple[str, Callable[[Config], bool] | None]] = {
     "hidden_dropout": ("0.1", lambda config: True),
     "attention_dropout": ("0.1", lambda config: True),
-    "initial_loss_scale": ("2**32", lambda config: config.precision.fp16 and config.precision.loss_scale is None),
+    "initial_loss_scale": ("4294967296", lambda config: config.precision.fp16 and config.precision.loss_scale is None),
     "eval_iters": ("100", None),
     "log_interval": ("100", None),
     "distributed_timeout_minutes": ("10", None),
@@ -136,6 +136,11 @@ OTHER_DEFAULTS: Mapping[str, tuple[str, Callable[[Config], bool] | None]] = {
 }
 """Defaults of Megatron's that differ from ours, by field; with each whether a training under a configuration is another
 one by it, None where it is only reported."""
+
+
+def defaults_of_megatron() -> dict[str, Any]:
+    """Return the values of `--defaults megatron`, by field."""
+    return {each.name: each.kind(OTHER_DEFAULTS[each.name][0]) for each in flags() if each.name in OTHER_DEFAULTS}
 
 
 def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -203,6 +208,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     parser, known = _parser(line)
     _check_flags(words, known)
     parser.parse_args(words)
+    _check_needed(words)
     return line
 
 
@@ -295,7 +301,11 @@ _REMEDIES_FOR_FILES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours."""
+    """A parser whose errors are ours, and for which -1,0 is a value."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._negative_number_matcher = re.compile(r"-[\d.]")
 
     def error(self, message: str) -> NoReturn:
         # argparse writes `argument --lr/--other: message`; the first spelling is enough.
@@ -380,6 +390,17 @@ def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
         raise ConfigError("; ".join(refused))
 
 
+def _check_needed(words: Sequence[str]) -> None:
+    """Refuse flags that Megatron ignores without another one."""
+    given = {name: " ".join((name, *values)) for name, values in _flags_with_values(words)}
+    for name, others in foreign_flags().needed.items():
+        if name in given and not given.keys() & set(others):
+            raise ConfigError(
+                f"{given[name]} has no effect in Megatron without {others[0]}, and would have one here: add "
+                f"{others[0]}, or drop {name}"
+            )
+
+
 def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each flag with the words that follow it."""
     starts = [number for number, word in enumerate(words) if word.startswith("--")]
@@ -411,7 +432,13 @@ def _with_dashes(word: str) -> str:
 
 def notices(line: CommandLine, config: Config) -> Iterator[str]:
     """Yield the lines that rank 0 prints at the start."""
-    if line.idle:
-        yield f"These flags concern operation only and have no effect here: {', '.join(line.idle)}"
+    owners = {name: foreign_flags().flags[name].without for name in line.idle}
+    if operation := [name for name, owner in owners.items() if not owner]:
+        yield f"These flags concern operation only and have no effect here: {', '.join(operation)}"
+    if others := [f"{name} ({owner})" for name, owner in owners.items() if owner]:
+        yield f"These flags have no effect without another one (in brackets): {', '.join(others)}"
     if differing := list(differing_defaults(line.given, config)):
-        yield f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}"
+        yield (
+            f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}; "
+            "--defaults megatron sets Megatron's"
+        )

@@ -1,4 +1,4 @@
-"""Flags of Megatron for the layers of stages; their values become those of our fields.
+"""Flags of Megatron whose values become those of our fields: layers of stages, YaRN, and NullTokenizer.
 
 The layers of stages come from a number of layers, from weights, or from Megatron's text:
 
@@ -21,7 +21,7 @@ ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spellings:
-    """Other spellings of the layout."""
+    """Other spellings of the layout and the tokenizer."""
 
     num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
     """Transformer layers of each stage, instead of `--num-model-chunks`."""
@@ -48,6 +48,10 @@ class Spellings:
 
     account_for_loss_in_pipeline_split: bool = option(False, excludes=("pipeline_model_parallel_layout", *ENDS))
     """Count the output layer as a layer of the last stage, where all stages have equally many."""
+
+    legacy_tokenizer: bool = False
+    """Let NullTokenizer add an id that ends a document to `--vocab-size`, as Megatron did until 2026. Now the highest
+    of these ids does."""
 
     def __post_init__(self) -> None:
         """Check the ranges, and that not two of them deal the same layers."""
@@ -134,6 +138,20 @@ class Spellings:
         ranks = (stage % num_ranks for stage in range(num_ranks * model_chunks))
         sizes = [given[rank] // model_chunks if rank in given else next(others) for rank in ranks]
         return StagePartition(tuple(accumulate(sizes, initial=0)))
+
+
+def take_megatron_meaning(given: dict[str, Any]) -> None:
+    """Replace values of a command line by those that have their meaning here."""
+    if given.get("legacy_tokenizer") and given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in given:
+        given["vocab_size"] += 1
+    if given.get("position_embedding_type") == "yarn":
+        for name, needed in (("rotary_scaling", "yarn"), ("rotary_percent", 1.0), ("rotary_interleaved", False)):
+            if given.setdefault(name, needed) != needed:
+                raise ConfigError(
+                    f"--position-embedding-type yarn contradicts {with_value(name, given[name])}: drop one of them"
+                )
+        given["position_embedding_type"] = "rope"
+        given.setdefault("rotary_original_length", 4096)  # Megatron's default.
 
 
 def in_our_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class DataConfig:
     )
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
     GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer. NullTokenizer takes texts of token ids
-    below `--vocab-size`, and adds one id that ends a document."""
+    below `--vocab-size`, of which the highest ends a document."""
 
     vocab_file: str | None = option(None, metavar="FILE")
     """Vocabulary of the BPE tokenizer (JSON)."""

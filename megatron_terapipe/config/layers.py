@@ -57,15 +57,15 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
     return tuple(entry == 1 for entry in value)
 
 
-def window_of_megatron(text: str) -> int:
+def window_of_megatron(text: str) -> int | None:
     """Return the tokens that a token attends to, itself included, from the value of Megatron's `--window-size`.
 
-    The value is the number of tokens before and after a token, without the token itself.
+    The value is the number of tokens before and after a token, without the token itself; -1 before it is all of them.
     """
-    found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text.strip())
+    found = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*0\s*\)?", text.strip())
     if found is None:
         raise ValueError(f"{text} is not N,0: give the number of tokens before a token, and 0 for those after it")
-    return int(found[1]) + 1
+    return int(found[1]) + 1 or None
 
 
 def _value(node: ast.expr) -> int | list[int]:

@@ -59,10 +59,10 @@ class ModelConfig:
         "learned_absolute",
         # Scripts pass the second together with RoPE: it is about the learned positions.
         also={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": Otherwise("none")},
-        elsewhere=dict.fromkeys(("relative", "mrope", "alibi", "yarn"), MODEL_CANNOT_BE_TRAINED),
+        elsewhere=dict.fromkeys(("relative", "mrope", "alibi"), MODEL_CANNOT_BE_TRAINED),
     )
     """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
-    queries and keys, `none` does neither."""
+    queries and keys, `none` does neither. Megatron's `yarn` is `rope` with `--rotary-scaling yarn`."""
 
     rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",), above=0, most=1e15)
     """Base of the wavelengths of the rotations."""
@@ -92,7 +92,7 @@ class ModelConfig:
 
     rotary_original_length: int = option(
         derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
-        aliases=("--original-max-position-embeddings",),
+        aliases=("--original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
         least=1,
         most=10**9,
     )
@@ -112,10 +112,10 @@ class ModelConfig:
     rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
     """`llama3` does not scale rotations that turn more times than this within --rotary-original-length."""
 
-    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",), above=0, most=1e6)
+    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow", "--yarn-beta-slow"), above=0, most=1e6)
     """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
 
-    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",), above=0, most=1e6)
+    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast", "--yarn-beta-fast"), above=0, most=1e6)
     """`yarn` does not scale rotations that turn more times than this within --rotary-original-length."""
 
     rotary_attention_factor: float = option(

@@ -26,6 +26,9 @@ class TrainingConfig:
     `--train-iters` or `--train-samples`, the run ends with the first iteration that reaches it, as in
     Megatron-DeepSpeed; the order of the data and the learning rate follow from the other flag."""
 
+    defaults: Literal["terapipe", "megatron"] = "terapipe"
+    """Defaults of the flags that Megatron has other defaults for, dropout among them; flags and files win over them."""
+
     seed: int = option(1234, least=0, most=SEEDS - 1)
     """Seed of the weights and of the order of the data."""
 

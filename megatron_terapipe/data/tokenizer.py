@@ -23,9 +23,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int | None) -> None:
         if vocab_size is None:
-            raise DataError(
-                "NullTokenizer has no vocabulary of its own: add --vocab-size, without the end of a document"
-            )
+            raise DataError("NullTokenizer has no vocabulary of its own: add --vocab-size")
         self.eod, self.vocab_size = vocab_size, vocab_size + 1
 
     def _encode(self, text: str) -> list[int]:

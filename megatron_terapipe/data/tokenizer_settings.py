@@ -35,14 +35,22 @@ class TokenizerSettings:
     def of(cls, data: DataConfig, vocab_size: int | None = None) -> Self:
         """Return the settings of a run."""
         shared = (each.name for each in fields(cls) if each.name != "vocab_size")
-        sized = data.tokenizer_type in ("NullTokenizer", "TikTokenizer")
-        return cls(**{name: getattr(data, name) for name in shared}, vocab_size=vocab_size if sized else None)
+        size = ids_of_text(data.tokenizer_type, vocab_size)
+        return cls(**{name: getattr(data, name) for name in shared}, vocab_size=size)
 
     @classmethod
     def of_flags(cls, options: argparse.Namespace) -> Self:
         """Return the settings that the flags of `add_tokenizer_flags` give."""
         given = {each.name: getattr(options, each.name) for each in fields(cls)}
+        given["vocab_size"] = ids_of_text(options.tokenizer_type, options.vocab_size)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def ids_of_text(tokenizer_type: str, vocab_size: int | None) -> int | None:
+    """Return the size of the tokenizer by `--vocab-size`, whose highest id ends a document of NullTokenizer."""
+    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        return vocab_size - 1
+    return vocab_size if tokenizer_type == "TikTokenizer" else None
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None, explained: str) -> None:

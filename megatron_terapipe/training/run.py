@@ -31,7 +31,7 @@ from megatron_terapipe.config.batch import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
-from megatron_terapipe.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
+from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
@@ -179,8 +179,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
     """Return the size of the model's vocabulary: that of the tokenizer, or a larger one of `--vocab-size`."""
     size = config.model.vocab_size
-    # NullTokenizer adds the end of a document to --vocab-size, as in Megatron.
-    if size is None or config.data.tokenizer_type == NullTokenizer.name:
+    if size is None:
         return tokenizer.vocab_size
     if size < tokenizer.vocab_size:
         raise ConfigError(

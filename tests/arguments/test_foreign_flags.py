@@ -1,6 +1,7 @@
 """Flags of other trainers: ours, accepted for a reason, or refused with one; and lines at the start of a run."""
 
 import re
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
-from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, spellings
+from megatron_terapipe.arguments.parser import OTHER_DEFAULTS, defaults_of_megatron, spellings
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
@@ -64,6 +65,8 @@ def test_names_are_there_once() -> None:
     assert not (OWN | FOREIGN.flags.keys()) & FOREIGN.other_names.keys()
     assert set(FOREIGN.other_names.values()) <= OWN
     assert not [name for name in OWN if name.startswith(tuple(FOREIGN.families))]
+    assert FOREIGN.needed.keys() <= OWN
+    assert {each for others in FOREIGN.needed.values() for each in others} <= OWN | FOREIGN.having("accepted").keys()
     owners = {idle.without.split()[0] for idle in FOREIGN.having("idle").values() if idle.without}
     assert owners <= OWN | FOREIGN.flags.keys()
     assert all(re.fullmatch(r"--[a-zA-Z0-9-]+", name) for name in FOREIGN.flags)
@@ -132,8 +135,11 @@ def test_idle_flags_are_listed_in_one_line() -> None:
     idle = FOREIGN.having("idle")
     arguments = read_arguments((REQUIRED + " ".join(map(words_of, idle))).split())
     assert arguments.config == parse()
-    (line,) = [line for line in arguments.notices if "no effect" in line]
-    assert line == f"These flags concern operation only and have no effect here: {', '.join(idle)}"
+    operation, others = [line for line in arguments.notices if "no effect" in line]
+    names = [name for name, each in idle.items() if not each.without]
+    assert operation == f"These flags concern operation only and have no effect here: {', '.join(names)}"
+    named = [f"{name} ({each.without})" for name, each in idle.items() if each.without]
+    assert others == f"These flags have no effect without another one (in brackets): {', '.join(named)}"
     assert not [line for line in read_arguments(REQUIRED.split()).notices if "no effect" in line]
 
 
@@ -202,16 +208,21 @@ BOTH_DROPOUTS = "--hidden-dropout 0 --attention-dropout 0 "
     [
         ("", "--hidden-dropout 0 (there 0.1), --attention-dropout 0 (there 0.1)"),
         ("--hidden-dropout 0 --log-interval 3", "--attention-dropout 0 (there 0.1)"),
-        ("--hidden-dropout 0.1 --attention_dropout 0.1 --fp16", "--initial-loss-scale 65536 (there 2**32)"),
+        ("--hidden-dropout 0.1 --attention_dropout 0.1 --fp16", "--initial-loss-scale 65536 (there 4294967296)"),
+        ("--defaults megatron --fp16", ""),
         *((BOTH_DROPOUTS + more, "") for more in ("", "--fp16 --loss-scale 128", "--fp16 --initial-loss-scale 65536")),
     ],
 )
 def test_defaults_that_train_differently_are_listed_where_no_flag_sets_them(words: str, differing: str) -> None:
     lines = [line for line in read_arguments((REQUIRED + words).split()).notices if "defaults" in line]
-    line = f"These defaults are not those of Megatron, and no flag sets them: {differing}"
+    line = f"These defaults are not those of Megatron, and no flag sets them: {differing}; "
+    line += "--defaults megatron sets Megatron's"
     assert lines == ([line] if differing else [])
 
 
 def test_defaults_of_megatron_differ() -> None:
     ours = {each.name: each.default for each in flags()}
-    assert all(ours[name] != eval(theirs) for name, (theirs, _) in OTHER_DEFAULTS.items())  # noqa: S307 - our own table
+    theirs = defaults_of_megatron()
+    assert theirs.keys() == OTHER_DEFAULTS.keys() and all(ours[name] != value for name, value in theirs.items())
+    config = asdict(parse("--defaults megatron --max-position-embeddings 4096"))
+    assert theirs.items() <= {name: value for part in config.values() for name, value in part.items()}.items()

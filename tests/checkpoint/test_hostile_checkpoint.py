@@ -49,7 +49,7 @@ def test_commands_end_in_one_line(tmp_path: Path, command: str, capsys: pytest.C
     poison(directory / LAYER, tmp_path / "hit")
     words = ["--load", str(tmp_path / "saved")]
     if command == "generate":
-        words += ["--prompt", "1 2", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+        words += ["--prompt", "1 2", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
         assert generate.main(words) == 2
     else:
         assert convert.main(["to-huggingface", *words, "--output", str(tmp_path / "out")]) == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.rotation import FOLLOW_LENGTH, for_length, rotation_of
+from megatron_terapipe.config.rotation import FOLLOW_LENGTH, for_length, frequencies_of_base, rotation_of
 from tests.model.configs import model_config
 
 transformers = pytest.importorskip("transformers")
@@ -127,6 +127,23 @@ def test_rotations_follow_the_length_that_a_text_will_have() -> None:
     assert for_length(model, 2**20).seq_length == 131072
     plain = rope(**YARN)
     assert for_length(plain, 5) is plain
+
+
+@pytest.mark.parametrize("name", ["yarn", "yarn, other bounds", "yarn, short"])
+def test_yarn_is_that_of_megatron(name: str) -> None:
+    yarn = pytest.importorskip("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    model = rope(**CASES[name])
+    rotation, pairs = rotation_of(model, model.blocks[0]), model.kv_channels // 2
+    assert rotation is not None
+    bounds = (model.rotary_beta_fast, model.rotary_beta_slow, model.kv_channels, model.rotary_base)
+    first, last = yarn._yarn_find_correction_range(*bounds, model.rotary_original_length)
+    scaled = yarn._yarn_linear_ramp_mask(first, last, pairs, "cpu").tolist()
+    plain = frequencies_of_base(model.rotary_base, model.kv_channels)
+    expected = [
+        each * (1 - share + share / model.rotary_scaling_factor) for each, share in zip(plain, scaled, strict=True)
+    ]
+    assert rotation.frequencies == pytest.approx(expected, rel=1e-6)
+    assert rotation.factor == pytest.approx(yarn._yarn_get_concentration_factor(model.rotary_scaling_factor, 1.0, 0.0))
 
 
 def test_the_attention_factor_of_yarn_follows_from_its_factor() -> None:

@@ -104,7 +104,7 @@ def test_every_tokenizer_under_every_name(
 
 def test_texts_of_ids_need_no_tokenizer(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "ids.jsonl", '{"text": "3 1 2"}', '{"text": "70000"}')
-    options = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70001", "--append-eod"]
+    options = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70002", "--append-eod"]
     assert run(corpus, tmp_path / "ids", *options) == 0
     dataset = IndexedDataset(tmp_path / "ids_text_document")
     assert [dataset.run(number, 0, 10**6).tolist() for number in range(2)] == [[3, 1, 2, 70001], [70000, 70001]]

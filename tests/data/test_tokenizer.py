@@ -200,7 +200,7 @@ def test_other_words_are_refused(text: str) -> None:
 
 
 def test_the_size_is_required() -> None:
-    with pytest.raises(DataError, match="add --vocab-size, without the end of a document"):
+    with pytest.raises(DataError, match="no vocabulary of its own: add --vocab-size"):
         build_tokenizer(TokenizerSettings(tokenizer_type="NullTokenizer"))
 
 

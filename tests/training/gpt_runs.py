@@ -53,7 +53,7 @@ FAMILIES = {
     ),
     "granite": (
         f"{LLAMA.replace('swiglu', 'activation geglu-exact')} --add-attention-bias --residual-multiplier 0.3"
-        " --embedding-multiplier 12 --logit-multiplier 0.25 --rope-scaling-factor 2 --embedding-init-method-std 0.02"
+        " --embedding-multiplier 12 --logit-multiplier 0.25 --rotary-scaling-factor 2 --embedding-init-method-std 0.02"
     ),
 }
 """Flags of well-known families of models, by name."""

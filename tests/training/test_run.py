@@ -47,10 +47,12 @@ def test_layout_batch_and_samples(data: Path) -> None:
     assert (run.train_iters, run.batch_sizes) == (10, BatchSizes.constant(12))
 
 
-def test_a_null_tokenizer_adds_the_end_of_a_document_to_the_vocabulary(data: Path) -> None:
-    run = prepared(data, "--tokenizer-type NullTokenizer --vocab-size 300")
-    assert (run.config.model.vocab_size, run.tokenizer.eod) == (301, 300)
-    assert run.checkpoint_info(run.start).tokenizer["vocab_size"] == 300
+@pytest.mark.parametrize(("words", "size"), [("--vocab-size 301", 301), ("--vocab-size 300 --legacy-tokenizer", 301)])
+def test_the_highest_id_of_a_null_tokenizer_ends_a_document(data: Path, words: str, size: int) -> None:
+    run = prepared(data, f"--tokenizer-type NullTokenizer {words}")
+    assert (run.config.model.vocab_size, run.tokenizer.eod) == (size, size - 1)
+    # Without it, as in checkpoints of earlier versions.
+    assert run.checkpoint_info(run.start).tokenizer["vocab_size"] == size - 1
 
 
 def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> None:
