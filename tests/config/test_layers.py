@@ -46,8 +46,8 @@ def test_a_list_of_another_length() -> None:
 
 
 def test_megatrons_window_does_not_count_the_token_itself() -> None:
-    assert [window_of_megatron(text) for text in ("128,0", "(127, 0)")] == [129, 128]
-    for text in ("128", "128,1", "-1,0", "0,128", "a,b"):
+    assert [window_of_megatron(text) for text in ("128,0", "(127, 0)", "-1,0")] == [129, 128, None]
+    for text in ("128", "128,1", "-2,0", "-1,-1", "0,128", "a,b"):
         with pytest.raises(ValueError, match="is not N,0"):
             window_of_megatron(text)
 
