@@ -28,7 +28,9 @@ from megatron_terapipe.checkpoint.directories import (
     names_model_folder,
     no_checkpoint,
     readable_checkpoint,
+    tagged_checkpoint,
 )
+from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.deepspeed import DeepSpeedValues
@@ -85,7 +87,7 @@ def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 def how_to_load_a_model(load: str) -> str:
     """Return how a run gets its model from `--load`, for a command line that gives no sizes of a model."""
-    if latest_checkpoint(load) is not None:
+    if tagged_checkpoint(load, None) is not None:
         return f"--use-checkpoint-args takes the model from --load {load}"
     return (
         f"--load {load} holds no model: neither a checkpoint, nor {CONFIG_FILE} and weights of Hugging Face, which are "
@@ -111,8 +113,17 @@ def take_model_folder(given: dict[str, Any]) -> None:
     if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
         _take_tokenizer(given, Path(load))
     given.pop("use_checkpoint_args", None)
-    resumed = save is not None and latest_checkpoint(save) is not None
-    given["load"], given["finetune"] = (save, False) if resumed else (load, True)
+    given["finetune"] = True
+    _resume_from_save(given)
+
+
+def _resume_from_save(given: dict[str, Any]) -> None:
+    """Continue from the newest checkpoint in `--save`, if there is one, and not from the model that a run began with."""
+    save = given.get("save")
+    if save is not None and latest_checkpoint(save) is not None:
+        given |= {"load": save, "finetune": False, "no_load_optim": False}
+        for name in ("load_tag", "ckpt_step"):
+            given.pop(name, None)
 
 
 def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
@@ -209,8 +220,11 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
             given.setdefault(name, value)
     if given.get("load") and names_model_folder(given["load"]):
         take_model_folder(given)
-    elif given.get("use_checkpoint_args"):
-        take_model_from_checkpoint(given)
+    else:
+        if given.get("load") and foreign_origin(given["load"]) == MEGATRON:
+            _resume_from_save(given)
+        if given.get("use_checkpoint_args"):
+            take_model_from_checkpoint(given)
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
     given |= file.values

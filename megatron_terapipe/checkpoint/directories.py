@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
 
-from megatron_terapipe.checkpoint.foreign import refuse_foreign
+from megatron_terapipe.checkpoint.foreign import is_megatron, megatron_checkpoint, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import (
     ASIDE,
@@ -84,6 +84,8 @@ def names_model_folder(load: str | Path) -> bool:
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
     """Directory of the checkpoint with a tag; with None, of the newest whole one, or None if there is none."""
     refuse_foreign("--load", load)
+    if (found := megatron_checkpoint(load, tag)) is not None:
+        return found
     if tag is None:
         return latest_checkpoint(load)
     directory = _directory(Path(load), tag)
@@ -121,7 +123,7 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
             directory = tagged_checkpoint(load, tag)
             if directory is None:
                 return None
-            info = CheckpointInfo.read(directory)
+            info = checkpoint_info(directory)
             if manifest := manifest_of(directory, info):
                 manifest.check_content(directory, [RUN_FILE])
             return directory, info
@@ -130,6 +132,15 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
             if before is None:
                 raise
             tag = before
+
+
+def checkpoint_info(directory: Path) -> CheckpointInfo:
+    """Return the facts of one checkpoint, of ours or of Megatron-LM."""
+    if is_megatron(directory):
+        from megatron_terapipe.checkpoint.megatron import megatron_info
+
+        return megatron_info(directory)
+    return CheckpointInfo.read(directory)
 
 
 def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:

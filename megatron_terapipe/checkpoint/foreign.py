@@ -1,19 +1,21 @@
-"""Checkpoints of other trainers, recognised by the names of their files."""
+"""Checkpoints of other trainers, recognised by the names of their files; those of Megatron-LM are read."""
 
+import re
 from pathlib import Path
 
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE
 from megatron_terapipe.errors import CheckpointError
 
+MEGATRON = "Megatron-LM"
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+_MEGATRON_FILES = ("mp_rank_*/model_optim_rng.pt", "common.pt")
+"""Files in one checkpoint of Megatron-LM, in its formats torch and torch_dist."""
 ORIGINS = {
     "DeepSpeed's universal format": ("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
     "GPT-NeoX": ("*/configs/*.yml", "configs/*.yml"),
     "Megatron-DeepSpeed": ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
-    "Megatron-LM": (
-        *("latest_checkpointed_iteration.txt", "iter_*/mp_rank_*/model_optim_rng.pt", "iter_*/common.pt"),
-        *("mp_rank_*/model_optim_rng.pt", "common.pt"),
-    ),
+    MEGATRON: (*(_MEGATRON_LATEST, *_MEGATRON_FILES, *(f"iter_*/{file}" for file in _MEGATRON_FILES)),),
     "nanotron": ("*/checkpoint_metadata.json", "checkpoint_metadata.json"),
     "torchtitan": ("step-*/.metadata", ".metadata"),
 }
@@ -30,10 +32,49 @@ def foreign_origin(directory: str | Path) -> str | None:
 
 
 def refuse_foreign(flag: str, directory: str | Path) -> None:
-    """Refuse a directory with checkpoints of another trainer, given by a flag.
+    """Refuse a directory with checkpoints of another trainer, given by a flag; `--load` takes those of Megatron-LM.
 
     A run would start from new weights, and its file `latest` would replace that of the other trainer.
     """
-    if (origin := foreign_origin(directory)) is not None:
-        way = "name another directory" if flag == "--save" else "export it to a folder of Hugging Face, and load that"
-        raise CheckpointError(f"{flag} {directory} holds checkpoints of {origin}, which are not read here: {way}")
+    origin = foreign_origin(directory)
+    if origin is None or (flag == "--load" and origin == MEGATRON):
+        return
+    if flag == "--save":
+        raise CheckpointError(f"--save {directory} holds checkpoints of {origin}: name another directory")
+    raise CheckpointError(
+        f"{flag} {directory} holds checkpoints of {origin}, which are not read here: export it to a folder of Hugging "
+        "Face, and load that"
+    )
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether a directory is one checkpoint of Megatron-LM."""
+    of_another_format = bool(re.fullmatch(r"iter_\d+|release", directory.name)) and (directory / ".metadata").exists()
+    return of_another_format or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
+
+
+def megatron_checkpoint(load: str | Path, tag: str | None) -> Path | None:
+    """Return the directory of a checkpoint of Megatron-LM; None if `load` holds none of its checkpoints.
+
+    Args:
+        tag: its directory or, as here, `global_step` and the iteration; None for the newest.
+    """
+    path = Path(load)
+    if foreign_origin(path) != MEGATRON:
+        return None
+    if is_megatron(path) and tag is None:
+        return path
+    if tag is None:
+        try:
+            tag = (path / _MEGATRON_LATEST).read_text()[:20].strip()
+        except (OSError, UnicodeDecodeError):
+            tag = max((each.name for each in path.glob("iter_*")), default="")
+    number = re.fullmatch(r"(?:global_step|iter_)?(\d{1,18})", tag)
+    directory = path / (f"iter_{int(number[1]):07d}" if number else tag)
+    if directory.parent != path or not is_megatron(directory):
+        found = sorted(each.name for each in path.iterdir() if is_megatron(each)) or ["none"]
+        raise CheckpointError(
+            f"there is no checkpoint {directory.name} of Megatron-LM in {load}: name one that is there "
+            f"({', '.join(found)}) with --load-tag"
+        )
+    return directory

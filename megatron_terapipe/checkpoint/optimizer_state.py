@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
-from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.directories import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError, first_line
@@ -57,11 +56,6 @@ class SavedRun:
     """Values other than tensors that DeepSpeed saved of the run."""
     loss_scaler: Any | None = None
     """Loss scaler of a run in fp16; None for other runs."""
-
-
-def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
-    """Read the facts that every rank needs on the first rank; every rank must call it at the same time."""
-    return from_first_rank(lambda: SavedRun(places={}, counters={}) if weights_only else _read(directory, info))
 
 
 def index_text(places: Iterable[tuple[str, Place]]) -> str:
@@ -103,7 +97,8 @@ def _is_valid(place: Place, info: CheckpointInfo) -> bool:
     )
 
 
-def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
+def read_run(directory: Path, info: CheckpointInfo) -> SavedRun:
+    """Read the facts of a checkpoint of ours that every rank needs."""
     first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
     prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
     try:

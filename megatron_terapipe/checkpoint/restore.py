@@ -15,13 +15,27 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.engine_state import destination_of
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun
+from megatron_terapipe.checkpoint.megatron import MegatronWeights
+from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun, read_run
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, weights_of
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.model.gpt import vocabulary_parts
+
+
+def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
+    """Read the facts that every rank needs on the first rank; every rank must call it at the same time."""
+
+    def read() -> SavedRun:
+        if weights_only:
+            return SavedRun(places={}, counters={})
+        weights = weights_of(directory, info)
+        return weights.run() if isinstance(weights, MegatronWeights) else read_run(directory, info)
+
+    return from_first_rank(read)
 
 
 def load_checkpoint(
@@ -32,7 +46,9 @@ def load_checkpoint(
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     own_parts = vocabulary_parts(module._layer_specs)
     weights = weights_of(directory, info)
-    optimizer = None if config.weights_only else SavedOptimizer(directory, info, saved)
+    optimizer: SavedOptimizer | MegatronWeights | None = None
+    if not config.weights_only:
+        optimizer = weights if isinstance(weights, MegatronWeights) else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():
         index, in_layer = _place(module, name)
@@ -100,7 +116,7 @@ class _Share:
 
 
 def _saved_state(
-    optimizer: SavedOptimizer, info: CheckpointInfo, name: str, layer: int, part: int, elements: range
+    optimizer: SavedOptimizer | MegatronWeights, info: CheckpointInfo, name: str, layer: int, part: int, elements: range
 ) -> ParameterState:
     """Return the saved state of some elements of a part of a parameter."""
     saved_layer, tensor_parallel_rank = info.place(layer, part)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.foreign import is_megatron
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.megatron import MegatronWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES, is_model_folder, read_model
@@ -96,7 +98,9 @@ def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
 
 
 def weights_of(directory: Path, info: CheckpointInfo) -> SavedWeights | FolderWeights:
-    """Return the weights of a checkpoint, or of a folder of Hugging Face."""
+    """Return the weights of a checkpoint, of ours or of Megatron-LM, or of a folder of Hugging Face."""
+    if is_megatron(directory):
+        return MegatronWeights(directory, ModelConfig(**info.model))
     if is_model_folder(directory):
         return FolderWeights(directory, FAMILIES[str(info.family)], ModelConfig(**info.model))
     return SavedWeights(directory, info)

@@ -24,9 +24,10 @@ from megatron_terapipe.checkpoint.directories import (
     readable_checkpoint,
     state_file,
 )
-from megatron_terapipe.checkpoint.foreign import refuse_foreign
+from megatron_terapipe.checkpoint.foreign import is_megatron, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
+from megatron_terapipe.checkpoint.megatron import MegatronWeights, megatron_info
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
@@ -59,6 +60,8 @@ def find_checkpoint(
             raise CheckpointError(no_checkpoint(config.load))
         return None
     directory, info = found
+    if is_megatron(directory):
+        info = megatron_info(directory, model)
     extends = config.extend_positions and config.weights_only
     info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
     # If another may replace a damaged one, all ranks check it later, at the same time.
@@ -77,6 +80,8 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     """
     if isinstance(weights := weights_of(directory, info), FolderWeights):
         weights.check()
+        if isinstance(weights, MegatronWeights) and not weights_only:
+            weights.check_states()
         return None
     manifest = manifest_of(directory, info)
     if manifest is not None and not weights_only:
@@ -134,7 +139,11 @@ def verify_checkpoint(
     """
     manifest = from_first_rank(lambda: check_files(directory, info, model, weights_only=weights_only))
     if manifest is None:
-        return None if is_model_folder(directory) else f" warning: {directory} has no manifest: not verified"
+        return (
+            None
+            if is_model_folder(directory) or is_megatron(directory)
+            else f" warning: {directory} has no manifest: not verified"
+        )
     if not reads:
         return None
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -142,12 +142,30 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 """Types that weights can be converted to, by their names in flags."""
 
 
-class FolderWeights:
-    """The weights of a folder, each read from its file when it is used."""
+class Tensors(Protocol):
+    """Tensors by name, each read when it is used."""
 
-    def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor [...]."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is not read."""
+
+
+class FolderWeights:
+    """The weights of a folder, each read from its file when it is used.
+
+    Args:
+        tensors: of the folder; None for those in files of safetensors.
+    """
+
+    def __init__(self, directory: Path, family: Family, model: ModelConfig, tensors: Tensors | None = None) -> None:
         self._directory, self._family, self._model = directory, family, model
-        self._tensors = SavedTensors(directory)
+        self._tensors = tensors or SavedTensors(directory)
         names, tied = family.names(model), not model.untie_embeddings_and_output_weights
         weights = (name for name in self._tensors.names if names.is_weight(name, tied=tied))
         # From the name of a tensor in the rules to its name in this folder.
@@ -173,19 +191,19 @@ class FolderWeights:
                 expected |= {theirs: part.shape for theirs, part in zip(rule.theirs, parts, strict=True)}
         for missing in sorted(expected.keys() - self._spelled.keys()):
             raise CheckpointError(
-                f"{self._directory} has no tensor {missing}, which its config.json needs: get it again"
+                f"{self._directory} has no tensor {missing}, which the model that it describes needs: get it again"
             )
         for extra in sorted(self._spelled.keys() - expected.keys()):
             raise CheckpointError(
-                f"{self._directory} has a tensor {self._spelled[extra]}, for which a {self._family.name} of its "
-                "config.json has no place: this model cannot be trained here"
+                f"{self._directory} has a tensor {self._spelled[extra]}, for which the {self._family.name} "
+                "that it describes has no place: this model cannot be trained here"
             )
         for name, shape in expected.items():
             found = self._tensors.shape(self._spelled[name])
             if found != tuple(shape):
                 raise CheckpointError(
-                    f"{self._directory} has {name} {found}, which is not the {tuple(shape)} that its config.json "
-                    "describes: get it again"
+                    f"{self._directory} has {name} {found}, which is not the {tuple(shape)} of the model "
+                    "that it describes: get it again"
                 )
 
     def _rules_of_layer(self, index: int) -> Mapping[str, WeightRule]:

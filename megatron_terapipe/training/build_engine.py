@@ -26,8 +26,7 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, STALLED, StallWatch,
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
-from megatron_terapipe.checkpoint.optimizer_state import saved_run
-from megatron_terapipe.checkpoint.restore import load_checkpoint
+from megatron_terapipe.checkpoint.restore import load_checkpoint, saved_run
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError

@@ -55,6 +55,8 @@ class TensorNames:
         A model that was saved without its output layer leaves that out.
         """
         base = self.prefix.partition(".")[0] + "."
+        if not self.prefix:
+            return tensor
         return tensor if tensor.startswith((base, f"{self.output}.")) else base + tensor
 
 
@@ -83,9 +85,11 @@ _OF_SCALING = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """An architecture of Hugging Face's library."""
+    """An architecture of Hugging Face's library, or of another trainer."""
 
     name: str
+    owner: str = "Hugging Face's "
+    """Words before the name, in messages."""
     architecture: str
     settings: tuple[Setting, ...]
     """Settings of its keys; each may use the fields that those before it have read."""
@@ -135,7 +139,7 @@ class Family:
         back = self.read(SettingsFile(self.write(model), self.name))
         theirs = dict(_facts(back))
         return [
-            f"{_in_words(name, value)}, and Hugging Face's {self.name} {_in_words(name, theirs.get(name))}"
+            f"{_in_words(name, value)}, and {self.owner}{self.name} {_in_words(name, theirs.get(name))}"
             for name, value in _facts(model)
             if not _equal(value, theirs.get(name))
         ]

@@ -1,0 +1,197 @@
+"""The model that the arguments of Megatron-LM describe, and the names of its tensors.
+
+Megatron is declared as the families of Hugging Face are, with the arguments of a run in place of a `config.json`, so
+that the same declaration reads a model, writes it, and finds what it cannot express.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.layers import window_of_megatron
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.family import Family, TensorNames
+from megatron_terapipe.huggingface.families.settings import (
+    COUNT,
+    NUMBER,
+    SWITCH,
+    WORD,
+    Fields,
+    Kind,
+    Setting,
+    SettingsFile,
+    fixed,
+    opposite,
+    same,
+    word,
+    written,
+)
+
+_ANY = Kind("a value", lambda value: True)
+
+
+def _read_key_heads(file: SettingsFile, fields: Fields) -> Fields:
+    # The number counts only with the switch.
+    if not file.value("group_query_attention", SWITCH, False):
+        return {}
+    return {"num_key_value_heads": file.value("num_query_groups", COUNT, 1)}
+
+
+def _read_positions(file: SettingsFile, fields: Fields) -> Fields:
+    kind = file.value("position_embedding_type", WORD, "learned_absolute")
+    if file.value("use_rotary_position_embeddings", SWITCH, False):
+        kind = "rope"
+    elif kind == "learned_absolute" and not file.value("add_position_embedding", SWITCH, True):
+        kind = "none"
+    if kind not in ("learned_absolute", "rope", "none"):
+        raise ConfigError(f"{file.where} has positions of type {kind}: this model cannot be trained here")
+    return {"position_embedding_type": kind}
+
+
+def _read_scaling(file: SettingsFile, fields: Fields) -> Fields:
+    if file.value("use_rope_scaling", SWITCH, False):
+        return {"rotary_scaling": "llama3", "rotary_scaling_factor": file.value("rope_scaling_factor", NUMBER, 8.0)}
+    factor = file.value("rotary_seq_len_interpolation_factor", NUMBER, None, nullable=True)
+    return {} if factor is None else {"rotary_scaling_factor": float(factor)}
+
+
+def _write_scaling(model: ModelConfig) -> Mapping[str, Any]:
+    factor = model.rotary_scaling_factor
+    return {
+        "use_rope_scaling": model.rotary_scaling == "llama3",
+        "rope_scaling_factor": factor if model.rotary_scaling == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": int(factor) if model.rotary_scaling == "linear" else None,
+    }
+
+
+def _read_activation(file: SettingsFile, fields: Fields) -> Fields:
+    for key, ours in (("swiglu", "swiglu"), ("squared_relu", "squared-relu"), ("openai_gelu", "gelu")):
+        if file.value(key, SWITCH, False):
+            return {"activation": ours}
+    # The kernel that adds the bias has the tanh form; the function of torch without it is the exact one.
+    fused = file.value("bias_gelu_fusion", SWITCH, True) and file.value("add_bias_linear", SWITCH, True)
+    return {"activation": "gelu" if fused else "gelu-exact"}
+
+
+def _write_activation(model: ModelConfig) -> Mapping[str, Any]:
+    activation = model.activation
+    return {
+        "swiglu": activation == "swiglu",
+        "squared_relu": activation == "squared-relu",
+        "openai_gelu": activation == "gelu" and model.disable_bias_linear,
+        "bias_gelu_fusion": activation == "gelu" and not model.disable_bias_linear,
+    }
+
+
+def _read_layers(file: SettingsFile, fields: Fields) -> Fields:
+    """Return the windows, and the layers without rotations; the patterns are written as ours."""
+    window = file.value("window_size", _ANY, None, nullable=True)
+    found: dict[str, Any] = {}
+    if window is not None:
+        try:
+            found["sliding_window"] = window_of_megatron(",".join(str(each) for each in window))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{file.where} sets window_size, and {error}") from None
+    for key in ("window_attn_skip_freq", "no_rope_freq"):
+        if (pattern := file.value(key, _ANY, None, nullable=True)) is not None:
+            found[key] = str(pattern)
+    return found
+
+
+def _write_layers(model: ModelConfig) -> Mapping[str, Any]:
+    window = model.sliding_window
+    return {
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": model.window_attn_skip_freq,
+        "no_rope_freq": model.no_rope_freq,
+    }
+
+
+MEGATRON = Family(
+    name="Megatron-LM",
+    owner="",
+    architecture="GPTModel",
+    settings=(
+        *(
+            same(name, name, COUNT, None)
+            for name in (
+                *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+                *("max_position_embeddings", "make_vocab_size_divisible_by", "vocab_size"),
+            )
+        ),
+        Setting(
+            ("group_query_attention", "num_query_groups"),
+            _read_key_heads,
+            lambda model: {
+                "group_query_attention": model.num_key_value_heads != model.num_attention_heads,
+                "num_query_groups": model.num_key_value_heads,
+            },
+        ),
+        Setting(
+            ("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
+            _read_positions,
+            lambda model: {"position_embedding_type": model.position_embedding_type},
+        ),
+        *(same(name, name, NUMBER, None) for name in ("rotary_base", "rotary_percent", "softmax_scale")),
+        same("rotary_interleaved", "rotary_interleaved", SWITCH, False),
+        Setting(
+            ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+            _read_scaling,
+            _write_scaling,
+        ),
+        Setting(("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"), _read_activation, _write_activation),
+        opposite("add_bias_linear", "disable_bias_linear", True),
+        same("add_qkv_bias", "add_qkv_bias", SWITCH, False),
+        word("normalization", "normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}, "LayerNorm"),
+        same("layernorm_epsilon", "layernorm_epsilon", NUMBER, None),
+        same("norm_epsilon", "layernorm_epsilon", NUMBER, None),  # Its name since 2023.
+        same("apply_layernorm_1p", "apply_layernorm_1p", SWITCH, False),
+        Setting(
+            ("qk_layernorm",),
+            lambda file, fields: {"qk_norm": "head" if file.value("qk_layernorm", SWITCH, False) else "none"},
+            lambda model: {"qk_layernorm": model.qk_norm != "none"},
+        ),
+        same("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights", SWITCH, False),
+        Setting(("window_size", "window_attn_skip_freq", "no_rope_freq"), _read_layers, _write_layers),
+        same("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path", WORD, None),
+        *(
+            fixed(name, None, False, 0, 0.0)
+            for name in (
+                *("num_experts", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern", "quick_geglu"),
+                *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
+                *("linear_attention_freq", "attention_output_gate", "activation_func_clamp_value", "use_mup"),
+                *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
+            )
+        ),
+        fixed("softmax_type", "vanilla"),
+        written(
+            **{name: name for name in ("init_method_std", "hidden_dropout", "attention_dropout", "seq_length")},
+        ),
+    ),
+    tensors=TensorNames(
+        prefix="",
+        words="embedding.word_embeddings",
+        positions="embedding.position_embeddings",
+        blocks="decoder.layers",
+        query_key_value=("self_attention.linear_qkv",),
+        grouped=True,
+        query_norm="self_attention.q_layernorm",
+        key_norm="self_attention.k_layernorm",
+        projection="self_attention.linear_proj",
+        up=("mlp.linear_fc1",),
+        down="mlp.linear_fc2",
+        mlp_norm="pre_mlp_layernorm",
+        final_norm="decoder.final_layernorm",
+        output="output_layer",
+        not_weights=("._extra_state", "rotary_pos_emb.inv_freq"),
+    ),
+)
+"""The GPTs of Megatron-LM, in its own names of arguments and of tensors."""
+
+
+def model_of(args: Namespace, directory: Path) -> ModelConfig:
+    """Return the model of Megatron's arguments; refuse one that is another model here."""
+    contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}
+    return MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
