@@ -118,7 +118,7 @@ def take_model_folder(given: dict[str, Any]) -> None:
 
 
 def _resume_from_save(given: dict[str, Any]) -> None:
-    """Continue from the newest checkpoint in `--save`, if there is one, and not from the model that a run began with."""
+    """Continue from the newest checkpoint in `--save` if there is one, not from the model that a run began with."""
     save = given.get("save")
     if save is not None and latest_checkpoint(save) is not None:
         given |= {"load": save, "finetune": False, "no_load_optim": False}

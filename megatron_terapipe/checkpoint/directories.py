@@ -19,6 +19,7 @@ from megatron_terapipe.checkpoint.manifest import (
     sync_folder,
     write_durably,
 )
+from megatron_terapipe.checkpoint.megatron_model import megatron_info
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
@@ -137,8 +138,6 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
 def checkpoint_info(directory: Path) -> CheckpointInfo:
     """Return the facts of one checkpoint, of ours or of Megatron-LM."""
     if is_megatron(directory):
-        from megatron_terapipe.checkpoint.megatron import megatron_info
-
         return megatron_info(directory)
     return CheckpointInfo.read(directory)
 

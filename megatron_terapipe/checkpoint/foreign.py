@@ -9,8 +9,9 @@ from megatron_terapipe.errors import CheckpointError
 
 MEGATRON = "Megatron-LM"
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
-_MEGATRON_FILES = ("mp_rank_*/model_optim_rng.pt", "common.pt")
-"""Files in one checkpoint of Megatron-LM, in its formats torch and torch_dist."""
+MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE = "common.pt", "model_optim_rng.pt"
+"""Files with the arguments of a run: of its format torch_dist, and of each rank in its format torch."""
+_MEGATRON_FILES = (f"mp_rank_*/{MEGATRON_RANK_FILE}", MEGATRON_COMMON_FILE)
 ORIGINS = {
     "DeepSpeed's universal format": ("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
     "GPT-NeoX": ("*/configs/*.yml", "configs/*.yml"),

@@ -4,60 +4,17 @@ Weights have the layout of ours under other names, so that a run of any layout t
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from torch import Tensor
 
-from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.megatron_files import WEIGHT_OF_OPTIMIZER, MegatronFiles, open_files
-from megatron_terapipe.checkpoint.megatron_model import MEGATRON, model_of
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON
 from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedRun
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import FolderWeights
-
-
-def megatron_info(directory: Path, model: ModelConfig | None = None) -> CheckpointInfo:
-    """Return the facts of a checkpoint of Megatron-LM.
-
-    Args:
-        model: the run's, which has the vocabulary before padding; None where there is none yet.
-    """
-    files = open_files(directory)
-    if files.args is None:
-        raise CheckpointError(
-            f"checkpoint {directory} of Megatron-LM has no arguments, which describe its model: load one that its "
-            "trainer saved"
-        )
-    theirs = model_of(files.args, directory)
-    if model is not None:
-        _check_vocabulary(model, files, directory)
-        own = ("vocab_size", "vocab_rows", "make_vocab_size_divisible_by", "model_preset")
-        theirs = replace(theirs, **{name: getattr(model, name) for name in own})
-    return CheckpointInfo(
-        iteration=files.iteration,
-        consumed_samples=getattr(files.args, "consumed_train_samples", 0),
-        model=asdict(theirs),
-        layout=asdict(ParallelLayout()),
-        optimizer=str(getattr(files.args, "optimizer", "adam")),
-        partitioned=False,
-        tokenizer={},
-    )
-
-
-def _check_vocabulary(model: ModelConfig, files: MegatronFiles, directory: Path) -> None:
-    """Refuse a run whose vocabulary Megatron does not pad to the rows of a checkpoint."""
-    rows, words = files.shape(f"{MEGATRON.names(model).words}.weight")[0], model.vocab_size or 0
-    multiple = getattr(files.args, "make_vocab_size_divisible_by", 128)
-    multiple *= getattr(files.args, "tensor_model_parallel_size", 1)
-    if rows not in (-(-words // multiple) * multiple, model.vocab_rows) or words > rows:
-        raise CheckpointError(
-            f"checkpoint {directory} of Megatron-LM has {rows} rows of words, to which the {words} tokens of this run "
-            f"are not padded: give its tokenizer, or --padded-vocab-size {rows}"
-        )
 
 
 class _Tensors:

@@ -6,15 +6,12 @@ CHECKPOINTS/iter_0000100/common.pt, .metadata        torch_dist: arguments; plac
 CHECKPOINTS/iter_0000100/__R_N.distcp                torch_dist: the chunks
 
 Both give the same names: those of `GPTModel` in megatron-core with its own layers, where a transformer layer has its
-number in the whole model, `decoder.layers.5.input_layernorm.weight`. The files name classes of Megatron, which need not
-be installed, and none of which is constructed.
+number in the whole model, `decoder.layers.5.input_layernorm.weight`.
 """
 
-import pickle
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from io import BytesIO
@@ -26,9 +23,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.megatron_model import InertUnpickler, common_file, unreadable
 from megatron_terapipe.errors import CheckpointError, first_line
 
-COMMON_FILE, METADATA_FILE, RANK_FILE = "common.pt", ".metadata", "model_optim_rng.pt"
+METADATA_FILE = ".metadata"
 WEIGHT_OF_OPTIMIZER = "param"
 """Name here of an optimizer's own weight, in higher precision than the model's."""
 _OWN_WEIGHTS = ("fp32_param", WEIGHT_OF_OPTIMIZER)
@@ -45,55 +44,34 @@ _FUSED_NORMS = (
 """Beginnings of the names of norms in layers of Transformer Engine, and in those of megatron-core."""
 
 
-class Inert:
-    """An object of a class that is not constructed; its contents are dropped."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None:
-        """Drop an item."""
-
-    add = extend = append
-
-
-_CONSTRUCTED: Mapping[str, Any] = {
-    "argparse.Namespace": Namespace,
-    "collections.OrderedDict": OrderedDict,
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+CONSTRUCTED: Mapping[str, Any] = {
     # Parameters, and tensors with attributes: only the tensor is kept.
     **dict.fromkeys(
         ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"), lambda data, *_: data
     ),
     "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: function(*arguments),
-    "torch.Size": torch.Size,
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
     **{
         f"{kind.__module__}.{kind.__qualname__}": kind
-        for kind in (dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata)
+        for kind in (
+            *(torch.Size, dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
+            *(dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo),
+        )
     },
-    f"{dcp.MetadataIndex.__module__}.MetadataIndex": dcp.MetadataIndex,
-    f"{_StorageInfo.__module__}._StorageInfo": _StorageInfo,
 }
-"""Classes and functions that a pickle may name; they hold values, and call nothing."""
+"""Classes and functions that a pickle of tensors may name; they hold values, and call nothing."""
 
 
-class InertUnpickler(pickle.Unpickler):
-    """Unpickler that replaces every other class and function by an inert one. torch adds the storages of tensors."""
+class TensorUnpickler(InertUnpickler):
+    """Unpickler that also constructs tensors and their places in files. torch adds their storages."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function by its name."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        return _CONSTRUCTED.get(f"{module}.{name}", Inert)
+    constructed = InertUnpickler.constructed | CONSTRUCTED
 
 
 class _InertPickle:
     """A module of pickles, for `torch.load`."""
 
-    Unpickler = InertUnpickler
+    Unpickler = TensorUnpickler
     __name__ = "inert pickles"
 
 
@@ -108,7 +86,7 @@ class MegatronFiles(ABC):
     """The tensors and facts of one checkpoint, whatever its format and the number of ranks that saved it.
 
     Args:
-        common: what the checkpoint has beside its tensors.
+        common: objects of the checkpoint other than its tensors.
     """
 
     def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
@@ -153,18 +131,13 @@ def _step(optimizer: Any) -> float | None:
 
 def open_files(directory: Path) -> MegatronFiles:
     """Return the files of a checkpoint, `iter_*` or `release`."""
-    kind = _DistributedFiles if (directory / COMMON_FILE).exists() else _RankFiles
+    kind = _DistributedFiles if common_file(directory).name == MEGATRON_COMMON_FILE else _RankFiles
     try:
         return kind(directory)
     except CheckpointError:
         raise
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         raise unreadable(directory, error) from None
-
-
-def unreadable(directory: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that cannot be read."""
-    return CheckpointError(f"checkpoint {directory} of Megatron-LM cannot be read ({first_line(error)}): save it again")
 
 
 def _in_own_layers(name: str) -> str:
@@ -183,9 +156,9 @@ class _DistributedFiles(MegatronFiles):
                 f"checkpoint {directory} of Megatron-LM has no {METADATA_FILE}, as others than torch and torch_dist: "
                 "save it with --ckpt-format torch_dist"
             )
-        super().__init__(directory, load_inert(directory / COMMON_FILE))
+        super().__init__(directory, load_inert(directory / MEGATRON_COMMON_FILE))
         with (directory / METADATA_FILE).open("rb") as file:
-            found = InertUnpickler(file).load()
+            found = TensorUnpickler(file).load()
         self._chunks = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
         tensors = found.state_dict_metadata.items()
         self._tensors = {key: each for key, each in tensors if isinstance(each, dcp.TensorStorageMetadata)}
@@ -250,20 +223,15 @@ class _RankFiles(MegatronFiles):
 
     def __init__(self, directory: Path) -> None:
         paths = {}
-        for path in directory.glob(f"mp_rank_*/{RANK_FILE}"):
+        for path in directory.glob(f"mp_rank_*/{MEGATRON_RANK_FILE}"):
             if match := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.parent.name):
                 paths[int(match[1]), int(match[2] or 0)] = path
         sizes = [len({place[axis] for place in paths}) for axis in (0, 1)]
         if missing := {(rank, stage) for rank in range(sizes[0]) for stage in range(sizes[1])} - paths.keys():
             rank, stage = min(missing)
             raise CheckpointError(
-                f"checkpoint {directory} of Megatron-LM lacks {RANK_FILE} of tensor-parallel rank {rank} and pipeline "
-                f"rank {stage}: copy the whole directory"
-            )
-        if not paths:
-            raise CheckpointError(
-                f"checkpoint {directory} of Megatron-LM has neither {COMMON_FILE} nor mp_rank_*/{RANK_FILE}: only the "
-                "formats torch and torch_dist are read, so save it with --ckpt-format torch_dist"
+                f"checkpoint {directory} of Megatron-LM lacks {MEGATRON_RANK_FILE} of tensor-parallel rank {rank} and "
+                f"pipeline rank {stage}: copy the whole directory"
             )
         self._num_tensor_ranks = sizes[0]
         self._rank: Callable[[int, int], Mapping[str, Any]] = cache(lambda *place: load_inert(paths[place]))
@@ -299,7 +267,7 @@ class _RankFiles(MegatronFiles):
         return layers
 
     def _add_optimizer(self, stages: range, chunks: Sequence[str]) -> None:
-        """Find the optimizer's tensors of each weight of each rank, if they can be told apart."""
+        """Find the optimizer's tensors of each weight of each rank, if its groups are known."""
         if any(self.directory.glob("mp_rank_*/distrib_optim.pt")):
             self.no_states = "the distributed optimizer has it in buffers; --ckpt-format torch_dist saves it by weight"
             return
@@ -313,7 +281,7 @@ class _RankFiles(MegatronFiles):
                 for stage in stages
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            self.no_states = f"its weights cannot be told apart, {first_line(error)}"
+            self.no_states = f"its groups of weights are unknown, {first_line(error)}"
             return
         of_rank = (frozenset(state) for states in self._states.values() for state in states.values())
         self.states = frozenset.intersection(*of_rank)
@@ -355,8 +323,8 @@ def _states_by_name(
     """Yield the model chunk and the local name of each weight of a rank, and its state by name.
 
     torch's optimizers number weights group by group, each in the order of the model. Megatron has groups with and
-    without weight decay, and those of another learning rate for embedding and output layer. A `ValueError` says where
-    the groups are not of these kinds.
+    without weight decay, and those of another learning rate for embedding and output layer. Raises a `ValueError`
+    for other groups.
     """
     optimizer = rank["optimizer"]
     inner = optimizer.get("optimizer", optimizer)

@@ -1,17 +1,24 @@
-"""The model that the arguments of Megatron-LM describe, and the names of its tensors.
+"""Facts of a checkpoint of Megatron-LM: arguments, iteration, model, and the names of its tensors. Needs no torch.
 
-Megatron is declared as the families of Hugging Face are, with the arguments of a run in place of a `config.json`, so
-that the same declaration reads a model, writes it, and finds what it cannot express.
+Megatron is declared as the families of Hugging Face are, with the arguments of a run in place of a `config.json`: one
+declaration reads a model, writes it, and finds the settings that it cannot express.
 """
 
+import pickle
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from zipfile import ZipFile
 
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import window_of_megatron
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import CheckpointError, ConfigError, first_line
 from megatron_terapipe.huggingface.families.family import Family, TensorNames
 from megatron_terapipe.huggingface.families.settings import (
     COUNT,
@@ -28,6 +35,110 @@ from megatron_terapipe.huggingface.families.settings import (
     word,
     written,
 )
+
+
+class Inert:
+    """An object of a class that is not constructed; its contents are dropped."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, item: Any) -> None:
+        """Drop an item."""
+
+    add = extend = append
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Unpickler that replaces every class and function but a few by an inert one: those of Megatron, too."""
+
+    constructed: ClassVar[Mapping[str, Any]] = {
+        "argparse.Namespace": Namespace,
+        "collections.OrderedDict": OrderedDict,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function by its name."""
+        return self.constructed.get(f"{module}.{name}", Inert)
+
+
+class _WithoutTensors(InertUnpickler):
+    """The unpickler for a file without its tensors."""
+
+    def persistent_load(self, number: Any) -> Any:
+        """Return an inert storage."""
+        return Inert()
+
+
+_MOST_BYTES = 1 << 30
+"""Size of the largest pickle that is read, without its tensors."""
+
+
+def common_file(directory: Path) -> Path:
+    """Return the file of a checkpoint that has the arguments of its run."""
+    found = [directory / MEGATRON_COMMON_FILE, *sorted(directory.glob(f"mp_rank_*/{MEGATRON_RANK_FILE}"))]
+    file = next((path for path in found if path.is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"checkpoint {directory} of Megatron-LM has neither {MEGATRON_COMMON_FILE} nor mp_rank_*/"
+            f"{MEGATRON_RANK_FILE}: save it with --ckpt-format torch_dist, which is read here"
+        )
+    return file
+
+
+def unreadable(directory: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that cannot be read."""
+    return CheckpointError(f"checkpoint {directory} of Megatron-LM cannot be read ({first_line(error)}): save it again")
+
+
+def megatron_info(directory: Path, model: ModelConfig | None = None) -> CheckpointInfo:
+    """Return the facts of a checkpoint: as if one rank had saved it.
+
+    Args:
+        model: the run's, which has the vocabulary before padding; None where there is none yet.
+    """
+    file = common_file(directory)
+    try:
+        with ZipFile(file) as archive:
+            entry = next(each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
+            if entry.file_size > _MOST_BYTES:
+                raise ValueError(f"{file.name} has a pickle of {entry.file_size} bytes")
+            with archive.open(entry) as pickled:
+                common = _WithoutTensors(pickled).load()
+        args, iteration = common["args"], int(common["iteration"])
+        samples = int(getattr(args, "consumed_train_samples", 0))
+        contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}
+    except Exception as error:  # On a damaged file an unpickler may raise anything.
+        raise unreadable(directory, error) from None
+    theirs = MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
+    if model is not None:
+        _check_vocabulary(model, args, directory)
+        own = ("vocab_size", "vocab_rows", "make_vocab_size_divisible_by", "model_preset")
+        theirs = replace(theirs, **{name: getattr(model, name) for name in own})
+    return CheckpointInfo(
+        iteration=iteration,
+        consumed_samples=samples,
+        model=asdict(theirs),
+        layout=asdict(ParallelLayout()),
+        optimizer=str(getattr(args, "optimizer", "adam")),
+        partitioned=False,
+        tokenizer={},
+    )
+
+
+def _check_vocabulary(model: ModelConfig, args: Namespace, directory: Path) -> None:
+    """Refuse a run whose vocabulary Megatron does not pad to the rows of a checkpoint."""
+    rows, words = getattr(args, "padded_vocab_size", None), model.vocab_size or 0
+    multiple = getattr(args, "make_vocab_size_divisible_by", 128) * getattr(args, "tensor_model_parallel_size", 1)
+    if rows is not None and rows not in (-(-words // multiple) * multiple, model.vocab_rows):
+        raise CheckpointError(
+            f"checkpoint {directory} of Megatron-LM has {rows} rows of words, to which the {words} tokens of this run "
+            f"are not padded: give its tokenizer, or --padded-vocab-size {rows}"
+        )
+
 
 _ANY = Kind("a value", lambda value: True)
 
@@ -189,9 +300,3 @@ MEGATRON = Family(
     ),
 )
 """The GPTs of Megatron-LM, in its own names of arguments and of tensors."""
-
-
-def model_of(args: Namespace, directory: Path) -> ModelConfig:
-    """Return the model of Megatron's arguments; refuse one that is another model here."""
-    contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}
-    return MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))

@@ -12,7 +12,7 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 FAMILIES = ("megatron_terapipe.huggingface.families",)
-RECORDS = ("info", "manifest", "directories", "foreign")
+RECORDS = ("info", "manifest", "directories", "foreign", "megatron_model")
 """Modules of checkpoint/ that need no torch."""
 
 
@@ -62,7 +62,7 @@ LAYERS = (
         ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),
         (
             *(*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.huggingface.tokenizer_files"),
-            *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.directories"),
+            *(f"megatron_terapipe.checkpoint.{name}" for name in ("info", "directories", "foreign")),
             "megatron_terapipe.strategy",
         ),
     ),

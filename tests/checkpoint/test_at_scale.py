@@ -21,8 +21,8 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint import optimizer_state
 from megatron_terapipe.checkpoint.directories import optimizer_files
-from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun, saved_run
-from megatron_terapipe.checkpoint.restore import load_checkpoint
+from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun
+from megatron_terapipe.checkpoint.restore import load_checkpoint, saved_run
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
 from tests.distributed import run_distributed

@@ -53,11 +53,13 @@ def test_a_checkpoint_of_ours_is_not_foreign(tmp_path: Path) -> None:
     assert foreign_origin(tmp_path) is None and foreign_origin(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize(("name", "flag"), [*((name, "--load") for name in FOLDERS), ("nanotron", "--save")])
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_run_refuses_them(name: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "folder", FOLDERS[name])
     before = sorted(folder.rglob("*"))
     assert pretrain_gpt.main([*RUN, flag, str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{flag} {folder}" in line and name.partition(",")[0] in line
+    # Those of Megatron-LM are read, and these files are damaged.
+    assert (str(folder) if flag == "--load" else f"--save {folder}") in line and name.partition(",")[0] in line
     assert sorted(folder.rglob("*")) == before

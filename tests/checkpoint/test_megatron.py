@@ -1,0 +1,90 @@
+"""Checkpoints that megatron-core writes are continued as there, in any layout: losses, gradient norms, iteration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.data.loader import Batch
+from megatron_terapipe.training.build_engine import build_engine
+from megatron_terapipe.training.optimizer import set_step_sizes
+from megatron_terapipe.training.optimizer_schedules import LearningRateSchedule
+from tests.checkpoint.megatron_files import (
+    AFTER,
+    BEFORE,
+    MICRO,
+    MODELS,
+    ROWS,
+    SEQ,
+    VOCAB,
+    Case,
+    samples,
+    write_checkpoints,
+)
+from tests.distributed import run_distributed
+from tests.training.prepared import prepared_run
+
+pytest.importorskip("megatron.core")
+
+RUN = (
+    f"--use-checkpoint-args --seq-length {SEQ} --vocab-size {VOCAB} --tokenizer-type NullTokenizer --data-path unread"
+    f" --micro-batch-size {MICRO} --global-batch-size {ROWS} --train-iters 10 --lr 1e-2 --min-lr 1e-3"
+    " --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-3 --clip-grad 1"
+)
+SLICED = "--pipeline-model-parallel-size 2 --token-slices 7,4,3,2"
+CASES = {
+    "A, torch, tp 2, pp 2": (Case(MODELS["A"], "torch", tensor=2, pipeline=2), SLICED),
+    "A, torch, chunks, names of Transformer Engine": (
+        Case(MODELS["A-rope"], "torch", pipeline=2, virtual=2, transformer_engine=True),
+        "--tensor-model-parallel-size 2",
+    ),
+    "B, torch, tp 2": (Case(MODELS["B"], "torch", tensor=2, pipeline=2), SLICED),
+    "B, torch_dist": (Case(MODELS["B"], "torch_dist", tensor=2, pipeline=2), SLICED),
+    "B, torch_dist, bf16": (
+        Case(MODELS["B"], "torch_dist", pipeline=2, bf16=True),
+        "--bf16 --tensor-model-parallel-size 2",
+    ),
+    "A, torch, bf16": (Case(MODELS["A"], "torch", tensor=2, bf16=True), f"--bf16 {SLICED}"),
+    "B, torch_dist, distributed optimizer": (
+        Case(MODELS["B"], "torch_dist", tensor=2, bf16=True, distributed_optimizer="fully_reshardable"),
+        f"--bf16 {SLICED}",
+    ),
+}
+
+
+def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
+    folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
+    expected = write_checkpoints({folders[name]: case for name, (case, _) in CASES.items()})
+    runs = [f"{RUN} {flags} --load {folders[name]}" for name, (_, flags) in CASES.items()]
+    for name, found in zip(CASES, run_distributed(continued, 2, runs)[-1], strict=True):
+        there = expected[folders[name]]
+        exact = "bf16" not in CASES[name][1]
+        assert found["iteration"] == BEFORE and found["samples"] == BEFORE * ROWS
+        assert found["losses"] == pytest.approx(there.losses, rel=1e-6 if exact else 4e-3), name
+        assert found["norms"] == pytest.approx(there.gradient_norms, rel=1e-5 if exact else 4e-2), name
+
+
+def continued(runs: list[str]) -> list[dict[str, Any]]:
+    """On every rank: the updates after the checkpoint of each run."""
+    return [_continued(run.split()) for run in runs]
+
+
+def _continued(words: list[str]) -> dict[str, Any]:
+    run = prepared_run(parse_arguments(words))
+    engine = build_engine(run)
+    config = run.config
+    rates = LearningRateSchedule.from_config(config.optimizer, config.training, global_batch_size=ROWS, seq_length=SEQ)
+    start = engine.global_steps
+    losses, norms = [], []
+    for step in range(start, start + AFTER):
+        rate = rates.at(step)
+        set_step_sizes(engine.optimizer, learning_rate=rate, of_ends=rate, weight_decay=config.optimizer.weight_decay)
+        rows = (
+            Batch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(MICRO, SEQ))
+            for each in samples(step).split(MICRO)
+        )
+        losses.append(engine.train_batch(rows).item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"iteration": start, "samples": engine.global_samples - AFTER * ROWS, "losses": losses, "norms": norms}
