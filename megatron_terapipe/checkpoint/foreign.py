@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from deepspeed_ext.plan.text_files import bounded_text
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE
 from megatron_terapipe.errors import CheckpointError
@@ -22,6 +23,10 @@ ORIGINS = {
 }
 """Files by the trainer that writes them, in a directory of its checkpoints or in one checkpoint. The first that match
 decide: Megatron-DeepSpeed writes a file of Megatron-LM, too, and GPT-NeoX those of DeepSpeed."""
+
+
+_LONGEST = 40
+"""Bytes of the file with the newest iteration."""
 
 
 def foreign_origin(directory: str | Path) -> str | None:
@@ -50,6 +55,8 @@ def refuse_foreign(flag: str, directory: str | Path) -> None:
 
 def is_megatron(directory: Path) -> bool:
     """Whether a directory is one checkpoint of Megatron-LM."""
+    if (directory / RUN_FILE).is_file():  # For many ranks at once: no directory is listed.
+        return False
     of_another_format = bool(re.fullmatch(r"iter_\d+|release", directory.name)) and (directory / ".metadata").exists()
     return of_another_format or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
 
@@ -67,8 +74,8 @@ def megatron_checkpoint(load: str | Path, tag: str | None) -> Path | None:
         return path
     if tag is None:
         try:
-            tag = (path / _MEGATRON_LATEST).read_text()[:20].strip()
-        except (OSError, UnicodeDecodeError):
+            tag = bounded_text(path / _MEGATRON_LATEST, _LONGEST).strip()
+        except (OSError, ValueError):
             tag = max((each.name for each in path.glob("iter_*")), default="")
     number = re.fullmatch(r"(?:global_step|iter_)?(\d{1,18})", tag)
     directory = path / (f"iter_{int(number[1]):07d}" if number else tag)

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
-from megatron_terapipe.checkpoint.megatron_model import InertUnpickler, common_file, unreadable
+from megatron_terapipe.checkpoint.inert_pickles import InertUnpickler
+from megatron_terapipe.checkpoint.megatron_model import common_file, unreadable
 from megatron_terapipe.errors import CheckpointError, first_line
 
 METADATA_FILE = ".metadata"
@@ -68,7 +69,7 @@ class TensorUnpickler(InertUnpickler):
     constructed = InertUnpickler.constructed | CONSTRUCTED
 
 
-class _InertPickle:
+class InertPickle:
     """A module of pickles, for `torch.load`."""
 
     Unpickler = TensorUnpickler
@@ -78,7 +79,7 @@ class _InertPickle:
 def load_inert(file: Any) -> Any:
     """Return the objects of a file of `torch.save`. Tensors of a path are mapped, and read when they are used."""
     return torch.load(
-        file, map_location="cpu", pickle_module=_InertPickle, weights_only=False, mmap=isinstance(file, Path) or None
+        file, map_location="cpu", pickle_module=InertPickle, weights_only=False, mmap=isinstance(file, Path) or None
     )
 
 

@@ -4,17 +4,15 @@ Megatron is declared as the families of Hugging Face are, with the arguments of 
 declaration reads a model, writes it, and finds the settings that it cannot express.
 """
 
-import pickle
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
-from zipfile import ZipFile
+from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.inert_pickles import load_without_tensors
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import window_of_megatron
@@ -35,46 +33,6 @@ from megatron_terapipe.huggingface.families.settings import (
     word,
     written,
 )
-
-
-class Inert:
-    """An object of a class that is not constructed; its contents are dropped."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None:
-        """Drop an item."""
-
-    add = extend = append
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Unpickler that replaces every class and function but a few by an inert one: those of Megatron, too."""
-
-    constructed: ClassVar[Mapping[str, Any]] = {
-        "argparse.Namespace": Namespace,
-        "collections.OrderedDict": OrderedDict,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function by its name."""
-        return self.constructed.get(f"{module}.{name}", Inert)
-
-
-class _WithoutTensors(InertUnpickler):
-    """The unpickler for a file without its tensors."""
-
-    def persistent_load(self, number: Any) -> Any:
-        """Return an inert storage."""
-        return Inert()
-
-
-_MOST_BYTES = 1 << 30
-"""Size of the largest pickle that is read, without its tensors."""
 
 
 def common_file(directory: Path) -> Path:
@@ -102,12 +60,7 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
     """
     file = common_file(directory)
     try:
-        with ZipFile(file) as archive:
-            entry = next(each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
-            if entry.file_size > _MOST_BYTES:
-                raise ValueError(f"{file.name} has a pickle of {entry.file_size} bytes")
-            with archive.open(entry) as pickled:
-                common = _WithoutTensors(pickled).load()
+        common = load_without_tensors(file)
         args, iteration = common["args"], int(common["iteration"])
         samples = int(getattr(args, "consumed_train_samples", 0))
         contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}

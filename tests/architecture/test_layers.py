@@ -12,7 +12,7 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 FAMILIES = ("megatron_terapipe.huggingface.families",)
-RECORDS = ("info", "manifest", "directories", "foreign", "megatron_model")
+RECORDS = ("info", "manifest", "directories", "foreign", "inert_pickles", "megatron_model")
 """Modules of checkpoint/ that need no torch."""
 
 

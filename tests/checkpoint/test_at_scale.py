@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint import optimizer_state
+from megatron_terapipe.checkpoint import restore
 from megatron_terapipe.checkpoint.directories import optimizer_files
 from megatron_terapipe.checkpoint.optimizer_state import Fragment, Place, SavedRun
 from megatron_terapipe.checkpoint.restore import load_checkpoint, saved_run
@@ -110,7 +110,7 @@ def received(folder: Path, sent: list[object]) -> object:
     with (
         mock.patch.object(dist, "get_rank", lambda: 5),
         mock.patch.object(dist, "broadcast_object_list", broadcast),
-        mock.patch.object(optimizer_state, "_read", side_effect=AssertionError),
+        mock.patch.object(restore, "read_run", side_effect=AssertionError),
     ):
         return saved_run(folder, checkpoint_info(), weights_only=False)
 
