@@ -51,6 +51,8 @@ class Attempt:
     """Set that it belongs to: a row of the table."""
     name: str
     words: tuple[str, ...] = ()
+    ranks: int | None = None
+    """Number of ranks that the launcher would start; None: the fewest that the words allow."""
     directory: Path = Path()
     """Directory that names of files are relative to."""
     refusal: str = ""
@@ -104,7 +106,8 @@ def outcome_of(attempt: Attempt) -> Outcome:
     try:
         with chdir(attempt.directory), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             config = read_arguments([*attempt.words, *HERE]).config
-            dry_run(config, LaunchEnvironment.of_dry_run({}, stated=None, least=config.parallel.least_world_size))
+            least = config.parallel.least_world_size
+            dry_run(config, LaunchEnvironment.of_dry_run({}, stated=attempt.ranks, least=least))
     except UserError as error:
         line = str(error)
         return Outcome(attempt=attempt, line=line, is_defect="\n" in line)
@@ -148,12 +151,21 @@ SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
+class _Command:
+    """A command that a script would start."""
+
+    words: tuple[str, ...]
+    """Words after the program."""
+    ranks: int | None
+    """Number of ranks by the flags of the launcher; None without such flags."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Run:
     """A script, run in one folder."""
 
     directory: Path
-    commands: tuple[tuple[str, ...], ...] = ()
-    """Words after the program, for each command that the script would start."""
+    commands: tuple[_Command, ...] = ()
     reason: str = ""
     """Why there are none."""
 
@@ -169,9 +181,11 @@ def attempts_of_scripts(origin: str, folders: Sequence[str], checkout: Path, cop
     _copy_texts(checkout, tree)
     for script in sorted(script for folder in folders for script in (tree / folder).rglob("*.sh")):
         name, run = str(script.relative_to(tree)), _run_where_it_works(script, tree, programs)
-        for number, words in enumerate(run.commands, start=1):
+        for number, command in enumerate(run.commands, start=1):
             numbered = f"{name} #{number}" if len(run.commands) > 1 else name
-            yield Attempt(origin=origin, name=numbered, words=words, directory=run.directory)
+            yield Attempt(
+                origin=origin, name=numbered, words=command.words, ranks=command.ranks, directory=run.directory
+            )
         if not run.commands and PROGRAM in script.read_text(encoding="utf-8"):
             yield Attempt(origin=origin, name=name, directory=run.directory, not_run=run.reason)
 
@@ -188,8 +202,8 @@ def _run_where_it_works(script: Path, tree: Path, programs: Path) -> _Run:
 
 
 def _deepspeed_files(run: _Run) -> Iterator[str]:
-    for words in run.commands:
-        for word, following in pairwise([*words, ""]):
+    for command in run.commands:
+        for word, following in pairwise([*command.words, ""]):
             flag, _, value = word.partition("=")
             if flag.replace("_", "-") == "--deepspeed-config":
                 yield value or following
@@ -225,9 +239,9 @@ def _run(script: Path, directory: Path, tree: Path, programs: Path) -> _Run:
     except UserError as error:
         return _Run(directory, reason=str(error))
     lines = record.read_text(encoding="utf-8").split("\1\n") if record.exists() else []
-    found = [words for line in lines if (words := _after_program(line.split("\0")[:-1])) is not None]
-    if any(found):
-        return _Run(directory, tuple(dict.fromkeys(words for words in found if words)))
+    found = [command for line in lines if (command := _command_of(line.split("\0")[:-1])) is not None]
+    if any(command.words for command in found):
+        return _Run(directory, tuple(dict.fromkeys(command for command in found if command.words)))
     if found:
         return _Run(directory, reason=f"{PROGRAM} gets no flags: another script sets them")
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "no line")
@@ -244,14 +258,28 @@ def _make_folders(said: str, directory: Path, tree: Path) -> bool:
     return bool(inside)
 
 
-def _after_program(command: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words after the program, None without it; a launcher may have been given its command as one word."""
-    for number, word in enumerate(command):
+def _command_of(words: Sequence[str]) -> _Command | None:
+    """Return the command for the program, None without it; a launcher may have been given it as one word."""
+    for number, word in enumerate(words):
         if word.endswith(PROGRAM):
-            return tuple(command[number + 1 :])
+            return _Command(tuple(words[number + 1 :]), _ranks_of(words[:number]))
         if PROGRAM in word:
-            return _after_program(shlex.split(word))
+            return _command_of(shlex.split(word))
     return None
+
+
+def _ranks_of(launch: Sequence[str]) -> int | None:
+    """Return the number of ranks by the words of a launcher on hosts with `GPUS` devices."""
+    stated = {}
+    for word, following in pairwise([*launch, ""]):
+        flag, _, value = word.replace("_", "-").partition("=")
+        if (value or following).isdigit():
+            stated[flag] = int(value or following)
+    nodes, devices = (next((stated[flag] for flag in flags if flag in stated), None) for flags in _SIZES)
+    return None if nodes is devices is None else (nodes or 1) * (devices or GPUS)
+
+
+_SIZES = (("--num-nodes", "--nnodes"), ("--num-gpus", "--nproc-per-node"))
 
 
 def _as_run(text: str) -> str:

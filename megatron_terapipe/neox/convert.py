@@ -165,7 +165,7 @@ class Conversion:
 
     def command(self) -> str:
         """Return the command, a flag a line, as a shell reads it."""
-        launch = " ".join(["deepspeed", *map(shlex.join, self.launcher), "pretrain_gpt.py"])
+        launch = " ".join(["terapipe train", *map(shlex.join, self.launcher)])
         return " \\\n    ".join([launch, *map(shlex.join, self.flags)]) + "\n"
 
     def comments(self) -> Iterator[str]:
@@ -673,17 +673,19 @@ def convert_launch(conversion: Conversion) -> None:
     first_host = conversion.take("master_addr")
     if first_host is not None:
         check_host_name(str(first_host), "master_addr")
+    hostfile = conversion.settings.get("hostfile")
+    is_missing = hostfile is not None and not Path(str(hostfile)).is_file()
+    if is_missing:
+        reason = "it is not here, and DeepSpeed starts ranks on this machine then: add --hostfile for others"
+        conversion.remark(f"hostfile {hostfile}", reason)
     for key, (flag, *needless) in table()["launcher"].items():
         value = conversion.take(key)
-        if value is not None and value not in needless:
+        if value is not None and value not in needless and not (is_missing and key == "hostfile"):
             conversion.launcher.append((flag, str(value)))
     comment = conversion.take("comment")
     if comment is not None:
         # DeepSpeed splits this into words as a shell does: a comment of several must come out as one.
-        conversion.launcher.append(("--launcher_args", shlex.quote(f"--comment={comment}")))
-    for key in ("force_multi", "no_ssh_check"):
-        if conversion.take(key, False):
-            conversion.launcher.append((f"--{key}",))
+        conversion.launcher.append((f"--launcher-args={shlex.quote(f'--comment={comment}')}",))
     for key, launcher in (("deepspeed_slurm", "slurm"), ("deepspeed_mpi", "openmpi")):
         if conversion.take(key, False) and conversion.settings.get("launcher") is None:
             conversion.launcher.append(("--launcher", launcher))

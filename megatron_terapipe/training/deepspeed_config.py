@@ -23,9 +23,6 @@ NOT_HERE = {
     "scheduler": "the learning rate is built from --lr-decay-style and its like",
     "data_parallel_size": "it follows from the world size",
     "tensor_parallel": "layers are spread with --tensor-model-parallel-size",
-    "zero_optimization.cpu_offload": "the optimizer stays on the accelerator",
-    "zero_optimization.offload_optimizer": "the optimizer stays on the accelerator",
-    "zero_optimization.offload_param": "weights stay on the accelerator",
     "amp": "number types are chosen with --fp16 and --bf16",
     "torch_autocast": "number types are chosen with --fp16 and --bf16",
     "elasticity": "it is no longer in DeepSpeed",
@@ -76,8 +73,13 @@ def read_deepspeed_file(
     """
     file = read_deepspeed_settings(path)
     zero = file.get("zero_optimization")
-    if needs_zero and isinstance(zero, dict) and zero.get("stage") == 0:
-        zero["stage"] = 1
+    if isinstance(zero, dict):
+        if decided["zero_optimization"]["stage"] == 1 and zero.get("stage") in ((0, 2, 3) if needs_zero else (2, 3)):
+            zero["stage"] = 1
+        kept = {name: value for name, value in zero.items() if f"zero_optimization.{name}" not in NO_EFFECT}
+        file["zero_optimization"] = kept
+    # DeepSpeed's guard against optimizers that it has not been tested with.
+    file.pop("zero_allow_untested_optimizer", None)
     refused = {name.split(".")[0] for name in (*NOT_HERE, *OTHER_TRAININGS, *NO_EFFECT)}
     faults = [
         *_unknown(file, {*decided, *OTHERS, "optimizer", *refused}),

@@ -32,10 +32,11 @@ def of_file(directory: Path, file: object, words: str) -> Config:
             "fp16.hysteresis to 2|--hysteresis makes",
         ),
         ("--fp16", {"bfloat16": {"enabled": True}}, "--fp16 and --bf16|(--deepspeed-config FILE sets bf16.enabled)"),
+        ("--zero-stage 0", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage to 3|--zero-stage makes it 0"),
         (
             "",
-            {"zero_optimization": {"stage": 3}},
-            "--zero-stage 3|(--deepspeed-config FILE sets zero_optimization.stage)",
+            {"zero_optimization": {"stage": 4}},
+            "--zero-stage 4|(--deepspeed-config FILE sets zero_optimization.stage)",
         ),
         (
             "--use-distributed-optimizer",
@@ -111,6 +112,50 @@ def test_settings_without_effect_are_listed_in_one_line(tmp_path: Path) -> None:
         *("flops_profiler", *(f"activation_checkpointing.{name}" for name in named))
     ]
     deepspeed_config(arguments.config, arguments.config.parallel.layout(2))
+
+
+Z3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}, "cpu_offload": True}
+MORE_MEMORY = "ZeRO 1, which trains the same with more memory"
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "scale", "lines"),
+    [
+        ("--zero-stage 3", {}, None, f"--zero-stage 3 is run as {MORE_MEMORY}"),
+        ("", {"zero_optimization": {"stage": 2}}, None, f"zero_optimization.stage 2 (run as {MORE_MEMORY}"),
+        (
+            "--zero-stage 1 --cpu-optimizer --use-torch-fsdp2 --ds-sequence-parallel-fpdt-chunk-size 65536",
+            {"zero_optimization": Z3, "zero_allow_untested_optimizer": False},
+            None,
+            "--cpu-optimizer, --use-torch-fsdp2, --ds-sequence-parallel-fpdt-chunk-size|zero_optimization.cpu_offload|"
+            f"zero_optimization.offload_optimizer (weights and states|zero_optimization.stage 3 (run as {MORE_MEMORY}",
+        ),
+        (
+            "--deepspeed --fp16 --loss-scale 12",
+            {"fp16": {"enabled": True, "loss_scale": 0}},
+            None,
+            "--loss-scale 12 has no effect beside the fp16 section",
+        ),
+        ("--deepspeed --fp16 --loss-scale 12", {"fp16": {"enabled": True, "loss_scale": 64}}, 64.0, "--loss-scale 12 "),
+        ("--deepspeed --fp16 --loss-scale 12", {"fp16": {"enabled": "auto"}}, 12.0, ""),
+        ("--fp16 --loss-scale 12", {"fp16": {"enabled": True}}, 12.0, ""),
+    ],
+)
+def test_scripts_of_megatron_deepspeed_train_the_same(
+    tmp_path: Path, words: str, file: object, scale: float | None, lines: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(file))
+    more = f"{BARE} --lr 1 --micro-batch-size 2 {words} --deepspeed_config {path}".split()
+    arguments = read_arguments(more)
+    said = "\n".join(arguments.notices)
+    assert all(line in said for line in lines.split("|"))
+    assert ("--loss-scale" in lines) == ("--loss-scale" in said)
+    assert (arguments.config.optimizer.zero_stage, arguments.config.precision.loss_scale) == (1, scale)
+    # DeepSpeed gets what is run.
+    settings = deepspeed_config(arguments.config, arguments.config.parallel.layout(2))
+    assert settings["zero_optimization"]["stage"] == 1 and settings["zero_allow_untested_optimizer"] is True
+    assert not any("offload" in name for name in settings["zero_optimization"])
 
 
 FP16, OFF = "DeepSpeed needs it for fp16", {"zero_optimization": {"stage": 0}}

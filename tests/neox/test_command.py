@@ -57,10 +57,10 @@ def test_files_are_read_together(files: list[str]) -> None:
 def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(files) == 0
     out, err = capsys.readouterr()
-    # This `deepspeed` prints its words.
-    script = f'deepspeed() {{ printf "%s\\n" "$@"; }}\n{out}'
+    # This `terapipe` prints its words.
+    script = f'terapipe() {{ printf "%s\\n" "$@"; }}\n{out}'
     words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert words[0] == "pretrain_gpt.py"
+    assert words[0] == "train"
     assert words[words.index("--data-path") + 1] == "my corpus"
     assert words[words.index("--lr") + 1] == "0.0006"
     comments = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
@@ -75,7 +75,7 @@ def test_a_value_with_a_line_break_runs_nothing(files: list[str], tmp_path: Path
     assert main([*files, str(tmp_path / "more.yml"), "--output", str(tmp_path / "train.sh")]) == 0
     script = (tmp_path / "train.sh").read_text()
     assert "is not three shares" in script
-    subprocess.run(["bash", "-c", f"deepspeed() {{ :; }}\n{script}"], check=True)
+    subprocess.run(["bash", "-c", f"terapipe() {{ :; }}\n{script}"], check=True)
     assert not hit.exists()
 
 

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import fields
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.command.train import split
 from megatron_terapipe.config import Config, OptimizerConfig, flops
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
@@ -76,7 +78,7 @@ OPERATION = table()["operation"]
 def parsed(conversion: Conversion) -> Config:
     """Configuration of the command, as a shell and the trainer read it."""
     command = shlex.split(conversion.command().replace("\\\n", " "))
-    words = command[command.index("pretrain_gpt.py") + 1 :]
+    words = split(command[2:])[1]
     assert words == conversion.words()
     return parse_arguments(words)
 
@@ -215,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer_type": "CharLevelTokenizer"}, "tokenizer_type CharLevelTokenizer: "),
     ({"train_epochs": 2}, f"train_epochs 2: its length is a number of iterations, train_iters: {TRAINING}"),
     ({"train_impl": "dpo"}, "train_impl dpo: "),
-    ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: "),
+    ({"fp16": {"enabled": True, "auto_cast": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis: "),
     ({"num_experts": 4}, "num_experts 4: "),
     ({"te_fp8_mha": True}, "te_fp8_mha True: "),
     ({"use_mup": True}, "use_mup True: "),
@@ -446,16 +448,25 @@ def test_keys_of_llemma() -> None:
     assert [optimizer.min_lr, optimizer.lr_warmup_fraction] == pytest.approx([0.05, 0.05], rel=1e-15)
 
 
-def test_flags_of_the_launcher() -> None:
+def test_flags_of_the_launcher(tmp_path: Path) -> None:
     """A comment is one word of srun: DeepSpeed splits these words as a shell does; --task-prolog names a program."""
-    launch = {"hostfile": "/job/hostfile", "num_nodes": 2, "num_gpus": 8, "master_port": 29500}
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=8\ntwo slots=8\n")
+    launch = {"hostfile": str(hostfile), "num_nodes": 2, "num_gpus": 8, "master_port": 29500}
     conversion = converted(**launch, deepspeed_slurm=True, comment="a --task-prolog=/tmp/mine")
-    words = shlex.split(conversion.command().splitlines()[0].rstrip("\\"))
-    assert words == [
-        *("deepspeed", "--hostfile", "/job/hostfile", "--num_nodes", "2", "--num_gpus", "8", "--launcher_args"),
-        *("'--comment=a --task-prolog=/tmp/mine'", "--launcher", "slurm", "pretrain_gpt.py"),
-    ]
-    assert shlex.split(words[8]) == ["--comment=a --task-prolog=/tmp/mine"]
+    program, command, *words = shlex.split(conversion.command().replace("\\\n", " "))
+    flags, rest = split(words)
+    assert [program, command, *rest] == ["terapipe", "train", *conversion.words()]
+    arguments = flags.pop("launcher_args")
+    assert shlex.split(arguments) == ["--comment=a --task-prolog=/tmp/mine"]
+    assert list(flags.values()) == [str(hostfile), "8", "2", "slurm"]
+
+
+def test_a_hostfile_that_is_not_here_is_left_out() -> None:
+    conversion = converted(hostfile="/mock_path", force_multi=True)
+    assert conversion.command().startswith("terapipe train \\\n")
+    assert any(line.startswith("hostfile /mock_path: it is not here, and ") for line in conversion.comments())
+    assert "force_multi: the launcher has no such flag" in conversion.comments()
 
 
 def test_no_key_is_in_two_parts_of_the_table() -> None:
