@@ -363,10 +363,10 @@ class PlannedRun:
 
     @property
     def numbers_of_micro_batches(self) -> set[int]:
-        """Micro-batches of an iteration: the number at the start of the run, and the one at its end."""
-        sizes = self.config.batch.sizes(self.layout.data_parallel_size)
+        """Micro-batches of the smallest iteration of the run, and of the largest."""
+        sizes = self.config.batch_sizes(self.layout.data_parallel_size)
         sequences = self.config.batch.micro_batch_size * self.layout.data_parallel_size
-        return {sizes.start // sequences, sizes.final // sequences}
+        return {sizes.smallest // sequences, sizes.largest // sequences}
 
 
 def plan_run(config: Config, world_size: int) -> PlannedRun:
@@ -377,8 +377,9 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     """
     layout = config.parallel.layout(world_size)
     # Its errors are raised before any search.
-    micro_batches = config.num_micro_batches(layout.data_parallel_size)
-    check_num_ops(config.parallel.pipeline(micro_batches))
+    replicas = layout.data_parallel_size
+    evaluated = config.evaluation_batch(replicas).num_micro_batches
+    check_num_ops(config.parallel.pipeline(max(config.num_micro_batches(replicas), evaluated)))
     if config.parallel.token_slices != AUTO:
         return PlannedRun(config, layout)
     finds_stages = config.parallel.stage_partition == AUTO

@@ -137,7 +137,8 @@ NOT_SEARCHED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("model_chunk_placement", "pipeline_model_parallel_layout", "schedule_memory_limit"),
-    *("gradient_accumulation_steps", "rampup_batch_size", "recompute_method", "recompute_num_layers"),
+    *("gradient_accumulation_steps", "rampup_batch_size", "step_batch_size_schedule"),
+    *("recompute_method", "recompute_num_layers"),
 )
 """Fields with layouts of a run that the search does not have."""
 
@@ -154,11 +155,11 @@ flags, the global batch size among them."""
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
     """Return the values that flags allow for dimensions of a strategy, by the name of the dimension."""
-    if given.get(BATCH) is None:
-        raise ConfigError(f"--strategy auto searches for one global batch size: add {flag(BATCH)}")
     for name in NOT_SEARCHED:
         if given.get(name):
             raise ConfigError(f"--strategy auto does not search with {flag(name)} {given[name]}: drop one of the two")
+    if given.get(BATCH) is None:
+        raise ConfigError(f"--strategy auto searches for one global batch size: add {flag(BATCH)}")
     found: dict[str, tuple[Any, ...]] = {BATCH: (given[BATCH],)}
     for each in DIMENSIONS:
         value = given.get(each.setting or "")

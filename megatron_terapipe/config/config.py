@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.batch import BatchConfig
+from megatron_terapipe.config.batch import BatchConfig, BatchSizes, EvaluationBatch
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.data import DataConfig
 from megatron_terapipe.config.deepspeed import DeepSpeedConfig
@@ -108,12 +108,20 @@ class Config:
         return self.parallel.ds_sequence_parallel_size * sharing
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro-batches of one data-parallel rank in one optimizer step."""
-        return self.batch.num_micro_batches(data_parallel_size)
+        """Micro-batches of one data-parallel rank in one optimizer step, the largest one."""
+        return self.global_batch_size(data_parallel_size) // (self.batch.micro_batch_size * data_parallel_size)
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences of one optimizer step, over all data-parallel ranks."""
-        return self.batch.sizes(data_parallel_size).final
+        """Sequences of one optimizer step, the largest one, over all data-parallel ranks."""
+        return self.batch_sizes(data_parallel_size).largest
+
+    def batch_sizes(self, data_parallel_size: int) -> BatchSizes:
+        """Sequences of every optimizer step, over all data-parallel ranks."""
+        return self.batch.sizes(data_parallel_size, self.model.seq_length)
+
+    def evaluation_batch(self, data_parallel_size: int) -> EvaluationBatch:
+        """Batch of an evaluation on each data-parallel rank."""
+        return self.batch.evaluation(data_parallel_size, self.model.seq_length)
 
     def _check_stages(self) -> None:
         parallel, num_layers = self.parallel, self.model.num_layers
@@ -209,8 +217,8 @@ class Config:
                 self.batch.global_batch_size is None or self.batch.rampup_batch_size is not None
             ):
                 raise ConfigError(
-                    f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a constant global batch "
-                    "size: add --global-batch-size, or use --train-samples"
+                    f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a constant "
+                    "--global-batch-size: give one, or use --train-samples"
                 )
         return seq_length * (self.batch.global_batch_size or 1)
 

@@ -68,11 +68,18 @@ def documents_reader(data: DataConfig) -> Callable[[Batch], Documents] | None:
 
 @contextmanager
 def micro_batches(
-    run: Run, engine: TokenSlicePipelineEngine, dataset: SampleDataset, consumed_samples: int
+    run: Run,
+    engine: TokenSlicePipelineEngine,
+    dataset: SampleDataset,
+    consumed_samples: int,
+    micro_batch_size: int | None = None,
 ) -> Iterator[Iterator[Any]]:
     """Read a dataset from `consumed_samples` on, if this rank's stage reads any.
 
     Between the first and the last stage nothing is read, unless attention separates documents.
+
+    Args:
+        micro_batch_size: rows of a micro-batch; those of training if None.
     """
     data = run.config.data
     if not engine.reads_data:
@@ -81,7 +88,7 @@ def micro_batches(
     eod = run.tokenizer.eod
     with MicroBatchLoader(
         dataset,
-        run.config.batch.micro_batch_size,
+        micro_batch_size or run.config.batch.micro_batch_size,
         run.layout.coordinate(run.launch.rank).data,
         run.layout.data_parallel_size,
         consumed_samples,

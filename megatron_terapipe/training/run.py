@@ -27,7 +27,7 @@ from megatron_terapipe.checkpoint.directories import keep_aside, names_model_fol
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.verify import find_checkpoint, verify_checkpoint
 from megatron_terapipe.config import Config, LoggingConfig
-from megatron_terapipe.config.batch import BatchSizes
+from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
 from megatron_terapipe.config.data import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
@@ -64,19 +64,19 @@ class Run:
     tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
     """Settings by which the tokenizer was built."""
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of one iteration, after the ramp to it."""
-        return self.batch_sizes.final
-
-    @property
+    @cached_property
     def batch_sizes(self) -> BatchSizes:
         """Samples of every iteration."""
-        return self.config.batch.sizes(self.layout.data_parallel_size)
+        return self.config.batch_sizes(self.layout.data_parallel_size)
+
+    @property
+    def evaluation_batch(self) -> EvaluationBatch:
+        """Batch of an evaluation on each data-parallel rank."""
+        return self.config.evaluation_batch(self.layout.data_parallel_size)
 
     @property
     def pipeline(self) -> PipelineShape:
-        """Extent of the pipeline, in iterations of `global_batch_size` samples."""
+        """Extent of the pipeline, in the largest iterations."""
         return self.config.parallel.pipeline(self.config.num_micro_batches(self.layout.data_parallel_size))
 
     @cached_property
@@ -155,7 +155,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         tokenizer_settings=tokenizer_settings,
         datasets=_datasets(
             config,
-            config.batch.sizes(layout.data_parallel_size),
+            layout.data_parallel_size,
             _start(config, checkpoint),
             vocab_size=tokenizer.vocab_size,
             reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
@@ -248,12 +248,12 @@ def reading_ranks(config: Config) -> set[int]:
     return {pipeline.rank_of(stage) for stage in every}
 
 
-def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
+def _datasets(config: Config, replicas: int, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
     """Build the samples that the run reads; on ranks that read none, only their numbers."""
-    data = config.data
+    data, sizes, batch = config.data, config.batch_sizes(replicas), config.evaluation_batch(replicas)
     ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
-    evaluated = config.logging.eval_iters * sizes.final
+    evaluated = config.logging.eval_iters * batch.num_micro_batches * batch.micro_batch_size * replicas
     valid = evaluated if data.has_validation() else 0
     test = evaluated if data.has_test() else 0
 

@@ -30,6 +30,7 @@ def rows_of_run(run: Run) -> dict[str, str]:
         lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]} tokens, by the documents of each micro-batch"
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
+    varies = len(run.batch_sizes.steps) > 1
     offload = ", copies in host memory" * run.config.training.offload_token_slices
     return {
         "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
@@ -40,9 +41,9 @@ def rows_of_run(run: Run) -> dict[str, str]:
         "stages": _stages(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
         "schedule": f"{parallel.pipeline_schedule}, {_number(pipeline.num_micro_batches, 'micro-batch', 'es')} of "
-        f"{_number(batch.micro_batch_size, 'sequence')} on each replica"
+        f"{_number(batch.micro_batch_size, 'sequence')} on each replica{' at most' * varies}"
         f"{found * (parallel.pipeline_schedule == OPTIMISED)}{_same_as_1f1b(run)}",
-        "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
+        "batch": f"{_batches(run)}, {run.train_iters} iterations{_evaluations(run)}",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
         f"{run.config.training.recompute_granularity}{offload}",
         START: _start(run),
@@ -97,6 +98,23 @@ def warnings_of_run(run: Run) -> list[str]:
 
 def _number(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{plural * (number != 1)}"
+
+
+def _batches(run: Run) -> str:
+    """Return the global batch sizes: each step, or the first and the last of many."""
+    steps = run.batch_sizes.steps
+    words = [f"{size} from sample {first:,}" for (_, before), (first, size) in pairwise(steps) if size != before]
+    if len(words) >= _MOST_STAGES_LISTED:
+        words = [f"in {len(words)} steps to {words[-1]}"]
+    return ", ".join((f"{steps[0][1]} sequences of {run.config.model.seq_length} tokens", *words))
+
+
+def _evaluations(run: Run) -> str:
+    """Return the batch of evaluations, where it is not that of training."""
+    batch, (rows, number) = run.config.batch, run.evaluation_batch
+    if batch.eval_global_batch_size is None and batch.eval_micro_batch_size is None:
+        return ""
+    return f"; evaluations of {rows * number * run.layout.data_parallel_size} in micro-batches of {rows}"
 
 
 def _same_as_1f1b(run: Run) -> str:

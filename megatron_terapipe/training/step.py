@@ -39,7 +39,7 @@ class TrainingStep:
         self._learning_rates = LearningRateSchedule.from_config(
             run.config.optimizer,
             self._training,
-            global_batch_size=run.global_batch_size,
+            global_batch_size=run.batch_sizes.final,
             seq_length=run.config.model.seq_length,
         )
         highest, last = run.config.optimizer.ends

@@ -120,13 +120,13 @@ def evaluate(
     dataset = run.datasets.valid if part == "validation" else run.datasets.test
     if dataset is None:
         return
-    # Of the full batch, also during the ramp to it.
-    num_micro_batches = run.config.num_micro_batches(run.layout.data_parallel_size)
+    rows, num_micro_batches = run.evaluation_batch
     per_token = run.config.training.calculate_per_token_loss
     losses, weights = [], []
-    with micro_batches(run, engine, dataset, 0) as batches:
+    with micro_batches(run, engine, dataset, 0, rows) as batches:
         for _ in range(run.config.logging.eval_iters):
-            losses.append(engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
+            loss = engine.eval_batch(batches, num_micro_batches=num_micro_batches, micro_batch_size=rows)
+            losses.append(loss.item())
             weights.append(engine.num_loss_tokens() if per_token else 1.0)
     metrics = EvaluationMetrics(
         iteration=progress.iteration,

@@ -93,7 +93,7 @@ def test_micro_batches() -> None:
     assert config().num_micro_batches(4) == 1
     assert config().global_batch_size(4) == 8
     with pytest.raises(ConfigError) as caught:
-        BatchConfig(micro_batch_size=2, global_batch_size=8).num_micro_batches(3)
+        BatchConfig(micro_batch_size=2, global_batch_size=8).sizes(3, 10)
     assert str(caught.value).startswith("--global-batch-size 8 is not a multiple of --micro-batch-size 2 x ")
     assert "such as 12" in str(caught.value)
 
