@@ -11,7 +11,7 @@ from operator import neg
 from typing import Any, NamedTuple, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.layout import ParallelLayout, StagePartition
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.text_files import field_texts
@@ -392,7 +392,6 @@ class Strategy:
         parallel, num_layers = config.parallel, config.model.num_layers
         cut = None if parallel.token_slices == AUTO else config.token_slices()
         stages = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
-        uniform = stages == StagePartition.uniform(num_layers, parallel.num_stages)
         values |= {
             "data_parallel_size": data_parallel_size,
             "global_batch_size": config.global_batch_size(data_parallel_size),
@@ -400,7 +399,7 @@ class Strategy:
             "token_slices": None if cut is None else cut.lengths,
         }
         if parallel.stage_partition != "parameters":
-            values["stage_partition"] = "uniform" if uniform else stages.bounds
+            values["stage_partition"] = "uniform" if stages.is_uniform else stages.bounds
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

@@ -128,6 +128,8 @@ MOST_BALANCED = 50_000_000
 class StagePartition:
     """Bounds of the stages: stage i holds layers `bounds[i]` up to `bounds[i + 1]`.
 
+    The first and the last stage may have none of these layers, if other layers belong to them.
+
     Example:
         >>> StagePartition((0, 5, 12)).layers(1)
         range(5, 12)
@@ -136,10 +138,12 @@ class StagePartition:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(end <= start for start, end in pairwise(self.bounds)):
+        sizes = [end - start for start, end in pairwise(self.bounds)]
+        ends, between = sizes[:1] + sizes[-1:], sizes[1:-1]
+        if self.bounds[:1] != (0,) or not any(sizes) or min(ends) < 0 or min(between, default=1) < 1:
             raise PlanError(
-                f"stage partition {self} does not rise from 0: give the first layer of each stage, "
-                "then the number of layers, as 0,5,12"
+                f"stage partition {self} does not rise from 0, where only the first and the last stage may have no "
+                "layer: give the first layer of each stage, then the number of layers, as 0,5,12"
             )
 
     def __str__(self) -> str:
@@ -149,6 +153,11 @@ class StagePartition:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.bounds) - 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is that of `uniform`."""
+        return self.num_stages <= self.num_layers and self == self.uniform(self.num_layers, self.num_stages)
 
     @property
     def num_layers(self) -> int:

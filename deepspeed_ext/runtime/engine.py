@@ -44,6 +44,7 @@ from deepspeed_ext.runtime.gradients.gradient_norm import (
     clip_gradients,
     count_bad_copies,
     global_grad_norm,
+    join_norms_of_all_groups,
     skip_bad_update,
 )
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers, parameter_gathers
@@ -147,6 +148,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Surround ops and phases of the steps."""
         self.ledger = watch.ledger
         """Completed instructions and current position of this rank."""
+        join_norms_of_all_groups(self)
         self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None

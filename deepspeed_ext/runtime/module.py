@@ -68,7 +68,10 @@ def stage_partition(partition: str | StagePartition, weights: Sequence[float], n
         return StagePartition.balanced(weights, num_stages)
     if isinstance(partition, str):
         partition = StagePartition.parse(partition)
-    return partition.covering(len(weights), num_stages)
+    bounds = partition.covering(len(weights), num_stages)
+    if not all(map(bounds.layers, range(num_stages))):
+        raise UserError(f"the partition {bounds} has a stage without layers: give each stage one or more")
+    return bounds
 
 
 def _trainable_parameters(layer: Any) -> int:

@@ -169,7 +169,7 @@ def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output:
     """Return equally many layers for each stage, where the embedding or the output layer counts as one."""
     counted = num_layers + embedding + output
     each, rest = divmod(counted, num_stages)
-    if rest or each <= (embedding + output if num_stages == 1 else 1):
+    if rest:
         raise ConfigError(
             f"--num-layers {num_layers} with {embedding + output} more for --account-for-embedding-in-pipeline-split "
             f"and --account-for-loss-in-pipeline-split is {counted}, which {num_stages} stages cannot share equally: "
@@ -201,14 +201,15 @@ def layout_stages(text: str, num_ranks: int) -> tuple[StagePartition, int]:
         raise ConfigError(f"{LAYOUT} {text}: {unknown[0]} is {about}: write another layout")
     first, last = stages[0], stages[-1]
     whole = "".join(stages)
-    if not (first.startswith("E") and last.endswith("L") and whole.count("E") == whole.count("L") == 1):
-        raise ConfigError(f"{LAYOUT} {text} does not begin with its one E and end with its one L: write Et|t|tL")
-    numbers = [stage.count("t") for stage in stages]
-    if 0 in numbers:
+    if not (
+        first.startswith("E") and last.endswith("L") and whole.count("E") == whole.count("L") == 1 and "t" in whole
+    ):
         raise ConfigError(
-            f"{LAYOUT} {text}: stage {numbers.index(0)} has no transformer layer, and here each stage has one; the "
-            "embedding belongs to the first, the output layer to the last: give that stage a t"
+            f"{LAYOUT} {text} does not begin with its one E, go on with t and end with its one L: write Et|t|tL"
         )
+    if "" in stages:
+        raise ConfigError(f"{LAYOUT} {text}: stage {stages.index('')} has no layer: give it a t, or drop the stage")
+    numbers = [stage.count("t") for stage in stages]
     if len(stages) % num_ranks:
         raise ConfigError(
             f"{LAYOUT} {text} has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {num_ranks}: "

@@ -126,13 +126,13 @@ class Config:
     def _check_stages(self) -> None:
         parallel, num_layers = self.parallel, self.model.num_layers
         num_stages, model_chunks = parallel.num_stages, parallel.num_model_chunks
-        if num_stages > num_layers:
+        bounds = parallel.stage_bounds()
+        if num_stages > num_layers and bounds is None:
             times = f" x --num-model-chunks {model_chunks} = {num_stages}" if model_chunks > 1 else ""
             raise ConfigError(
                 f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}{times} is more than "
                 f"--num-layers {num_layers}: give {num_layers} stages or less"
             )
-        bounds = self.parallel.stage_bounds()
         if bounds is not None and bounds.num_layers != num_layers:
             raise ConfigError(
                 f"--stage-partition {self.parallel.stage_partition} ends at {bounds.num_layers}, but "

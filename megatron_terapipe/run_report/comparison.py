@@ -183,9 +183,8 @@ def _normal(strategy: Strategy, seq_length: int) -> Strategy:
     """Return a strategy as the run writes it: lengths of all token slices, no placement of ranks."""
     sequences = strategy.micro_batch_size * strategy.data_parallel_size
     partition = strategy.stage_partition
-    if isinstance(partition, tuple):
-        uniform = StagePartition.uniform(partition[-1], len(partition) - 1)
-        partition = "uniform" if partition == uniform.bounds else partition
+    if isinstance(partition, tuple) and StagePartition(partition).is_uniform:
+        partition = "uniform"
     return replace(
         strategy,
         token_slices=strategy.cut(seq_length).lengths,

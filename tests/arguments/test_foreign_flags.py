@@ -29,12 +29,12 @@ MUST_WORK = """
     tensor-model-parallel-size pipeline-model-parallel-size no-pipeline-parallel local-rank
     deepspeed deepspeed-config zero-stage deepspeed-activation-checkpointing
     num-layers hidden-size num-attention-heads seq-length max-position-embeddings make-vocab-size-divisible-by
-    micro-batch-size global-batch-size rampup-batch-size train-iters seed
+    micro-batch-size global-batch-size rampup-batch-size step-batch-size-schedule train-iters seed
     lr min-lr weight-decay clip-grad adam-beta1 adam-beta2
     fp16 bf16
     data-path split vocab-file merge-file tokenizer-type
     save load save-interval
-    eval-interval eval-iters log-interval tensorboard-dir
+    eval-interval eval-iters eval-global-batch-size eval-micro-batch-size log-interval tensorboard-dir
     sequence-parallel use-rotary-position-embeddings rotary-position-embeddings-theta rotary-percent rotary-base
     position-embedding-type no-position-embedding normalization norm-epsilon layernorm-epsilon swiglu squared-relu
     openai-gelu disable-bias-linear untie-embeddings-and-output-weights attention-dropout hidden-dropout vocab-size

@@ -35,6 +35,7 @@ def ours(num_layers: int, num_ranks: int, **given: Any) -> tuple[str | None, int
         (11, 4, {OUTPUT: True}, "0,3,6,9,11", None),
         (6, 2, BOTH | {"num_model_chunks": 2}, "0,1,3,5,6", 2),
         (6, 2, BOTH | {EACH: 2}, "0,1,3,5,6", 2),
+        (6, 4, BOTH | {"num_model_chunks": 2}, "0,0,1,2,3,4,5,6,6", 2),
         # Each stage has as many.
         (8, 2, {EACH: 2}, None, 2),
         (7, 2, {LAYOUT: "Et*3|t|tt|tL"}, "0,3,4,6,7", 2),
@@ -53,6 +54,10 @@ def test_stages(num_layers: int, num_ranks: int, given: dict[str, Any], partitio
         ("E,t,|,(t,t|)*2, tL", 2, (0, 1, 3, 5, 6), 2),
         ("E(t)*2|tL", 2, (0, 2, 3), 1),
         ("E((t|)*2)*2tL", 5, (0, 1, 2, 3, 4, 5), 1),
+        # The ends alone.
+        ("E|t|tL", 3, (0, 0, 1, 2), 1),
+        ("Et|t|L", 3, (0, 1, 2, 2), 1),
+        ("E|(tt|)*2L", 4, (0, 0, 2, 4, 4), 1),
     ],
 )
 def test_layouts(text: str, num_ranks: int, bounds: tuple[int, ...], model_chunks: int) -> None:
@@ -63,8 +68,8 @@ def test_layouts(text: str, num_ranks: int, bounds: tuple[int, ...], model_chunk
 @pytest.mark.parametrize(
     ("text", "num_ranks", "part"),
     [
-        ("E|t|tL", 3, "stage 0"),
-        ("Et|t|L", 3, "stage 2"),
+        ("Et||tL", 3, "stage 1 has no layer"),
+        ("E|L", 2, "go on with t"),
         ("Et|m|tL", 3, "m is for multi-token prediction"),
         ("Et|x|tL", 3, "x is not among E, t and L"),
         ("t|EtL", 2, "one E"),

@@ -13,6 +13,9 @@ ONE = Way("one rank", 1, "--zero-stage 0")
 ONE_ZERO_1 = Way("one rank, ZeRO 1", 1, "--zero-stage 1 --num-token-slices 2")
 PIPELINE = Way("pp2", 2, "--pipeline-model-parallel-size 2 --zero-stage 0 --num-token-slices 4")
 PIPELINE_ZERO_1 = Way("pp2, ZeRO 1", 2, "--pipeline-model-parallel-size 2 --stage-partition 0,1,3 --token-slices 7,9")
+ENDS_ALONE = Way(
+    "pp4, ends alone, ZeRO 1", 4, "--pipeline-model-parallel-size 4 --stage-partition 0,0,1,3,3 --num-token-slices 4"
+)
 DATA = Way("dp2", 2, "--zero-stage 0")
 DATA_ZERO_1 = Way("dp2, ZeRO 1", 2, "--zero-stage 1")
 SGD_DATA = Way("sgd, dp2", 2, "--optimizer sgd")
@@ -49,6 +52,7 @@ EVERYTHING_IN_PARTS = Way(
 
 CHAINS: dict[str, tuple[Way, ...]] = {
     "whole and partitioned": (ONE, ONE, PIPELINE, ONE_ZERO_1, PIPELINE_ZERO_1),
+    "ends alone": (ENDS_ALONE, PIPELINE),
     "tensor parallel": (TENSOR, DATA_ZERO_1, ONE),
     "sequence": (SEQUENCE_ZERO_1, TENSOR, PIPELINE_ZERO_1, DATA_ZERO_1),
     "everything": (EVERYTHING, DATA, DATA_ZERO_1, PIPELINE),

@@ -11,19 +11,24 @@ import pytest
 from tests.distributed import run_distributed
 from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, train_on_this_rank
 
-RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1 --eval-iters 1".split()
+RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1".split()
+STEPS = ["--step-batch-size-schedule", "0:4 384:8 768:12", "--log-interval", "1", "--eval-iters", "1"]
+"""The sizes of the ramp; sequences have 32 tokens."""
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """Of the iterations on that ramp: up to 12, 24 and then all the samples."""
 
 
 def run(data: Path, metrics: Path, *more: object) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     words = flags(data, "--metrics-file", metrics, *more)
+    if "--step-batch-size-schedule" in words:
+        at = words.index("--global-batch-size")
+        del words[at : at + 2]
     assert run_distributed(train_on_this_rank, 2, words) == [0, 0]
     return read_metrics(metrics)
 
 
-def test_a_run_resumes_in_the_middle_of_the_ramp(data: Path, tmp_path: Path) -> None:
-    common = [*RAMP, "--train-iters", 8, "--bf16", "--save", tmp_path / "saved"]
+def test_a_run_resumes_between_two_steps(data: Path, tmp_path: Path) -> None:
+    common = [*STEPS, "--train-iters", 8, "--bf16", "--save", tmp_path / "saved"]
     whole, evaluations = run(data, tmp_path / "whole.jsonl", *common, "--save-interval", 4)
     assert [each["global_batch_size"] for each in whole] == SIZES
     assert [each["consumed_samples"] for each in whole] == [sum(SIZES[:done]) for done in range(1, 9)]
@@ -37,10 +42,14 @@ def test_a_run_resumes_in_the_middle_of_the_ramp(data: Path, tmp_path: Path) -> 
 
 
 def test_a_ramp_reads_the_samples_that_a_constant_batch_reads(data: Path, tmp_path: Path) -> None:
-    """With a learning rate near 0 the loss of a sample does not depend on its batch."""
-    still = ["--lr", "1e-30", "--eval-iters", "0"]
-    ramp, _ = run(data, tmp_path / "ramp.jsonl", *RAMP, "--train-iters", 8, *still)
-    constant, _ = run(data, tmp_path / "constant.jsonl", "--global-batch-size", 4, "--train-iters", 16, *still)
+    """With a learning rate near 0 the loss of a sample does not depend on its batch, nor on that of an evaluation."""
+    still = ["--lr", "1e-30", "--eval-interval", "100"]
+    twice = [*still, "--eval-iters", "2", "--eval-global-batch-size", "6", "--eval-micro-batch-size", "3"]
+    once = [*still, "--eval-iters", "1", "--eval-global-batch-size", "12"]
+    ramp, evaluations = run(data, tmp_path / "ramp.jsonl", *RAMP, "--train-iters", 8, *twice)
+    constant, others = run(data, tmp_path / "constant.jsonl", "--global-batch-size", 4, "--train-iters", 16, *once)
+    (of_six,), (of_twelve,) = evaluations, others
+    assert of_six["validation_lm_loss"] == pytest.approx(of_twelve["validation_lm_loss"], rel=1e-6)
     of_samples = [each["lm_loss"] for each in constant]
     start = 0
     for each in ramp:

@@ -54,6 +54,7 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
     (TRAIN, "--lr 1e10", "--lr 10000000000.0", {}),
     (TRAIN, f"--seed {'9' * 5000}", "--seed", {}),
     (TRAIN, "--rampup-batch-size 1 1 10000000000000 --global-batch-size 1000000000", "999,999,999", {}),
+    (TRAIN, "--eval-global-batch-size 1000000000", "forwards", {}),
     (TRAIN, "--position-embedding-type rope --no-rope-freq ([1]*100000*100000)", "--no-rope-freq", {}),
     (TRAIN, "--model-preset MODEL", "--num-layers 1000000000", {"MODEL": LLAMA}),
     (

@@ -151,6 +151,7 @@ def test_run_continues_with_its_strategy(files: Path, monkeypatch: pytest.Monkey
     ("words", "line"),
     [
         ("--rampup-batch-size 8 8 100", "--strategy auto does not search with --rampup-batch-size"),
+        ("--step-batch-size-schedule 0:8", "--strategy auto does not search with --step-batch-size-schedule 0:8"),
         (
             "--pipeline-schedule optimised",
             "--strategy auto does not search with --pipeline-schedule optimised: drop one",

@@ -40,7 +40,7 @@ def prepared(data: Path, words: str = "--split 8,2", launch: LaunchEnvironment =
 def test_layout_batch_and_samples(data: Path) -> None:
     run = prepared(data, "--split 8,2 --eval-iters 3")
     assert (run.layout.pipeline_parallel_size, run.layout.data_parallel_size) == (2, 2)
-    assert run.global_batch_size == 12
+    assert run.batch_sizes == BatchSizes.constant(12)
     assert run.deepspeed_settings["gradient_accumulation_steps"] == 3
     assert (len(run.datasets.train), len(run.datasets.valid), run.datasets.test) == (10 * 12, 3 * 12, None)
     assert run.start == Progress()
@@ -98,7 +98,7 @@ def test_a_run_ends_with_the_iteration_that_reaches_its_tokens_and_its_data_does
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
     run = prepared(data)
     half_way = Progress(iteration=6, consumed_samples=600)
-    assert len(_datasets(run.config, run.batch_sizes, half_way, vocab_size=257, reads=True).train) == 600 + 4 * 12
+    assert len(_datasets(run.config, 2, half_way, vocab_size=257, reads=True).train) == 600 + 4 * 12
 
 
 def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:

@@ -81,6 +81,37 @@ def global_grad_norm(
     return squares.sqrt()
 
 
+def join_norms_of_all_groups(engine: Any) -> None:
+    """Let this rank take part in the norms of parameter groups that only other stages have.
+
+    DeepSpeed's ZeRO sums a norm over all stages for each of its groups, and a stage may have fewer: one that holds the
+    embedding only has no biases and norms, which do not decay. A collective operation of all ranks.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    own = len(optimizer.bit16_groups)
+    most = torch.tensor(own, device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=engine.grid.get_model_parallel_group())
+    absent, norm_of_own = range(own, int(most.item())), optimizer.scaled_global_norm
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        # Empty groups for so long: the order of the sums, and so the bits of the norm, are those of the other stages.
+        for group in absent:
+            optimizer.bit16_groups.append([])
+            optimizer.params_in_partition.append([])
+            optimizer.averaged_gradients[group] = []
+        try:
+            return norm_of_own(norm_type)
+        finally:
+            del optimizer.bit16_groups[own:], optimizer.params_in_partition[own:]
+            for group in absent:
+                del optimizer.averaged_gradients[group]
+
+    if absent:
+        optimizer.scaled_global_norm = scaled_global_norm
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients down, in place, if the norm [] of the whole model is above `max_norm`.
 

@@ -81,6 +81,8 @@ SETUPS = [
     Setup(4, f"{PP4} {SINGLES} {GROUPED} {UNTIED}", micro_batches=1),
     Setup(4, f"{PP4} {UNIFORM} {GPIPE}"),
     Setup(4, f"{PP2} {UNEVEN} {ZERO}"),
+    # The embedding alone on a stage, and the output layer on another.
+    Setup(4, f"{PP4} {UNIFORM} --stage-partition 0,0,2,4,4", fp64=True, micro_batches=3),
     # Llama blocks, uneven layers, dropout, packed documents, recomputation.
     Setup(1, f"{UNEVEN} {LLAMA} {DROPOUT} {PACKED}", fp64=True),
     Setup(1, f"{UNIFORM} {LLAMA} {SELECTIVE} {DROPOUT}", fp64=True),
@@ -353,8 +355,8 @@ def test_micro_batches_of_the_ladder_are_cut_differently_by_their_documents() ->
 
 @pytest.mark.parametrize(
     ("setup", "blocks"),
-    [(SETUPS[7], [2, 2]), (SETUPS[11], [1, 3]), (SETUPS[17], [1, 1, 1, 1])],
-    ids=["uniform", "given", "four_stages"],
+    [(SETUPS[7], [2, 2]), (SETUPS[11], [1, 3]), (SETUPS[17], [1, 1, 1, 1]), (SETUPS[23], [0, 2, 2, 0])],
+    ids=["uniform", "given", "four_stages", "ends_alone"],
 )
 def test_each_stage_holds_the_layers_it_was_dealt(
     setup: Setup, blocks: list[int], trained: Callable[[Setup], list[Step]]

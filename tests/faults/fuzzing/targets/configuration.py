@@ -115,6 +115,7 @@ TARGETS = (
             RUN.encode(),
             f"{RUN} --num-token-slices 4 --token-slices balanced --pipeline-model-parallel-size 2 --bf16".encode(),
             f"{RUN} --rampup-batch-size 2 2 100 --global-batch-size 8 --lr-decay-style cosine".encode(),
+            f"{SMALL} --train-samples 100 --data-path corpus --step-batch-size-schedule 0:4,1.5K:8".encode(),
             f"{SMALL} --train-samples 100 --data-path 0.3 a 0.7 b --split 9,1,0 --swiglu".encode(),
             f"{PRESET} --no-rope-freq ([0]*3+[1])*8 --window-size 64,0".encode(),
         ),
