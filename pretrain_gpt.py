@@ -15,7 +15,7 @@ from deepspeed_ext.runtime.health.rank_watch import LOST
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.build import Constraints
-from megatron_terapipe.checkpoint.directories import latest_checkpoint
+from megatron_terapipe.checkpoint.directories import latest_checkpoint, only_run_in
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning import stated_ranks
@@ -68,18 +68,30 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         report = OwnReport(config.logging)
         with watch_over(launch, config, report.write_end) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+            from megatron_terapipe.checkpoint.agreement import from_first_rank
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare, with_whole_checkpoint
             from megatron_terapipe.training.run_summary import start_of_log
             from megatron_terapipe.training.trainer import Trainer
 
             run = prepare(config, launch)
+            on_one_host = launch.local_size == launch.world_size
+
+            def hold_saves() -> None:
+                if launch.rank == 0 and save is not None and not config.training.skip_train:
+                    at_end.enter_context(only_run_in(save))
+
+            # On several hosts only once all ranks can be told.
+            if on_one_host:
+                hold_saves()
             if launch.rank == 0:
                 print(*arguments.notices, *start_of_log(run), sep="\n", flush=True)
             reports_errors = True
             if launch.rank == 0:
                 at_end.callback(report.write)
             with process_group(run, rank_watch) as stall_watch:
+                if not on_one_host:
+                    from_first_rank(hold_saves)
                 with stall_watch.ledger.phase("verifying the checkpoint"):
                     run = with_whole_checkpoint(run, config, print if launch.rank == 0 else lambda line: None)
                 Trainer(run, build_engine(run, stall_watch), report.refresh_if_due).run()

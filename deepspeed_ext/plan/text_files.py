@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from io import BytesIO, TextIOWrapper
 from itertools import pairwise
@@ -17,7 +18,7 @@ from math import isfinite, isinf
 from pathlib import Path
 from select import POLLIN, poll
 from time import monotonic
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from deepspeed_ext.plan.errors import PlanError, UserError
 
@@ -79,6 +80,28 @@ def bounded_bytes(path: Path | str, most: int = MOST_BYTES) -> bytes:
 def bounded_text(path: Path | str, most: int = MOST_BYTES) -> str:
     """Return the text of a file; see `bounded_bytes`."""
     return TextIOWrapper(BytesIO(bounded_bytes(path, most)), encoding="utf-8-sig").read()
+
+
+def open_locked(path: Path) -> IO[bytes] | None:
+    """Open a file to append to, which no other process on any host may open so until it is closed; None if one has.
+
+    The system closes the files of a process that is killed. A file system without locks excludes no process.
+    """
+    import fcntl
+
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:
+            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()  # The process that had locked it has renamed or removed it meanwhile.
 
 
 def read_text(path: Path | str, flag: str = "") -> str:

@@ -3,11 +3,16 @@
 Needs no torch, so that flags can use it.
 """
 
+import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from shutil import rmtree
 
+from deepspeed_ext.plan.text_files import open_locked
 from megatron_terapipe.checkpoint.foreign import is_megatron, megatron_checkpoint, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import (
@@ -218,6 +223,44 @@ def _with_iteration(load: Path, file: str) -> list[tuple[int, Path]]:
     """Iterations and directories of the checkpoints that hold a file."""
     found = ((_iteration(path.parent.name), path.parent) for path in load.glob(f"*/{file}"))
     return [(number, directory) for number, directory in found if number is not None]
+
+
+LOCK = "run.lock"
+"""File that the run holds which saves into a directory, with its host and process."""
+
+
+@contextmanager
+def only_run_in(save: str | Path) -> Iterator[None]:
+    """Hold a directory for the checkpoints of this run, until the block or this process ends.
+
+    Raises:
+        CheckpointError: if another run holds it.
+    """
+    lock, was_there = Path(save) / LOCK, Path(save).exists()
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = open_locked(lock)
+        holder = "" if file else lock.read_text(errors="replace")[:200]
+    except OSError as error:
+        raise CheckpointError(f"--save {save} cannot be written ({error.strerror}): name another") from None
+    if file is None:
+        raise CheckpointError(
+            f"--save {save} is in use by another run ({holder}): wait for its end, or name another --save; if its host "
+            f"has failed, remove {lock}"
+        )
+    with suppress(OSError):  # The disk may be full.
+        file.truncate(0)
+        os.write(
+            file.fileno(), f"host {socket.gethostname()}, process {os.getpid()}, since {datetime.now():%F %T}".encode()
+        )
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
+        if not was_there:
+            with suppress(OSError):  # It has checkpoints.
+                lock.parent.rmdir()
 
 
 def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deepspeed_ext.plan.text_files import bounded_text
 from megatron_terapipe.checkpoint.info import RUN_FILE
-from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE
+from megatron_terapipe.checkpoint.manifest import ASIDE, MANIFEST_FILE
 from megatron_terapipe.errors import CheckpointError
 
 MEGATRON = "Megatron-LM"
@@ -32,6 +32,8 @@ _LONGEST = 40
 def foreign_origin(directory: str | Path) -> str | None:
     """Return the trainer whose checkpoints are in a directory; None if they are ours, or if there are none."""
     path = Path(directory)
+    if any(path.glob(f"global_step*{ASIDE}")):  # The first save, which is being written, or was when its run died.
+        return None
     if any(any(path.glob(each)) for name in (RUN_FILE, MANIFEST_FILE) for each in (name, f"*/{name}")):
         return None
     return next((name for name, files in ORIGINS.items() if any(any(path.glob(file)) for file in files)), None)

@@ -6,7 +6,6 @@ The index, little endian throughout, S sequences, D documents:
     | lengths int32 [S] | byte offsets int64 [S] | document bounds int64 [D + 1]
 """
 
-import fcntl
 import glob
 import os
 import struct
@@ -20,6 +19,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.text_files import open_locked
 from megatron_terapipe.data.file_arrays import FileColumn, ReadFile
 from megatron_terapipe.errors import DataError
 
@@ -153,16 +153,8 @@ class IndexedDatasetWriter:
 def _open_exclusively(path: Path) -> IO[bytes]:
     """Open a file that no other process writes, and empty it."""
     with _disk_errors(path):
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))  # Not renamed meanwhile.
-        except BlockingIOError:
-            ours = False
-        except OSError:  # A file system without locks.
-            ours = True
-        if not ours:
-            file.close()
+        file = open_locked(path)
+        if file is None:
             raise DataError(f"{path} is written by another process: wait for its end, or name another --output-prefix")
         file.truncate(0)
         return file

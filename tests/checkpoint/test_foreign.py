@@ -50,6 +50,7 @@ def test_origins_are_recognised_in_the_directory_and_in_the_checkpoint(name: str
 def test_a_checkpoint_of_ours_is_not_foreign(tmp_path: Path) -> None:
     ours = ("latest", "global_step5/run.json", "global_step5/mp_rank_00_model_states.pt")
     assert foreign_origin(write(tmp_path / "ours", ours)) is None
+    assert foreign_origin(write(tmp_path / "first", ("global_step5.partial/mp_rank_00_model_states.pt",))) is None
     assert foreign_origin(tmp_path) is None and foreign_origin(tmp_path / "missing") is None
 
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import pretrain_gpt
+from megatron_terapipe.checkpoint.directories import only_run_in
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import PRETRAIN, environment, error_lines, flags
 
@@ -124,6 +125,12 @@ def test_an_output_that_cannot_be_written(refused: Trainer, flag: str) -> None:
     (refused.folder / "file").write_text("")
     line = refused(flag, refused.folder / "file" / "below")
     assert line.startswith(f"{flag} FOLDER/file/below ") and "FOLDER/file is not a directory: " in line
+
+
+def test_the_checkpoints_of_a_run_that_goes_on(refused: Trainer) -> None:
+    with only_run_in(refused.folder / "shared"):
+        line = refused("--save", refused.folder / "shared")
+    assert line.startswith(f"--save FOLDER/shared is in use by another run (host {socket.gethostname()}, process ")
 
 
 @pytest.mark.parametrize(

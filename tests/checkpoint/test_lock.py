@@ -1,0 +1,65 @@
+"""Of two runs that save into one directory the second is refused, and none stays locked out."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.checkpoint.directories import LOCK, only_run_in
+from megatron_terapipe.errors import CheckpointError
+
+HOLDER = """
+import sys, time
+from megatron_terapipe.checkpoint.directories import only_run_in
+with only_run_in(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_run_locks_no_other_out(tmp_path: Path) -> None:
+    save = tmp_path / "a" / "save"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(save)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError) as raised, only_run_in(save):
+            pass
+        holder.kill()
+    assert f", process {holder.pid}, since 20" in str(raised.value)
+    assert str(raised.value).endswith(f"name another --save; if its host has failed, remove {save / LOCK}")
+    assert (save / LOCK).exists()
+    with only_run_in(save):
+        assert f"process {os.getpid()}," in (save / LOCK).read_text()
+    assert list(save.iterdir()) == []
+
+
+def test_a_directory_that_was_made_for_the_lock_does_not_stay(tmp_path: Path) -> None:
+    with only_run_in(tmp_path / "save"):
+        pass
+    assert not (tmp_path / "save").exists()
+    with only_run_in(tmp_path / "save"):
+        (tmp_path / "save" / "latest").touch()
+    assert [path.name for path in (tmp_path / "save").iterdir()] == ["latest"]
+
+
+def test_there_is_one_holder_at_a_time(tmp_path: Path) -> None:
+    """Also while the file of the one before is removed."""
+    inside: list[int] = []
+
+    def hold(number: int) -> int:
+        held = 0
+        for _ in range(200):
+            try:
+                with only_run_in(tmp_path):
+                    inside.append(number)
+                    assert inside == [number]
+                    inside.remove(number)
+                    held += 1
+            except CheckpointError:
+                pass
+        return held
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(hold, range(4))) > 200
