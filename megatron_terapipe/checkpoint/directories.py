@@ -240,7 +240,8 @@ def only_run_in(save: str | Path) -> Iterator[None]:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = open_locked(lock)
-        holder = "" if file else lock.read_text(errors="replace")[:200]
+        with lock.open("rb") as written:
+            holder = written.read(_LONGEST_NAME).decode(errors="replace")
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be written ({error.strerror}): name another") from None
     if file is None:

@@ -304,23 +304,19 @@ class WeightsAndBiases:
 
 
 def write_metrics(path: str) -> Reporter:
-    """Return the reporter that appends each line to a file."""
+    """Return the reporter that appends each line to a file, or nothing of it if the disk is full."""
 
     def append(line: Line) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        append_line(Path(path), json.dumps(line.as_json()))
+        text = f"{json.dumps(line.as_json())}\n".encode()
+        # Unbuffered, so that a killed run loses no line.
+        with Path(path).open("ab", buffering=0) as file:
+            written = file.write(text)
+            if written < len(text):
+                file.truncate(file.tell() - written)
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     return append
-
-
-def append_line(path: Path, text: str) -> None:
-    """Append a line to a file, at once, so that a killed run loses none; or nothing, if the disk is full."""
-    line = f"{text}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        written = file.write(line)
-        if written < len(line):
-            file.truncate(file.tell() - written)
-            raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def check_packages(logging: LoggingConfig) -> None:

@@ -10,7 +10,7 @@ OWN_READERS = {
     "deepspeed_ext/plan/text_files.py": "the reader itself",
     "deepspeed_ext/plan/draw/html.py": "files of the package",
     "megatron_terapipe/arguments/foreign_flags.py": "a file of the package",
-    "megatron_terapipe/checkpoint/directories.py": "the first bytes of `latest`",
+    "megatron_terapipe/checkpoint/directories.py": "the first bytes of `latest` and of the lock",
     "megatron_terapipe/checkpoint/inert_pickles.py": "pickles of other trainers, after a check of their size",
     "megatron_terapipe/checkpoint/megatron_files.py": "tensors of Megatron-LM, one at a time",
     "megatron_terapipe/checkpoint/manifest.py": "hashes of files, by blocks",
@@ -59,7 +59,7 @@ def own_reads(source: str) -> list[int]:
 def _is_for_writing(call: ast.Call) -> bool:
     words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
     flags = ast.unparse(call)
-    return any(word in ("w", "wb", "x", "a") for word in words) or "O_WRONLY" in flags
+    return any(word in ("w", "wb", "x", "a", "ab") for word in words) or "O_WRONLY" in flags
 
 
 def test_files_of_users_have_one_reader() -> None:
