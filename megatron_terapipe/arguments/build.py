@@ -34,20 +34,21 @@ from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.deepspeed import RUN_UNDER_ZERO_1, DeepSpeedValues
+from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import CheckpointError, ConfigError
-from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, is_model_folder, read_fields
 from megatron_terapipe.huggingface.families.settings import CONFIG_FILE
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, FoundStrategy, Strategy
 
 
-def preset_settings(name_or_path: str) -> Mapping[str, Any]:
-    """Return the fields of the model section that `--model-preset` sets."""
+def preset_settings(name_or_path: str) -> tuple[str | None, Mapping[str, Any]]:
+    """Return the family of a `config.json`, and the fields of the model section that `--model-preset` sets."""
     if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
         if not Path(name_or_path).exists() and not name_or_path.endswith(".json"):
             raise ConfigError(
@@ -55,11 +56,14 @@ def preset_settings(name_or_path: str) -> Mapping[str, Any]:
                 "model, and give its path"
             )
         return read_fields(name_or_path, "--model-preset")
-    return find_preset(name_or_path).settings
+    return None, find_preset(name_or_path).settings
 
 
-def take_model_from_checkpoint(given: dict[str, Any]) -> None:
-    """Fill in the model section. The checkpoint is compared with flags that differ when it is loaded."""
+def take_model_from_checkpoint(given: dict[str, Any]) -> str | None:
+    """Fill in the model section, and return the family that the model began with.
+
+    The checkpoint is compared with flags that differ when it is loaded.
+    """
     checkpoint = CheckpointConfig(
         **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
     )
@@ -70,6 +74,7 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     # The sequence length of a model that was imported is the longest that it can process, not that of a training.
     left_out = () if info.was_trained else ("seq_length",)
     _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
+    return info.family
 
 
 def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -95,11 +100,11 @@ def how_to_load_a_model(load: str) -> str:
     )
 
 
-def take_model_folder(given: dict[str, Any]) -> None:
+def take_model_folder(given: dict[str, Any]) -> str:
     """Begin with the model of the folder that `--load` names: its settings, its tokenizer, and only its weights.
 
     A run that has saved checkpoints already continues from the newest, so that one command starts and restarts it; the
-    folder then describes the model, and the checkpoint is compared with it.
+    folder then describes the model, and the checkpoint is compared with it. Returns the family of the model.
     """
     load, save = str(given["load"]), given.get("save")
     for name in ("load_tag", "ckpt_step"):
@@ -109,12 +114,14 @@ def take_model_folder(given: dict[str, Any]) -> None:
             )
     if save is not None and is_model_folder(save):
         raise ConfigError(f"--save {save} holds a model of Hugging Face: name another directory for checkpoints")
-    _fill_in(given, read_fields(load, "--load"))
+    family, settings = read_fields(load, "--load")
+    _fill_in(given, settings)
     if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
         _take_tokenizer(given, Path(load))
     given.pop("use_checkpoint_args", None)
     given["finetune"] = True
     _resume_from_save(given)
+    return family
 
 
 def _resume_from_save(given: dict[str, Any]) -> None:
@@ -215,17 +222,19 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
     take_megatron_meaning(given)
     if given.get("strategy") not in (None, AUTO):
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
+    origin = None
     if given.get("model_preset"):
         # Its sizes are filled in, and a checkpoint must not differ by the name.
-        for name, value in preset_settings(given.pop("model_preset")).items():
+        origin, settings = preset_settings(given.pop("model_preset"))
+        for name, value in settings.items():
             given.setdefault(name, value)
     if given.get("load") and names_model_folder(given["load"]):
-        take_model_folder(given)
+        origin = take_model_folder(given)
     else:
         if given.get("load") and foreign_origin(given["load"]) == MEGATRON:
             _resume_from_save(given)
         if given.get("use_checkpoint_args"):
-            take_model_from_checkpoint(given)
+            origin = take_model_from_checkpoint(given)
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
     unused_scale = "fp16" in file.set_by and "--deepspeed" in line.accepted and given.pop("loss_scale", None)
@@ -242,7 +251,18 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
             of_file = f"the fp16 section of --deepspeed-config {file.path}, as in Megatron-DeepSpeed with --deepspeed"
             about_zero.append(f"--loss-scale {unused_scale:g} has no effect beside {of_file}")
         config = build_config(given)
-    return Arguments(config=config, notices=(*notices(line, config), *file.notices(), *searched, *about_zero))
+    about_export = _about_export(origin, config.model)
+    lines = (*notices(line, config), *file.notices(), *searched, *about_zero, *about_export)
+    return Arguments(config=config, notices=lines)
+
+
+def _about_export(origin: str | None, model: ModelConfig) -> Iterator[str]:
+    """Yield a line if a model that began as one of Hugging Face has become one that no family can express."""
+    try:
+        if origin in FAMILIES:
+            family_of(model, origin)
+    except ConfigError as error:
+        yield f"This run's checkpoints cannot be exported to Hugging Face: {error}"
 
 
 def build_config(given: Mapping[str, Any]) -> Config:

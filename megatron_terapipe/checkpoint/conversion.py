@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.terminal import Progress, no_progress
+from deepspeed_ext.runtime.health.states import are_finite
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import complete
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
@@ -20,7 +21,7 @@ from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.config.options import one_of
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model
 from megatron_terapipe.huggingface.folder_weights import (
@@ -56,8 +57,7 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
     for number, index in enumerate(indices):
         progress(number / len(indices))
         layer = weights.layer(index)
-        if dtype is not None:
-            layer = {name: weight.to(DTYPES[dtype]) for name, weight in layer.items()}
+        layer = {name: _converted(f"{index}.{name}", weight, dtype) for name, weight in layer.items()}
         with DurableFile(partial / layer_file(index)) as file:
             torch.save(layer, file)
         files[layer_file(index)] = file.facts
@@ -91,13 +91,12 @@ def export_checkpoint(
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
     verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
-    target = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
 
     def written(share: float) -> None:
         progress(VERIFIED + (1 - VERIFIED) * share)
 
-    tensors = _tensors(chosen, model, SavedWeights(directory, info), target, written)
+    tensors = _tensors(chosen, model, SavedWeights(directory, info), dtype, written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
     # Null where it is unknown: the default of a family may not be in the vocabulary.
@@ -116,13 +115,11 @@ def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None
         family = FAMILIES[requested]
         check_expressible(family, model)
         return family
-    if origin is not None and origin in FAMILIES and not FAMILIES[origin].differences(model):
-        return FAMILIES[origin]
-    return family_of(model)
+    return family_of(model, origin)
 
 
 def _tensors(
-    family: Family, model: ModelConfig, saved: SavedWeights, dtype: torch.dtype | None, progress: Progress
+    family: Family, model: ModelConfig, saved: SavedWeights, dtype: str | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors there, layer by layer."""
     indices = list(layers_with_weights(model))
@@ -130,7 +127,16 @@ def _tensors(
         progress(number / len(indices))
         weights = saved.whole(index, meta_layer(model, index))
         for name, tensor in split_layer(rules_of(model, family, index), weights).items():
-            yield name, tensor if dtype is None else tensor.to(dtype)
+            yield name, _converted(name, tensor, dtype)
+
+
+def _converted(name: str, weight: Tensor, dtype: str | None) -> Tensor:
+    """Return a weight [...] in the type that `--dtype` names; refuse NaN and infinity, as the trainer does."""
+    converted = weight if dtype is None else weight.to(DTYPES[dtype])
+    if not are_finite([converted]).item():
+        remedy = f"do without --dtype {dtype}" if are_finite([weight]).item() else "convert another"
+        raise NumbersError(f"--load has NaN or infinity in weight {name}: {remedy}")
+    return converted
 
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.text_files import permit_as_new
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.options import one_of
+from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import CheckpointError, ConfigError, first_line, not_installed
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.weight_rules import WeightRule, layer_rules
@@ -22,6 +24,7 @@ from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file; those of Hugging Face's library are as large."""
 
@@ -44,8 +47,11 @@ class SavedTensors:
         return self._found(name, lambda file: file.get_tensor(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, which is not read."""
-        return self._found(name, lambda file: tuple(file.get_slice(name).get_shape()))
+        """Return the shape of a weight, which is not read."""
+        found = self._found(name, lambda file: file.get_slice(name))
+        if (kind := found.get_dtype()) not in _FLOATS:
+            raise self._unreadable(self._files[name], ValueError(f"{name} is in {kind}, and not in {one_of(_FLOATS)}"))
+        return tuple(found.get_shape())
 
     def _found(self, name: str, find: Callable[[Any], Any]) -> Any:
         try:
@@ -53,16 +59,16 @@ class SavedTensors:
         except Exception as error:
             raise self._unreadable(self._files[name], error) from None
 
-    def _index(self) -> dict[str, str]:
+    def _index(self) -> Mapping[str, str]:
         if (self._directory / INDEX).is_file():
-            try:
-                files: dict[str, str] = json.loads((self._directory / INDEX).read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise self._unreadable(INDEX, error) from None
-            for file in sorted(set(files.values())):
-                if Path(file).name != file:
+            index = read_json(str(self._directory / INDEX), "--load", unbounded=True)
+            files = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(files, dict):
+                raise self._unreadable(INDEX, ValueError("it has no object weight_map"))
+            for file in files.values():
+                if not isinstance(file, str) or Path(file).name != file:
                     raise CheckpointError(
-                        f"{self._directory / INDEX} names {json.dumps(file)}, which is not a file of this "
+                        f"{self._directory / INDEX} names {json.dumps(file)[:60]}, which is not a file of this "
                         "folder: get it again"
                     )
                 self._open(file)
@@ -76,6 +82,8 @@ class SavedTensors:
 
     def _open_file(self, file: str) -> Any:
         try:
+            if not (self._directory / file).is_file():  # A pipe would never be opened.
+                raise FileNotFoundError("No such file")
             return safetensors("").safe_open(self._directory / file, framework="pt")
         except ConfigError:
             raise
@@ -182,7 +190,10 @@ class FolderWeights:
         return {name: self.weight(index, name) for name in self._rules(index)}
 
     def check(self) -> None:
-        """Check that the folder has every tensor of the model, each in its shape, and no other. No tensor is read."""
+        """Check that the folder has every tensor of the model, each in its shape, and no other.
+
+        Tensors are read only where a tied output layer is there, too.
+        """
         expected: dict[str, torch.Size] = {}
         for index in layers_with_weights(self._model):
             shapes = dict(meta_layer(self._model, index).named_parameters())
@@ -205,6 +216,20 @@ class FolderWeights:
                     f"{self._directory} has {name} {found}, which is not the {tuple(shape)} of the model "
                     "that it describes: get it again"
                 )
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Refuse an output layer with values of its own in a tied model: versions of transformers differ on it."""
+        names = self._family.names(self._model)
+        own, words = f"{names.output}.weight", f"{names.prefix}{names.words}.weight"
+        if own in self._spelled or own not in self._tensors.names:
+            return
+        tied = self._tensors.read(self._spelled[words])
+        if not torch.equal(self._tensors.read(own).to(tied.dtype), tied):
+            raise CheckpointError(
+                f"{self._directory} has a tensor {own} with other values than {words}, and the model that it describes "
+                "ties them: set tie_word_embeddings to false, which trains both as transformers 5 does"
+            )
 
     def _rules_of_layer(self, index: int) -> Mapping[str, WeightRule]:
         return {rule.ours: rule for rule in rules_of(self._model, self._family, index)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.arguments import parse_arguments, read_arguments
 from megatron_terapipe.config import Config
 
 REST = "--micro-batch-size 1 --lr 1e-3 --train-iters 5".split()
@@ -149,3 +149,28 @@ def test_a_model_that_our_models_cannot_be_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(SETTINGS | {"model_type": "mixtral"}))
     for name in ("--load", "--model-preset"):
         assert "is a model of type mixtral, which cannot be trained here" in refusal("--mock-data", name, folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "said"),
+    [
+        ("--model-preset", "", ""),
+        (
+            "--model-preset",
+            "--attention-softcap 1.5",
+            "the model has --attention-softcap 1.5, and Hugging Face's qwen2 no",
+        ),
+        ("--load", "--rotary-scaling dynamic --rotary-original-length 32 --max-position-embeddings 64", ""),
+        ("--load", "--qk-norm all-heads --normalization rmsnorm", "and Hugging Face's qwen2 --qk-norm none: it cannot"),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_named_at_the_start(
+    folder: Path, source: str, flags: str, said: str
+) -> None:
+    words = ("--mock-data", source, folder, "--seq-length", 64, *flags.split())
+    about = [
+        line
+        for line in read_arguments([*REST, *map(str, words)]).notices
+        if line.startswith("This run's checkpoints cannot be exported to Hugging Face: the model has --")
+    ]
+    assert [said in line for line in about] == [True] * bool(said)

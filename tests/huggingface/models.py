@@ -49,6 +49,16 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
+GEMMA2 = ModelConfig(
+    **LLAMA
+    | {
+        **{"untie_embeddings_and_output_weights": False, "apply_layernorm_1p": True, "norm_placement": "both"},
+        **{"activation": "geglu", "embedding_multiplier": 48**0.5, "attention_softcap": 2.0, "logit_softcap": 9.0},
+    }
+)
+"""One without windows."""
+
+
 def whole_model(model: ModelConfig) -> WholeModel:
     """A model of which no bias and no norm is as it starts."""
     whole = WholeModel(model).eval()

@@ -1,5 +1,6 @@
 """Models of transformers, of every family: their logits here, and their tensors bit for bit when they go back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,50 @@ def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None
     assert back.config.model_type == TINY[name][0]
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, expected)
+
+
+_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+_LINEAR, _DYNAMIC = ({"rope_type": name, "factor": 2.0} for name in ("linear", "dynamic"))
+_OUTSIDE = {"rope_parameters": None, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(
+            ("llama", _OUTSIDE | {"rope_scaling": scaling})
+            for scaling in (
+                *(_YARN, _LLAMA3, _LONGROPE, _LINEAR, _DYNAMIC),
+                {**_YARN, "original_max_position_embeddings": 32},
+                {"rope_type": "yarn", "factor": None},
+            )
+        ),
+        ("gpt_neox", _OUTSIDE | {"rope_scaling": _YARN, "rotary_pct": 0.5, "rotary_emb_base": 100}),
+        ("gemma3", {"rope_scaling": _YARN, "original_max_position_embeddings": 16}),
+        ("gpt2", {"n_embd": 24, "hidden_size": 32, "n_layer": None, "num_hidden_layers": 3}),
+        ("gpt2", {"n_head": None, "num_attention_heads": 4, "n_positions": 1, "max_position_embeddings": 64}),
+        ("gpt_bigcode", {"n_layer": 1, "num_hidden_layers": 3}),
+        ("falcon-7b", {"hidden_size": 48, "n_embed": 32}),
+    ],
+)
+def test_keys_have_the_meaning_that_transformers_gives_them(
+    tmp_path: Path, tokens: torch.Tensor, name: str, settings: dict[str, Any]
+) -> None:
+    theirs = tmp_path / "theirs"
+    tiny_model(name).save_pretrained(theirs)
+    config = json.loads((theirs / "config.json").read_text()) | settings
+    (theirs / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    directory = import_model(theirs, tmp_path / "ours")
+    export_checkpoint(directory, tmp_path / "back")
+    found = _logits(directory, tokens)
+    for folder in (theirs, tmp_path / "back"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(found, model(tokens).logits, rtol=0, atol=TOLERANCE)
 
 
 def _logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import json
 import resource
 from collections.abc import Callable
 from dataclasses import replace
+from os import mkfifo
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
-from tests.huggingface.models import MODELS, save, whole_model
+from tests.huggingface.models import GEMMA2, MODELS, save, whole_model
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 GPT2, LLAMA = MODELS["gpt2"], MODELS["llama"]
+WORDS, BIAS = "transformer.wte.weight", "transformer.h.1.attn.c_proj.bias"
 UNEVEN = json.dumps({"block_configs": [{}, {"mlp": {"ffn_hidden_size": 64}}, {}]})
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -39,6 +41,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (replace(GPT2, layernorm_epsilon=1e-6, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-chan"),
         (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
         (replace(LLAMA, rotary_interleaved=True), "--rotary-interleaved, and Hugging Face's llama no --rotary-inter"),
+        (replace(GEMMA2, softmax_scale=0.31), "--softmax-scale 0.31, and Hugging Face's gemma2 --softmax-scale 0.3162"),
+        (
+            replace(GEMMA2, qk_norm="head", sliding_window=8, rotary_base_local=50.0),
+            "--attention-softcap 2.0, and Hugging Face's gemma3_text no --attention-soft",
+        ),
         (replace(LLAMA, heterogeneous_layers_config_path=UNEVEN), "layers of several shapes, and Hugging Face"),
     ],
 )
@@ -64,13 +71,36 @@ def _rewritten(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
 
+def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], source: str = "") -> Callable[[Path], object]:
+    """Return a function that changes a tensor of a folder, or sets it to what another one becomes."""
+
+    def changed(directory: Path) -> None:
+        tensors = safetensors_torch.load_file(directory / WEIGHTS)
+        safetensors_torch.save_file(tensors | {name: change(tensors[source or name])}, directory / WEIGHTS)
+
+    return changed
+
+
+def _with_pipe(directory: Path) -> None:
+    mkfifo(directory / "pipe.safetensors")
+    (directory / INDEX).write_text('{"weight_map": {"a": "pipe.safetensors"}}')
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
         ("gpt2", _with(n_layer=4), "has no tensor transformer.h.3.attn.c_attn.bias, "),
         ("gpt2", _with(n_layer=2), "has a tensor transformer.h.2.attn.c_attn.bias, "),
-        ("gpt2", _with(n_embd=96), "has transformer.wte.weight (257, 48), which is not the (257, 96) "),
-        ("gpt2", _with(n_positions=41), "has transformer.wpe.weight (40, 48), which is not the (41, 48) "),
+        (
+            "gpt2",
+            _with(n_embd=96),
+            "has transformer.wte.weight (257, 48), which is not the (257, 96) ",
+        ),
+        (
+            "gpt2",
+            _with(n_positions=41),
+            "has transformer.wpe.weight (40, 48), which is not the (41, 48) ",
+        ),
         ("gpt2", _with(tie_word_embeddings=False), "has no tensor lm_head.weight, "),
         ("llama", _with(attention_bias=True), "has no tensor model.layers.0.self_attn.k_proj.bias, "),
         ("llama", _with(num_key_value_heads=3), "self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
@@ -82,6 +112,28 @@ def _rewritten(name: str, text: str) -> Callable[[Path], object]:
         ("gpt2", _rewritten(WEIGHTS, "these were never tensors\n" * 9), f"{WEIGHTS} cannot be read"),
         ("gpt2", _rewritten(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors cannot be read"),
         ("gpt2", _rewritten(INDEX, "{}"), f"{INDEX} cannot be read"),
+        ("gpt2", _rewritten(INDEX, '{"weight_map": [1]}'), f"{INDEX} cannot be read (it has no object weight_map)"),
+        ("gpt2", _rewritten(INDEX, '{"weight_map": {"a": 5}}'), f"{INDEX} names 5, which is not a file of this folder"),
+        ("gpt2", _rewritten(INDEX, '{"weight_map": {"a": {}}}'), f"{INDEX} names {{}}, which is not a file of this"),
+        (
+            "gpt2",
+            _rewritten(INDEX, '{"weight_map": {"a": "../b"}}'),
+            'names "../b", which is not a file of this folder',
+        ),
+        ("gpt2", _rewritten(INDEX, "[" * 100_000), f"{INDEX} is not JSON"),
+        ("gpt2", _with_pipe, "pipe.safetensors cannot be read"),
+        (
+            "gpt2",
+            _tensor("lm_head.weight", lambda words: words + 1e-3, WORDS),
+            f"has a tensor lm_head.weight with other values than {WORDS}, and the model that it",
+        ),
+        ("gpt2", _tensor("lm_head.bias", torch.clone, BIAS), "has a tensor lm_head.bias, for which the gpt2 that"),
+        (
+            "gpt2",
+            _tensor(BIAS, lambda bias: bias / 0),
+            "has NaN or infinity in weight 3.attention.projection.bias: conv",
+        ),
+        ("gpt2", _tensor(BIAS, torch.Tensor.long), f"({BIAS} is in I64, and not in F64, F32, F16 or BF16)"),
     ],
 )
 def test_damaged_files_and_tensors_that_contradict_the_settings_are_named(
@@ -93,6 +145,19 @@ def test_damaged_files_and_tensors_that_contradict_the_settings_are_named(
     change(theirs)
     assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", back)
     assert not back.exists()
+
+
+def test_numbers_that_are_not_finite_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, words = whole_model(GPT2), ("to-huggingface", "--load", tmp_path / "ours", "--output", tmp_path / "theirs")
+    for value, more, remedy in (
+        (1e6, ("--dtype", "fp16"), "do without --dtype fp16"),
+        (float("nan"), (), "convert ano"),
+    ):
+        whole.state_dict()["layers.3.mlp.down.bias"][0] = value
+        save(whole, GPT2, tmp_path / "ours")
+        line = refusal(capsys, *words, *more)
+        assert f"has NaN or infinity in weight transformer.h.1.mlp.c_proj.bias: {remedy}" in line
+        assert not (tmp_path / "theirs").exists()
 
 
 def test_invalid_exports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

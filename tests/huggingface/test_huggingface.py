@@ -1,6 +1,7 @@
 """A converted model has the logits of `transformers` with the same weights, and is unchanged when converted back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
 from megatron_terapipe.inference import WholeModel
-from tests.huggingface.models import MODELS, logits, save, whole_model
+from tests.huggingface.models import GEMMA2, MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -70,6 +71,38 @@ def test_the_first_gpt2_was_published_without_prefix_and_with_masks(tmp_path: Pa
     for name, weight in whole.state_dict().items():
         rows = 257 if weight.shape[0] == 384 else None
         assert torch.equal(found[name][:rows], weight[:rows])
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [
+        (GEMMA2, "sliding_window", 40),
+        (replace(GEMMA2, softmax_scale=0.2236068), "query_pre_attn_scalar", 20),
+        *(
+            (
+                replace(MODELS["llama"], rotary_scaling="dynamic", rotary_original_length=16, rotary_percent=percent),
+                *("max_position_embeddings", 16),
+            )
+            for percent in (1.0, 0.5)
+        ),
+    ],
+)
+def test_what_transformers_must_have_is_written(tmp_path: Path, model: ModelConfig, key: str, value: int) -> None:
+    """A window and a whole divisor of Gemma 2, and with dynamic rotations the positions before scaling."""
+    if model.rotary_percent != 1:
+        changes = {"normalization": "layernorm", "activation": "gelu-exact", "disable_bias_linear": False}
+        model = replace(model, num_key_value_heads=6, parallel_residual=True, **changes)
+    whole = whole_model(model)
+    save(whole, model, tmp_path / "ours")
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "theirs")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    assert getattr(theirs.config, key) == value
+    tokens = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))
+    expected = logits(whole, tokens)[..., : model.vocab_size]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -1,7 +1,7 @@
 """A family of models: the meaning of its `config.json`, and the names of its tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isclose
 from typing import Any
 
@@ -47,7 +47,7 @@ class TensorNames:
 
     def is_weight(self, tensor: str, *, tied: bool) -> bool:
         """Whether a tensor of a file is a weight of its own, and not a mask or, in a tied model, a copy."""
-        return not tensor.endswith(self.not_weights) and not (tied and tensor.startswith(f"{self.output}."))
+        return not tensor.endswith(self.not_weights) and not (tied and tensor == f"{self.output}.weight")
 
     def canonical(self, tensor: str) -> str:
         """Return the whole name of a tensor, which a file may store without the beginning of the prefix.
@@ -79,6 +79,8 @@ _OF_SCALING = {
     "rotary_high_frequency_factor": ("llama3",),
     "rotary_beta_slow": ("yarn",),
     "rotary_beta_fast": ("yarn",),
+    # With dynamic, the positions of their files are the length before scaling, and sequences may be longer.
+    "max_position_embeddings": ("none", "linear", "llama3", "yarn", "longrope"),
 }
 """Fields that matter only with some scalings of rotations."""
 
@@ -95,9 +97,12 @@ class Family:
     """Settings of its keys; each may use the fields that those before it have read."""
     tensors: TensorNames | Callable[[ModelConfig], TensorNames]
     """Names of its tensors, or a function from a model to them."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of its keys that transformers reads, by key."""
 
     def fields(self, file: SettingsFile) -> dict[str, Any]:
         """Return the fields of the model section that a `config.json` sets, without the length of sequences."""
+        file = file.with_aliases(self.aliases)
         for key, accepted in _OF_ALL.items():
             file.expect(key, accepted, accepted[0])
         found: dict[str, Any] = {}
@@ -128,7 +133,7 @@ class Family:
     @property
     def keys(self) -> frozenset[str]:
         """Keys of `config.json` that it understands."""
-        return frozenset(_OF_ALL) | {key for each in self.settings for key in each.keys}
+        return frozenset((*_OF_ALL, *self.aliases.values())) | {key for each in self.settings for key in each.keys}
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the settings of a model that the family cannot express, each as `this, and Hugging Face's that`.
@@ -199,5 +204,6 @@ def _in_words(name: str, value: Any) -> str:
 
 def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, float) and isinstance(theirs, int | float):
-        return isclose(ours, theirs, rel_tol=1e-12)
+        # Half a unit in the last place of fp32.
+        return isclose(ours, theirs, rel_tol=2**-24)
     return bool(ours == theirs)

@@ -73,8 +73,8 @@ def rotations(
 
     Args:
         part: default of the rotated fraction of the head; None if it is always 1.
-        original_length: default of the length before scaling, if the family has its key outside the section; None if
-            it is within the section.
+        original_length: default of the length before scaling, if the family writes it outside the section; None if it
+            is within the section.
         older_names: names of `longrope` in older files.
     """
 
@@ -82,9 +82,10 @@ def rotations(
         section = next((each for name in _SECTIONS if (each := file.section(name))), file.section(_SECTIONS[0]))
         for layer_type in (_WHOLE, _WINDOW):
             section.expect(layer_type, (None,))
-        if original_length is not None:
-            # In transformers the key outside replaces that of the section.
-            section = section.with_value(_ORIGINAL, file.value(_ORIGINAL, COUNT, original_length))
+        # In transformers the key outside replaces that of the section.
+        outside = file.value(_ORIGINAL, COUNT, original_length, nullable=original_length is None)
+        if outside is not None:
+            section = section.with_value(_ORIGINAL, outside)
         if _scaling_of(section) in older_names:
             section = section.with_value("rope_type", "longrope")
         found: dict[str, Any] = {
@@ -95,8 +96,8 @@ def rotations(
             for each in (section, file):
                 each.expect(part_key, (1, None))
         else:
-            outside = file.value(part_key, NUMBER, part)
-            found["rotary_percent"] = float(section.value("partial_rotary_factor", NUMBER, outside))
+            fraction = file.value(part_key, NUMBER, part)
+            found["rotary_percent"] = float(section.value("partial_rotary_factor", NUMBER, fraction))
         return {**found, **_read_scaling(section, int(fields["max_position_embeddings"]), scalings)}
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
@@ -105,10 +106,11 @@ def rotations(
         keys: dict[str, Any] = {base_key: model.rotary_base, **fraction, "rope_scaling": _written_scaling(model)}
         if original_length is not None and model.rotary_scaling != "none":
             keys[_ORIGINAL] = model.rotary_original_length
+        if model.rotary_scaling == "dynamic":
+            keys["max_position_embeddings"] = model.rotary_original_length
         return keys
 
-    outside = () if original_length is None else (_ORIGINAL,)
-    return Setting((base_key, part_key, *outside, *_SECTIONS), read, write)
+    return Setting((base_key, part_key, _ORIGINAL, *_SECTIONS), read, write)
 
 
 def _scaling_of(section: SettingsFile) -> str:
@@ -240,7 +242,9 @@ def window_by_type(usual: int, every_key: str | None = None) -> Setting:
         return _windows(file, file.value("sliding_window", COUNT, 4096, nullable=True), has_window)
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
-        return {"sliding_window": model.sliding_window, "layer_types": _written_types(model)}
+        # Without windows, too, transformers needs a number there.
+        window = model.sliding_window or model.max_position_embeddings
+        return {"sliding_window": window, "layer_types": _written_types(model)}
 
     return Setting(("sliding_window", "layer_types", *([every_key] if every_key else [])), read, write)
 

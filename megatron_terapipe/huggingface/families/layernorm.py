@@ -77,6 +77,8 @@ _TENSORS = TensorNames(
 )
 """Names of the tensors of GPT-2 and of GPT-BigCode, which differ in the order of matrices."""
 
+_GPT2_ALIASES = {key: usual for usual, key in _GPT2_SIZES.items() if usual != "intermediate_size"}
+
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -90,6 +92,7 @@ GPT2 = Family(
         ),
     ),
     tensors=replace(_TENSORS, transposed=True),
+    aliases=_GPT2_ALIASES,
 )
 
 
@@ -108,6 +111,7 @@ GPT_BIGCODE = Family(
         ignored("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     ),
     tensors=replace(_TENSORS, grouped=True),
+    aliases=_GPT2_ALIASES,
 )
 
 
@@ -257,7 +261,6 @@ def _read_falcon_layers(file: SettingsFile, fields: Fields) -> Fields:
     has any number of key heads, and two norms unless the file sets one.
     """
     file.expect("alibi", (False, None), False)
-    file.expect("n_embed", (None, fields["hidden_size"]))
     new = file.value("new_decoder_architecture", SWITCH, False)
     parallel = file.value("parallel_attn", SWITCH, True)
     heads = file.value("num_kv_heads", COUNT, None, nullable=True)
@@ -317,7 +320,7 @@ FALCON = Family(
         Setting(
             (
                 *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads"),
-                *("num_ln_in_parallel_attn", "alibi", "n_embed"),
+                *("num_ln_in_parallel_attn", "alibi"),
             ),
             _read_falcon_layers,
             _write_falcon_layers,
@@ -326,4 +329,5 @@ FALCON = Family(
         ATTENTION_DROPOUT,
     ),
     tensors=_falcon_tensors,
+    aliases={"hidden_size": "n_embed"},
 )

@@ -212,7 +212,7 @@ GEMMA = llama_like(
 _WITH_WINDOWS: tuple[Setting, ...] = (
     word("hidden_activation", "activation", GATED, "gelu_pytorch_tanh"),
     always(norm_placement="both"),
-    power("query_pre_attn_scalar", "softmax_scale", -0.5, 256),
+    power("query_pre_attn_scalar", "softmax_scale", -0.5, 256, whole=True),
 )
 _WITH_WINDOWS_SIZES: dict[str, Any] = {
     "key_heads": 4,
@@ -239,7 +239,8 @@ GEMMA2 = llama_like(
 GEMMA3_TEXT = llama_like(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    same("attn_logit_softcapping", "attention_softcap", NUMBER, None),
+    # transformers reads it for Gemma 3, and computes without it.
+    fixed("attn_logit_softcapping", None),
     same("final_logit_softcapping", "logit_softcap", NUMBER, None),
     always(qk_norm="head"),
     *_WITH_WINDOWS,

@@ -31,11 +31,11 @@ def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
     return family, family.read(file)
 
 
-def read_fields(path: str | Path, flag: str) -> dict[str, Any]:
-    """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them."""
+def read_fields(path: str | Path, flag: str) -> tuple[str, dict[str, Any]]:
+    """Return the family and the fields of the model section that a `config.json` sets, without a sequence length."""
     family, file = _read(path, flag)
     family.read(file)
-    return family.fields(file)
+    return family.name, family.fields(file)
 
 
 def _read(path: str | Path, flag: str) -> tuple[Family, SettingsFile]:
@@ -57,8 +57,10 @@ def family_named(name: str, where: str) -> Family:
     return FAMILIES[name]
 
 
-def family_of(model: ModelConfig) -> Family:
-    """Return the first family that can express a model; raise a `ConfigError` about the nearest if there is none."""
+def family_of(model: ModelConfig, origin: str | None = None) -> Family:
+    """Return the family that a model began with, or else the first that can express it; a `ConfigError` if none can."""
+    if origin in FAMILIES and not _number_of_differences(FAMILIES[origin], model):
+        return FAMILIES[origin]
     differences = {family.name: _number_of_differences(family, model) for family in FAMILIES.values()}
     nearest = FAMILIES[min(differences, key=lambda name: differences[name])]
     check_expressible(nearest, model)

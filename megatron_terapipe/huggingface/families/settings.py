@@ -5,12 +5,13 @@ First the file, whose values are checked as they are read; then the settings, ea
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import option_of
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
@@ -58,8 +59,8 @@ def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
 class SettingsFile:
     """The settings of a `config.json`, or of a section of it."""
 
-    def __init__(self, contents: Mapping[str, Any], where: str) -> None:
-        self._contents, self.where = contents, where
+    def __init__(self, contents: Mapping[str, Any], where: str, aliases: Mapping[str, str] | None = None) -> None:
+        self._contents, self.where, self._aliases = contents, where, aliases or {}
 
     @classmethod
     def read(cls, path: str | Path, flag: str) -> "SettingsFile":
@@ -77,6 +78,7 @@ class SettingsFile:
             default: its value if it is missing; without one, it is required.
             nullable: whether it may be null, which is then returned.
         """
+        name = self._spelled(name)
         if name not in self._contents and default is not _REQUIRED:
             return default
         value = self._contents.get(name)
@@ -94,6 +96,7 @@ class SettingsFile:
         Args:
             default: its value if it is missing.
         """
+        name = self._spelled(name)
         value, accepted = self._contents.get(name, default), tuple(accepted)
         # In JSON, `true` is not 1.
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
@@ -112,6 +115,14 @@ class SettingsFile:
     def with_value(self, name: str, value: Any) -> "SettingsFile":
         """Return the file with another value for a setting."""
         return SettingsFile({**self._contents, name: value}, self.where)
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> "SettingsFile":
+        """Return the file with another name for some keys, by key; it counts where both are there."""
+        return SettingsFile(self._contents, self.where, aliases)
+
+    def _spelled(self, name: str) -> str:
+        alias = self._aliases.get(name, name)
+        return name if self._contents.get(alias) is None else alias
 
     def refuse_experts(self) -> None:
         """Raise if the settings describe a mixture of experts."""
@@ -147,12 +158,24 @@ class Setting:
     """From a model to the keys, the nearest that the family has to it: `Family.differences` reads them again."""
 
 
+_FIELDS = {each.name: each for each in fields(ModelConfig)}
+
+
+def _within_bounds(kind: Kind, field: str) -> Kind:
+    """Return the values of a kind that a field of the model section accepts: layers are listed before it is built."""
+    most = option_of(_FIELDS[field]).most
+    if most is None:
+        return kind
+    return Kind(f"{kind.values}, {most:,} at most", lambda value: kind.fits(value) and value <= most)
+
+
 def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = False) -> Setting:
     """Return a key whose value is that of a field. A null, if allowed, leaves the field at its default.
 
     Args:
         default: its value if it is missing; None: the default of the field.
     """
+    kind = _within_bounds(kind, field)
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         value = file.value(key, kind, default, nullable=nullable or default is None)
@@ -170,16 +193,23 @@ def opposite(key: str, field: str, default: bool) -> Setting:
     )
 
 
-def power(key: str, field: str, exponent: float, default: float) -> Setting:
-    """Return a number of which a power is the field, such as the divisor to our factor."""
+def power(key: str, field: str, exponent: float, default: float, *, whole: bool = False) -> Setting:
+    """Return a number of which a power is the field, such as the divisor to our factor.
+
+    Args:
+        whole: whether transformers reads only whole numbers; the nearest is written.
+    """
 
     def write(model: ModelConfig) -> Mapping[str, Any]:
         value = getattr(model, field) ** (1 / exponent)
         # A whole number if it is one but for rounding.
-        whole = round(value)
-        return {key: whole if abs(value - whole) <= 1e-9 * value else value}
+        nearest = max(1, round(value))
+        return {key: nearest if whole or abs(value - nearest) <= 1e-9 * value else value}
 
-    return Setting((key,), lambda file, fields: {field: float(file.value(key, NUMBER, default) ** exponent)}, write)
+    # Powers of the least number do not overflow.
+    return Setting(
+        (key,), lambda file, fields: {field: max(file.value(key, NUMBER, default), 1e-300) ** exponent}, write
+    )
 
 
 def word(key: str, field: str, words: Mapping[str, str], default: str) -> Setting:

@@ -20,6 +20,9 @@ def read(name: str, **settings: Any) -> ModelConfig:
     return FAMILIES[name].read(SettingsFile(settings, "config.json"))
 
 
+NUMBERS_OF_LAYERS = {name: "n_layer" if name in ("gpt2", "gpt_bigcode") else "num_hidden_layers" for name in FAMILIES}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
@@ -59,6 +62,18 @@ def read(name: str, **settings: Any) -> ModelConfig:
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "as linear, and our models not at all, or as long"),
         ("smollm3", {"use_sliding_window": True}, "sets use_sliding_window to true, and our models have false"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "lists 2 layers in no_rope_layers, and has 36"),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0},
+            "sets attn_logit_softcapping to 50.0, and our models have null",
+        ),
+        (
+            "gpt2",
+            {"num_hidden_layers": "two"},
+            'sets num_hidden_layers to "two", and it must be a whole number above 0',
+        ),
+        ("granite", {"logits_scaling": 5e-324}, "makes no model: --logit-multiplier 9.9"),
+        *((name, {key: 10**12}, f"sets {key} to 1000000000000, and it") for name, key in NUMBERS_OF_LAYERS.items()),
         ("stablelm", {"qk_layernorm": True}, "sets qk_layernorm to true, and our models have false"),
         ("falcon", {"alibi": True}, "sets alibi to true, and our models have false or null"),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "for which transformers has no layer"),
@@ -130,7 +145,7 @@ def test_patterns_of_layers() -> None:
 
 def test_the_length_of_sequences_is_no_setting_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    fields = read_fields(tmp_path, "--model-preset")
+    _, fields = read_fields(tmp_path, "--model-preset")
     assert "seq_length" not in fields
     assert fields["max_position_embeddings"] == 131072
     # Derived sizes are not set.

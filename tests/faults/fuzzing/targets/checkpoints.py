@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are read before its tensors."""
+"""Files of a checkpoint, or of a model of Hugging Face, that are read before its tensors."""
 
 import json
 from dataclasses import asdict, replace
@@ -10,10 +10,15 @@ from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
 from megatron_terapipe.checkpoint.optimizer_state import parse_index
 from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
+from megatron_terapipe.huggingface.folder_weights import INDEX, SavedTensors
 from tests.faults.fuzzing.target import Target
 from tests.inference.checkpoints import MODEL, checkpoint_info
 
 FILES = {"run.json": FileFacts(900, "0" * 64), "layer_00-model_00-model_states.pt": FileFacts(4096, "a" * 64)}
+
+
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+TENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
 
 
 def _read_run(data: bytes, folder: Path) -> None:
@@ -41,6 +46,15 @@ def _read_index(data: bytes, folder: Path) -> None:
     parse_index(folder / "index.json", replace(checkpoint_info(), layout=asdict(ParallelLayout(data_parallel_size=2))))
 
 
+def _read_index_of_theirs(data: bytes, folder: Path) -> None:
+    (folder / INDEX).write_bytes(data)
+    for name in ("1.safetensors", "2.safetensors"):
+        (folder / name).write_bytes(TENSORS)
+    tensors = SavedTensors(folder)
+    for name in tensors.names:
+        tensors.shape(name)
+
+
 def _run(model: ModelConfig) -> bytes:
     return checkpoint_info(model).text().encode()
 
@@ -60,5 +74,18 @@ TARGETS = (
         read=_read_index,
         seeds=(json.dumps({"0.weight": [0, [[0, 12], [1, 4]]], "tied.weight": [0, []]}).encode(),),
         found=(b"[]", b'{"a": 1}', b'{"a": [0, [[9, 1]]]}'),
+    ),
+    Target(
+        name="index of Hugging Face",
+        read=_read_index_of_theirs,
+        seeds=(
+            json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "1.safetensors"}}).encode(),
+            json.dumps({"metadata": {}, "weight_map": {}}, indent=2).encode(),
+        ),
+        found=(
+            *(b'{"weight_map": [1]}', b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": {}}}', b"[" * 100_000),
+            *(b'{"weight_map": {"a": "\\u0000"}}', b'{"weight_map": {"b": "2.safetensors"}}'),
+        ),
+        words=(b"1.safetensors", b"2.safetensors", b'"weight_map"', b'{"b": "2.safetensors"}', b'"."', b'".."'),
     ),
 )

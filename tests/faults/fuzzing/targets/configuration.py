@@ -7,12 +7,16 @@ from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config.data import read_data_arguments_by_part, read_split, read_weighted_prefixes
 from megatron_terapipe.config.layers import canonical_layers, layers_of_pattern
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.huggingface.families.registry import FAMILIES
+from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.neox.convert import convert, read_settings
+from megatron_terapipe.search.price.workload_files import read_workload
 from tests.faults.fuzzing.target import Target
 from tests.faults.fuzzing.targets.search import STRATEGY, in_file
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3"
 RUN = f"{SMALL} --train-iters 10 --mock-data"
+OF_FILE = "--seq-length 32 --micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data"
 PRESET = "--model-preset llama2-7b --seq-length 128 --micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data"
 
 
@@ -27,6 +31,11 @@ def _read_flags(data: bytes, folder: Path) -> None:
 
 def _read_with(*words: str) -> object:
     return read_arguments([*RUN.split(), *words])
+
+
+def _read_theirs(path: str) -> None:
+    read_arguments(["--model-preset", path, *OF_FILE.split()])
+    read_workload(path)
 
 
 def _read_layers(data: bytes, folder: Path) -> None:
@@ -107,6 +116,11 @@ def _json(document: object) -> bytes:
     return json.dumps(document).encode()
 
 
+def _of_families() -> list[bytes]:
+    """Return a file of each family, with its default sizes."""
+    return [_json(each.write(each.read(SettingsFile({}, each.name)))) for each in FAMILIES.values()]
+
+
 TARGETS = (
     Target(
         name="flags",
@@ -140,9 +154,14 @@ TARGETS = (
     ),
     Target(
         name="config.json of Hugging Face",
-        read=in_file("config.json", lambda path: _read_with("--model-preset", path)),
-        seeds=(_json(LLAMA), _json(GPT2), _json(GEMMA)),
-        found=(_json(LLAMA | {"num_hidden_layers": 10**9}), _json(LLAMA | {"hidden_size": 1e30})),
+        read=in_file("config.json", _read_theirs),
+        seeds=(_json(LLAMA), _json(GPT2), _json(GEMMA), *_of_families()),
+        found=(
+            _json(LLAMA | {"num_hidden_layers": 10**9}),
+            _json(LLAMA | {"hidden_size": 1e30}),
+            _json(GEMMA | {"num_hidden_layers": 10**12}),
+            _json({"model_type": "granite", "logits_scaling": 5e-324}),
+        ),
     ),
     Target(
         name="layers that differ",
