@@ -43,7 +43,7 @@ def _other_defaults() -> Iterable[str]:
     yield from ["", "| flag | there | here |", "|---|---|---|"]
     ours = {each.name: each.default for each in flags()}
     for name, (theirs, _) in OTHER_DEFAULTS.items():
-        yield _row(f"`{flag(name)}`", theirs, f"{ours[name]:g}")
+        yield _row(f"`{flag(name)}`", f"{theirs:.10g}", f"{ours[name]:g}")
 
 
 def _foreign() -> Iterable[str]:

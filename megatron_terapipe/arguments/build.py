@@ -15,9 +15,9 @@ from typing import Any, get_type_hints
 from megatron_terapipe.arguments.foreign_flags import foreign_flags
 from megatron_terapipe.arguments.help import asked_for, trainer_help
 from megatron_terapipe.arguments.parser import (
+    OTHER_DEFAULTS,
     CommandLine,
     default_of,
-    defaults_of_megatron,
     flags,
     notices,
     read_command_line,
@@ -242,7 +242,7 @@ def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFin
         file = DeepSpeedValues.read(file.path, given)
     given |= file.values
     if given.get("defaults") == "megatron":
-        given |= defaults_of_megatron() | given
+        given |= {name: theirs for name, (theirs, _) in OTHER_DEFAULTS.items()} | given
     with file.named_in_errors():
         _check_accepted(line)
         searched = _take_found_strategy(given, find_strategy) if given.get("strategy") == AUTO else ()

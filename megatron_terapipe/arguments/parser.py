@@ -125,29 +125,24 @@ def _value_type(hint: Any) -> tuple[type[Any], bool]:
     return (type(first), False) if not get_args(first) else _value_type(first)
 
 
-OTHER_DEFAULTS: Mapping[str, tuple[str, Callable[[Config], bool] | None]] = {
-    "hidden_dropout": ("0.1", lambda config: True),
-    "attention_dropout": ("0.1", lambda config: True),
-    "initial_loss_scale": ("4294967296", lambda config: config.precision.fp16 and config.precision.loss_scale is None),
-    "eval_iters": ("100", None),
-    "log_interval": ("100", None),
-    "distributed_timeout_minutes": ("10", None),
-    "num_workers": ("2", None),
+OTHER_DEFAULTS: Mapping[str, tuple[float, Callable[[Config], bool] | None]] = {
+    "hidden_dropout": (0.1, lambda config: True),
+    "attention_dropout": (0.1, lambda config: True),
+    "initial_loss_scale": (2.0**32, lambda config: config.precision.fp16 and config.precision.loss_scale is None),
+    "eval_iters": (100, None),
+    "log_interval": (100, None),
+    "distributed_timeout_minutes": (10.0, None),
+    "num_workers": (2, None),
 }
 """Defaults of Megatron's that differ from ours, by field; with each whether a training under a configuration is another
 one by it, None where it is only reported."""
-
-
-def defaults_of_megatron() -> dict[str, Any]:
-    """Return the values of `--defaults megatron`, by field."""
-    return {each.name: each.kind(OTHER_DEFAULTS[each.name][0]) for each in flags() if each.name in OTHER_DEFAULTS}
 
 
 def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
     for name, (theirs, trains) in OTHER_DEFAULTS.items():
         if trains is not None and name not in given and trains(config):
-            yield f"{flag(name)} {default_of(name):g} (there {theirs})"
+            yield f"{flag(name)} {default_of(name):g} (there {theirs:.10g})"
 
 
 PROGRAM = "pretrain_gpt.py"

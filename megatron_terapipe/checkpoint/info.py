@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Set
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,6 +21,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import output_layer
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import CheckpointError, first_line
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 
@@ -52,7 +53,8 @@ def check_run(found: Mapping[str, Any]) -> None:
         raise _wrong("family", found["family"], "a family of this version")
     _check_layout(found["layout"])
     _check_model(found["model"])
-    _check_tokenizer(found["tokenizer"])
+    _check_facts("tokenizer", found["tokenizer"], str | int | None, "a text, a whole number, a list or null")
+    _check_facts("optimizer_schedule", found["optimizer_schedule"], str | float | None, "a text, a number or null")
 
 
 def _whole(found: Mapping[str, Any], name: str, least: int, most: int, prefix: str = "") -> int:
@@ -89,13 +91,12 @@ def _check_model(model: object) -> None:
         raise ValueError(f"model: {error}") from None
 
 
-def _check_tokenizer(tokenizer: object) -> None:
-    if not isinstance(tokenizer, dict):
-        raise _wrong("tokenizer", tokenizer, "an object")
-    for name, value in tokenizer.items():
-        words = value if isinstance(value, list) else [value]
-        if isinstance(value, bool) or not all(isinstance(each, str | int | None) for each in words):
-            raise _wrong(f"tokenizer.{name}", value, "a text, a whole number, a list or null")
+def _check_facts(part: str, facts: object, hint: UnionType, rule: str) -> None:
+    if not isinstance(facts, dict):
+        raise _wrong(part, facts, "an object")
+    for name, value in facts.items():
+        if not all(_fits(each, hint) for each in (value if isinstance(value, list) else [value])):
+            raise _wrong(f"{part}.{name}", value, rule)
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -160,6 +161,8 @@ class CheckpointInfo:
     """Whether a manifest belongs to it: older versions wrote none."""
     vocabulary_parts: int = 1
     """Layers that the output layer was saved as."""
+    optimizer_schedule: dict[str, Any] = field(default_factory=dict)
+    """Fields that set learning rate and weight decay over the training; empty in checkpoints of earlier versions."""
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -169,7 +172,7 @@ class CheckpointInfo:
             found = parse_json(bounded_text(path, _MOST_BYTES), RUN_FILE)
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
-            needed = {each.name: each.default for each in fields(cls)}
+            needed = {each.name: {} if each.default_factory is dict else each.default for each in fields(cls)}
             missing = next((name for name in needed if name not in found and needed[name] is MISSING), None)
             if missing is not None:
                 raise ValueError(f"it lacks {missing!r}")
@@ -239,6 +242,13 @@ class CheckpointInfo:
         """Ranks with the same weights that saved it: each has its part of the optimizer's state under ZeRO 1."""
         return self.layout["data_parallel_size"] * self.layout.get("sequence_parallel_size", 1)
 
+    def changed_schedule(self, now: Mapping[str, Any]) -> str:
+        """Return the flags of learning rate and weight decay with other values in a run, each with both."""
+        then = {name: self.optimizer_schedule.get(name, value) for name, value in now.items()}
+        return ", ".join(
+            f"{flag(name)} {then[name]!r} (now {value!r})" for name, value in now.items() if then[name] != value
+        )
+
     def check(
         self,
         model: ModelConfig,
@@ -285,15 +295,14 @@ class CheckpointInfo:
             may_change.add("rotary_original_length")  # it has no effect
         for name, theirs in theirs_by_name.items():
             if name not in may_change and ours.get(name) != theirs:
-                flag = "--" + name.replace("_", "-")
                 otherwise = "load another checkpoint"
                 if name == "vocab_size" and (tokenizer := self.tokenizer.get("tokenizer_type")):
                     otherwise = f"give the tokenizer of the checkpoint, {tokenizer}, or {otherwise}"
                 if name in _ROTATIONS:
                     otherwise = "train on for longer sequences with --extend-positions --finetune"
                 raise CheckpointError(
-                    f"the checkpoint has {flag} {theirs}, this run {ours.get(name)}: "
-                    f"set {flag} {theirs}, or {otherwise}"
+                    f"the checkpoint has {flag(name)} {theirs}, this run {ours.get(name)}: "
+                    f"set {flag(name)} {theirs}, or {otherwise}"
                 )
 
 

@@ -1,7 +1,9 @@
 """Schedules of the optimizer: the learning rate and the weight decay at every step. Nothing here needs torch."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
 from math import cos, pi, sqrt
+from typing import Any
 
 from megatron_terapipe.config.training import LearningRateSteps, OptimizerConfig, TrainingConfig
 
@@ -108,6 +110,17 @@ def _remaining(style: str, progress: float) -> float:
         return 2 * 0.5**progress - 1
     assert style == "minus_sqrt", style
     return 1 - sqrt(progress)
+
+
+def schedule_facts(optimizer: OptimizerConfig, training: TrainingConfig, *, tokens_per_step: int) -> dict[str, Any]:
+    """Return the fields that set learning rate and weight decay over a training, with its lengths in steps."""
+    given = {
+        name: value
+        for name, value in asdict(optimizer).items()
+        if re.search(r"(^|_)lr(_|$)|weight_decay", name) and not name.endswith(("_fraction", "_tokens"))
+    }
+    steps = LearningRateSteps.of(optimizer, training, tokens_per_step=tokens_per_step)
+    return given | {f"lr_warmup_{training.unit}": steps.warmup, f"lr_decay_{training.unit}": steps.decay}
 
 
 def weight_decay_at(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:

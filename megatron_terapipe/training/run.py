@@ -37,6 +37,7 @@ from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 from megatron_terapipe.errors import AgreedCheckpointError, ConfigError, DataError
 from megatron_terapipe.planning import check_schedule, host_copies, pipeline_schedule, plan_run, simulated_schedule
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.optimizer_schedules import schedule_facts
 from megatron_terapipe.training.records import Progress
 from megatron_terapipe.training.reporters import check_packages
 
@@ -104,6 +105,12 @@ class Run:
         """Progress at the start of this run."""
         return _start(self.config, self.checkpoint)
 
+    @property
+    def optimizer_schedule(self) -> dict[str, Any]:
+        """Fields that set learning rate and weight decay over the training."""
+        tokens = self.config.model.seq_length * (self.global_batch_size if self.config.training.unit == "iters" else 1)
+        return schedule_facts(self.config.optimizer, self.config.training, tokens_per_step=tokens)
+
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
         """Return the description of this run in a checkpoint."""
         return CheckpointInfo(
@@ -118,6 +125,7 @@ class Run:
             tokenizer=asdict(self.tokenizer_settings),
             family=None if self.checkpoint is None else self.checkpoint[1].family,
             vocabulary_parts=self.config.parallel.vocabulary_parts,
+            optimizer_schedule=self.optimizer_schedule,
         )
 
 

@@ -37,6 +37,8 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer": ({"optimizer": 1}, "optimizer is 1, and must be a name or null"),
     "family": ({"family": "lama"}, "family is 'lama', and must be a family of this version"),
     "tokenizer": ({"tokenizer": []}, "tokenizer is [], and must be an object"),
+    "schedule": ({"optimizer_schedule": 1}, "optimizer_schedule is 1, and must be an object"),
+    "rate": ({"optimizer_schedule": {"lr": True}}, "optimizer_schedule.lr is True, and must be a text, a number or"),
     "file": ({"tokenizer": {"vocab_file": 1.5}}, "tokenizer.vocab_file is 1.5, and must be a text, a whole number"),
 }
 INSIDE: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -75,6 +75,25 @@ def test_warnings(saved: Path, tmp_path: Path) -> None:
         assert part in warnings_of_run(run)[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("--lr 0.002", "--lr 0.01 (now 0.002)"),
+        ("--override-opt-param-scheduler --min-lr 1e-4", "--min-lr 0.0 (now 0.0001)"),
+        ("--use-checkpoint-opt-param-scheduler --lr-decay-style cosine", "--lr-decay-style 'linear' (now 'cosine')"),
+        ("--train-iters 20 --decoupled-lr 0.1", "--decoupled-lr None (now 0.1), --lr-decay-iters 10 (now 20)"),
+        ("--weight-decay 0.1 --lr-warmup-fraction 0.1", "--lr-warmup-iters 0 (now 1.0), --weight-decay 0.01 (now 0.1)"),
+        ("--use-checkpoint-opt-param-scheduler --lr-decay-iters 10 --lr-warmup-fraction 0", ""),
+    ],
+)
+def test_a_resumed_run_with_another_learning_rate_or_weight_decay(saved: Path, words: str, changed: str) -> None:
+    schedule, run = prepared().optimizer_schedule, prepared(words)
+    line = f"warning: the checkpoint was trained with {changed}: the flags of this run are used"
+    assert warnings_of_run(resumed(run, saved, iteration=5, optimizer_schedule=schedule)) == ([line] if changed else [])
+    assert not warnings_of_run(resumed(run, saved, iteration=5))  # An earlier version did not keep it.
+    assert not warnings_of_run(resumed(run, saved, iteration=0, consumed_samples=0, optimizer_schedule=schedule))
+
+
 def test_a_vocabulary_far_larger_than_that_of_the_data() -> None:
     run = prepared("--vocab-size 50257")
     assert not warnings_of_run(run)  # Random tokens are drawn from all of it.
