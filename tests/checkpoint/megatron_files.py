@@ -25,7 +25,6 @@ from tests.distributed import run_distributed
 SEQ, ROWS, MICRO = 16, 4, 2
 BEFORE, AFTER = 5, 3
 """Updates before the checkpoint is written, and after."""
-ITERATION = f"iter_{BEFORE:07d}"
 VOCAB, DIVISIBLE_BY = 113, 8
 """Ids; the embedding has 120 rows on one tensor-parallel rank, and 128 on two."""
 
@@ -45,6 +44,8 @@ class MegatronModel:
     rotary_interleaved: bool = False
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     swiglu: bool = False
+    bias_gelu_fusion: bool = False
+    """Also selects the form of GELU: tanh's with it, that of the error function without."""
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
@@ -53,7 +54,9 @@ class MegatronModel:
 
 MODELS = {
     "A": MegatronModel(),
-    "A-rope": MegatronModel(position_embedding_type="rope", rotary_percent=0.5, rotary_interleaved=True),
+    "A-rope": MegatronModel(
+        position_embedding_type="rope", rotary_percent=0.5, rotary_interleaved=True, bias_gelu_fusion=True
+    ),
     "B": MegatronModel(
         **{"ffn_hidden_size": 48, "num_query_groups": 2, "kv_channels": 16, "position_embedding_type": "rope"},
         **{"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "qk_layernorm": True},
@@ -79,6 +82,8 @@ class Case:
     transformer_engine: bool = False
     """Norms have the names of Transformer Engine's fused layers, in format "torch", which keeps names of modules."""
     without_optimizer: bool = False
+    adam_eps: float = 1e-3
+    """Large enough that layouts agree to the last digits for several updates, in spite of gradients near 0."""
 
     @property
     def world_size(self) -> int:
@@ -154,6 +159,8 @@ def _perform(perform: Callable[[Path, Case], Any], cases: dict[Path, Case]) -> l
     threads = SimpleNamespace(Queue=queue.Queue, JoinableQueue=queue.Queue, Process=threading.Thread)
     filesystem_async.mp = SimpleNamespace(get_context=lambda _: threads)
     filesystem_async._results_queue = queue.Queue()
+    # Its fused functions are compiled at their first call, for longer than these tests run.
+    torch._dynamo.config.disable = True
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed
@@ -165,24 +172,25 @@ def _perform(perform: Callable[[Path, Case], Any], cases: dict[Path, Case]) -> l
 
 def write(folder: Path, case: Case) -> Expected:
     """Train and save, on every rank of the case; the values are those of its last rank."""
-    with _parallel(case):
+    with parallel(case):
         training = Training(case)
         for step in range(BEFORE):
-            training.update(step)
+            training.update(samples(step))
         training.save(folder)
         return training.expected()
 
 
 def read(folder: Path, case: Case) -> Expected:
     """Load and train on, on every rank of the case."""
-    with _parallel(case):
+    with parallel(case):
         training = Training(case)
         training.load(folder)
         return training.expected()
 
 
 @contextmanager
-def _parallel(case: Case) -> Iterator[None]:
+def parallel(case: Case) -> Iterator[None]:
+    """megatron-core's process groups of the layout of a case."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.num_microbatches_calculator import (
         init_num_microbatches_calculator,
@@ -214,6 +222,7 @@ class Training:
         from megatron.core.transformer.module import Float16Module
 
         self.case = case
+        self.iteration = 0
         self.config = _config(case)
         # Sums the gradients of tied embeddings over stages, and those of query and key norms over tensor ranks.
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -229,7 +238,7 @@ class Training:
         ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                **{"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-3},
+                **{"optimizer": "adam", "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "adam_eps": case.adam_eps},
                 **{"adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0, "bf16": case.bf16},
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=case.distributed_optimizer is not None,
@@ -244,20 +253,21 @@ class Training:
         )
         self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    def update(self, step: int) -> tuple[float, float]:
+    def update(self, batch: torch.Tensor) -> tuple[float, float]:
         """One update, with its loss (on the last stage) and the norm of its gradients."""
         for model in self.wrapped:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = self._forward(samples(step), labels=True)
+        found = self._forward(batch, labels=True)
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=ROWS)
+        self.iteration += 1
         return sum(each.item() for each in found) / max(len(found), 1), float(norm)
 
     def expected(self) -> Expected:
         tokens = samples(1000)[:, :-1]
         logits = self.logits(tokens)
-        after = [self.update(BEFORE + step) for step in range(AFTER)]
+        after = [self.update(samples(BEFORE + step)) for step in range(AFTER)]
         return Expected(tokens, logits, [loss for loss, _ in after], [norm for _, norm in after])
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -301,37 +311,39 @@ class Training:
     def save(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
 
+        directory = folder / f"iter_{self.iteration:07d}"
         if self.case.file_format == "torch":
-            own = self._own_file(folder)
+            own = self._own_file(directory)
             own.parent.mkdir(parents=True)
             if self.case.distributed_optimizer and not self.case.without_optimizer:
                 self.optimizer.save_parameter_state(str(own.with_name("distrib_optim.pt")))
             torch.save(self._state(), own)
         else:
-            (folder / ITERATION).mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             metadata = self._metadata()
             metadata.pop("dp_cp_group")
-            dist_checkpointing.save(self._state(), str(folder / ITERATION), content_metadata=metadata)
+            dist_checkpointing.save(self._state(), str(directory), content_metadata=metadata)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            (folder / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
 
     def load(self, folder: Path) -> None:
         """The whole state, by megatron-core's own readers; all names must be there."""
         from megatron.core import dist_checkpointing
 
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(BEFORE)
+        iteration = (folder / "latest_checkpointed_iteration.txt").read_text()
+        directory = folder / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
         if self.case.file_format == "torch":
-            state = torch.load(self._own_file(folder), weights_only=False)
+            state = torch.load(self._own_file(directory), weights_only=False)
         else:
-            assert dist_checkpointing.check_is_distributed_checkpoint(str(folder / ITERATION))
-            state = dist_checkpointing.load(self._state(loading=True), str(folder / ITERATION))
+            assert dist_checkpointing.check_is_distributed_checkpoint(str(directory))
+            state = dist_checkpointing.load(self._state(loading=True), str(directory))
         for name, model in zip(self._names(), self.models, strict=True):
             model.load_state_dict(state[name])
         if not self.case.without_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.case.distributed_optimizer and self.case.file_format == "torch":
-                self.optimizer.load_parameter_state(str(self._own_file(folder).with_name("distrib_optim.pt")))
+                self.optimizer.load_parameter_state(str(self._own_file(directory).with_name("distrib_optim.pt")))
             self.scheduler.load_state_dict(state["opt_param_scheduler"])
         else:
             self.optimizer.reload_model_params()
@@ -340,12 +352,12 @@ class Training:
         """Of the model chunks of this rank, in a checkpoint."""
         return ["model"] if len(self.models) == 1 else [f"model{chunk}" for chunk in range(len(self.models))]
 
-    def _own_file(self, folder: Path) -> Path:
+    def _own_file(self, directory: Path) -> Path:
         from megatron.core import parallel_state
 
         rank = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
         stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if self.case.pipeline > 1 else ""
-        return folder / ITERATION / (rank + stage) / "model_optim_rng.pt"
+        return directory / (rank + stage) / "model_optim_rng.pt"
 
     def _metadata(self) -> dict[str, Any]:
         from megatron.core import parallel_state
@@ -361,7 +373,8 @@ class Training:
     def _state(self, *, loading: bool = False) -> dict[str, Any]:
         """The dictionary that Megatron-LM's trainer writes."""
         sharded = self.case.file_format == "torch_dist"
-        state: dict[str, Any] = {"args": arguments(self.case), "checkpoint_version": 3.0, "iteration": BEFORE}
+        state: dict[str, Any] = {"args": arguments(self.case, self.iteration), "checkpoint_version": 3.0}
+        state["iteration"] = self.iteration
         for name, model in zip(self._names(), self.models, strict=True):
             if sharded:
                 state[name] = model.sharded_state_dict(metadata=self._metadata())
@@ -383,7 +396,7 @@ class Training:
         return state
 
 
-def arguments(case: Case) -> Namespace:
+def arguments(case: Case, iteration: int = BEFORE) -> Namespace:
     """Those of Megatron-LM's arguments that describe a model, its data and its training."""
     model = case.model
     return Namespace(
@@ -392,7 +405,6 @@ def arguments(case: Case) -> Namespace:
         **{"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False, "num_experts": None},
         **{
             "openai_gelu": False,
-            "bias_gelu_fusion": False,
             "multi_latent_attention": False,
             "max_position_embeddings": SEQ,
             "seq_length": SEQ,
@@ -419,13 +431,13 @@ def arguments(case: Case) -> Namespace:
             "weight_decay": 0.1,
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,
-            "adam_eps": 1e-3,
+            "adam_eps": case.adam_eps,
             "clip_grad": 1.0,
             "seed": 1234,
         },
         **{"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 10, "train_iters": 10},
-        **{"micro_batch_size": MICRO, "global_batch_size": ROWS, "iteration": BEFORE, "skipped_train_samples": 0},
-        **{"consumed_train_samples": BEFORE * ROWS, "consumed_valid_samples": 0, "ckpt_format": case.file_format},
+        **{"micro_batch_size": MICRO, "global_batch_size": ROWS, "iteration": iteration, "skipped_train_samples": 0},
+        **{"consumed_train_samples": iteration * ROWS, "consumed_valid_samples": 0, "ckpt_format": case.file_format},
         **{"use_dist_ckpt": case.file_format != "torch", "no_save_optim": None, "no_save_rng": None},
     )
 
@@ -444,7 +456,7 @@ def _config(case: Case) -> Any:
         **{
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            "bias_activation_fusion": False,
+            "bias_activation_fusion": model.bias_gelu_fusion,
             "apply_rope_fusion": False,
         },
         **{"masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False},
