@@ -108,7 +108,7 @@ class Run:
     @property
     def optimizer_schedule(self) -> dict[str, Any]:
         """Fields that set learning rate and weight decay over the training."""
-        tokens = self.config.model.seq_length * (self.global_batch_size if self.config.training.unit == "iters" else 1)
+        tokens = self.config.model.seq_length * (self.batch_sizes.final if self.config.training.unit == "iters" else 1)
         return schedule_facts(self.config.optimizer, self.config.training, tokens_per_step=tokens)
 
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
