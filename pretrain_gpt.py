@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import check_num_ops
+from deepspeed_ext.plan.terminal import printable_output
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.health.processes import ProcessEnd
 from deepspeed_ext.runtime.health.rank_watch import LOST
@@ -29,7 +30,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, build, train. Returns the exit code: 2 for bad input, reported in one line."""
-    with ExitStack() as at_end:
+    with printable_output(), ExitStack() as at_end:
         return _main(argv, at_end)
 
 

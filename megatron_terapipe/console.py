@@ -1,9 +1,14 @@
 """The console on which commands print their tables."""
 
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.plan.terminal import printable, unfiltered
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.segment import Segment
 
 WIDTH_OF_FILES = 1000
 """Columns of a line where standard output is a file or a pipe: no cell of a table is broken there."""
@@ -17,5 +22,13 @@ def output_console(**settings: Any) -> "Console":
     """
     from rich.console import Console
 
-    console = Console(**settings)
-    return console if console.is_terminal else Console(width=WIDTH_OF_FILES, **settings)
+    class PrintableConsole(Console):
+        """Writes the codes of its styles, and no others."""
+
+        def render(self, *what: Any) -> Iterator["Segment"]:
+            for each in super().render(*what):
+                yield each if each.control else each._replace(text=printable(each.text))
+
+    settings |= {"file": unfiltered(sys.stdout)}
+    console = PrintableConsole(**settings)
+    return console if console.is_terminal else PrintableConsole(width=WIDTH_OF_FILES, **settings)

@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import groupby
 from shutil import get_terminal_size
 from typing import Any, NoReturn, Self, TypeGuard
@@ -39,7 +40,7 @@ class ProgressLine:
             from rich.progress import Progress, TimeRemainingColumn
 
             columns = ("{task.description}", "{task.percentage:.0f}%", TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Console(file=unfiltered(sys.stderr)), transient=True)
             self._bar.add_task("", total=1.0)
             self._bar.start()
         return self
@@ -61,6 +62,42 @@ class ProgressLine:
         return part_of(lambda share: self._bar.update(task, description=doing, completed=share), first, last)
 
 
+_CONTROLS = re.compile("(?!\\A\r)[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that clear a screen, move its cursor or change the order of a line; not the return that begins a bar."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters as JSON spells them, such as `\u001b`."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class _PrintableStream:
+    """A stream on which the content of a file cannot control the terminal."""
+
+    def __init__(self, stream: Any) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        self.unfiltered.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+def unfiltered(stream: Any) -> Any:
+    """Return the stream below, for the codes of a terminal that are not from a file."""
+    return getattr(stream, "unfiltered", stream)
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Print control characters as text, whatever prints them."""
+    streams: Iterator[Any] = (each and _PrintableStream(unfiltered(each)) for each in (sys.stdout, sys.stderr))
+    with redirect_stdout(next(streams)), redirect_stderr(next(streams)):
+        yield
+
+
 BAD_INPUT = 2
 """Exit code for bad input."""
 
@@ -71,6 +108,7 @@ WIDEST = 110
 """Columns of a help text at most: longer lines are hard to read."""
 
 
+@printable_output()
 def run_command(action: Callable[[], int]) -> int:
     """Return the exit code of a command: its own, 2 for bad input, 130 for Ctrl-C."""
     try:

@@ -12,11 +12,12 @@ from deepspeed_ext.plan.draw import Panel
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.layout import StagePartition
 from deepspeed_ext.plan.measured import Comparison, alike, name_of, read_steps
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text_files import parse_json, read_text
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.run_report.figures import Figures
 from megatron_terapipe.search.answer.figures import bytes_text, time_text
+from megatron_terapipe.search.answer.json_schema import Amount, BreakdownObject, MemoryObject
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.records import RunStart
 
@@ -69,15 +70,15 @@ ANSWER_FILE = "ranking.json"
 class Predicted(BaseModel):
     """Predicted cost of a strategy; `megatron_terapipe/search/answer/json_schema.py` defines the fields."""
 
-    iteration_time_s: float
-    interval_s: tuple[float, float] | None
-    interval_coverage: float
-    tokens_per_s: float
-    mfu: float | None
-    bubble_ratio: float
-    peak_memory_bytes: float
-    breakdown: dict[str, float]
-    memory_per_rank: list[dict[str, float]]
+    iteration_time_s: Amount
+    interval_s: tuple[Amount, Amount] | None
+    interval_coverage: Amount
+    tokens_per_s: Amount
+    mfu: Amount | None
+    bubble_ratio: Amount
+    peak_memory_bytes: Amount
+    breakdown: BreakdownObject
+    memory_per_rank: list[MemoryObject]
 
 
 class Entry(BaseModel):
@@ -137,7 +138,7 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
     """
     path = path / ANSWER_FILE if path.is_dir() else path
     try:
-        answer = Answer.model_validate_json(read_text(path))
+        answer = Answer.model_validate(parse_json(read_text(path), str(path)))
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
@@ -150,9 +151,10 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
             ran = None
 
     def differences(entry: Entry) -> list[str]:
-        if ran is None:
+        if ran is None or start is None:
             return []
-        return list(_differences(Strategy.from_json(entry.strategy), ran, answer.model.seq_length))
+        priced = _normal(Strategy.from_json(entry.strategy), answer.model.seq_length)
+        return list(_differences(priced, _normal(ran, start.model.get("seq_length"))))
 
     priced = [(entry, entry.predicted) for entry in answer.entries if entry.predicted is not None]
     if not priced:
@@ -171,15 +173,14 @@ def read_prediction(path: Path, start: RunStart | None) -> Prediction:
     )
 
 
-def _differences(priced: Strategy, ran: Strategy, seq_length: int) -> Iterator[str]:
-    here, there = _normal(priced, seq_length), _normal(ran, seq_length)
+def _differences(priced: Strategy, ran: Strategy) -> Iterator[str]:
     for each, label in in_places(DIMENSIONS, "label"):
-        was, did = getattr(here, each.name), getattr(there, each.name)
+        was, did = getattr(priced, each.name), getattr(ran, each.name)
         if was != did:
             yield f"{label}: {_text(did)} ran, {_text(was)} was priced"
 
 
-def _normal(strategy: Strategy, seq_length: int) -> Strategy:
+def _normal(strategy: Strategy, seq_length: Any) -> Strategy:
     """Return a strategy as the run writes it: lengths of all token slices, no placement of ranks."""
     sequences = strategy.micro_batch_size * strategy.data_parallel_size
     partition = strategy.stage_partition
@@ -187,7 +188,7 @@ def _normal(strategy: Strategy, seq_length: int) -> Strategy:
         partition = "uniform"
     return replace(
         strategy,
-        token_slices=strategy.cut(seq_length).lengths,
+        token_slices=strategy.cut(seq_length).lengths if isinstance(seq_length, int) else None,
         global_batch_size=strategy.global_batch_size or sequences,
         stage_partition=partition,
         placement=None,
@@ -255,7 +256,7 @@ def compared_figures(
     def compared(
         name: str, unit: Literal["s", "bytes", "tokens/s", "share"], promised: float, came: float, why: str
     ) -> ComparedFigure:
-        relative = came / promised - 1 if promised else 0.0
+        relative = came / promised - 1 if promised > 1e-99 else 0.0  # A quotient of less may overflow.
         difference = came - promised if unit == "share" else relative
         return ComparedFigure(name=name, unit=unit, promised=promised, came=came, difference=difference, why=why)
 

@@ -199,7 +199,7 @@ def _of_pieces(run: TrainingRun) -> Iterator[Incident]:
 
 def _restart_text(before: Piece, piece: Piece) -> str:
     last = before.iterations[-1].iteration if before.iterations else before.first - 1
-    again = max(last - piece.first + 1, 0)
+    again = max(last - piece.first + 1, 0) if piece.iterations else 0
     parts = [f"started again with iteration {piece.first}"]
     if again:
         parts.append(f"{'1 iteration was' if again == 1 else f'{again} iterations were'} repeated")

@@ -5,9 +5,9 @@ A run consists of pieces, each from a start to an end. Iterations that were repe
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from megatron_terapipe.training.records import (
 
 EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
 """Kinds of events, by the value of the key `event`."""
+
+LARGEST, LATEST_S = 1e40, 6e10
+"""Magnitudes of numbers at most: more than fp32 has, and a time in the year 3871."""
 
 PARTS = ("validation", "test")
 """Parts of the data that are evaluated on."""
@@ -78,11 +81,18 @@ def line_of(text: str) -> Line:
         values = values if part is None else {"consumed_samples": 0, **values, "part": part}
         values = {**values, "lm_loss": nan if loss is None else loss}
     try:
-        return _adapter(kind).validate_python(values)  # type: ignore[no-any-return]
+        line: Line = _adapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where}: {first['msg']}: give a file that a run wrote with --metrics-file") from None
+    for each in fields(line):
+        value, most = getattr(line, each.name), LATEST_S if each.name == "time" else LARGEST
+        for number in value if isinstance(value, tuple) else (value,):
+            is_unknown_loss = each.name == "lm_loss" and isnan(number)
+            if isinstance(number, int | float) and not is_unknown_loss and not abs(number) <= most:
+                raise ConfigError(f"{each.name} {number:.3g} is beyond {most:g}: give the file of a real run")
+    return line
 
 
 @cache
@@ -198,7 +208,8 @@ class TrainingRun:
         next_first: float = float("inf")
         for piece in reversed(self.pieces):
             remaining.append((piece, [each for each in piece.iterations if each.iteration < next_first]))
-            next_first = min(next_first, piece.first)
+            if piece.iterations:  # Else it repeated none: it was killed before its first.
+                next_first = min(next_first, piece.first)
         return remaining[::-1]
 
     @cached_property
@@ -227,7 +238,8 @@ class TrainingRun:
         """Return its evaluations on the validation data, without those that a later piece repeated."""
         remaining: list[EvaluationMetrics] = []
         for piece in self.pieces:
-            remaining = [each for each in remaining if each.iteration < piece.first]
+            if piece.iterations:
+                remaining = [each for each in remaining if each.iteration < piece.first]
             remaining += [each for each in piece.evaluations if each.part == "validation"]
         return remaining
 

@@ -1,14 +1,19 @@
 """The line of progress of a command."""
 
 import io
+import json
+import sys
 from itertools import pairwise
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
-from deepspeed_ext.plan.terminal import ProgressLine, no_progress
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, no_progress, run_command, write_json
+from megatron_terapipe.console import output_console
 
 
 class Terminal(io.StringIO):
@@ -41,3 +46,37 @@ def test_searches_report_a_share_that_rises() -> None:
     assert len(shares) > 50 and all(0 <= share <= 1 for share in shares)
     falls = sum(after < before for before, after in pairwise(shares))
     assert falls == 2, "only where the next search begins"
+
+
+HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b2J\u202eb\r\u2066c\x08é\t"
+SHOWN = r"a\u001b[2J\u001b]0;title\u0007\u009b2J\u202eb\u000d\u2066c\u0008é" + "\t"
+
+
+def test_control_characters_are_printed_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    def action() -> int:
+        print(HOSTILE)
+        print(HOSTILE, file=sys.stderr)
+        print("\r 50% of a bar", end="", file=sys.stderr)
+        table = Table("name")
+        table.add_row(HOSTILE)
+        table.add_row(Text(HOSTILE))
+        output_console().print(table, HOSTILE, style="bold")
+        write_json(STANDARD_OUTPUT, json.dumps(HOSTILE, ensure_ascii=False))
+        return 0
+
+    assert run_command(action) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{SHOWN}\n\r 50% of a bar"
+    lines = out.splitlines()
+    assert lines[0] == SHOWN and json.loads(lines[-1]) == HOSTILE
+    assert sum(r"a\u001b[2J" in line for line in lines) == 5
+    assert all(each.isprintable() or each == "\t" for each in out.replace("\n", ""))
+
+
+def test_styles_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    run_command(lambda: output_console().print(f"[bold]{HOSTILE}[/]") or 0)
+    assert "\x1b[1ma" in terminal.getvalue()
+    assert "\x1b[2J" not in terminal.getvalue()

@@ -107,6 +107,12 @@ def test_differences_between_run_and_prediction(tmp_path: Path) -> None:
     assert report.prediction is not None
     assert "schedule: 1f1b ran, gpipe was priced" in report.prediction.differences
     assert "differs from the priced strategy" in report.compared[0].why
+    write_answer(answer, replace(priced, num_token_slices=2, token_slices=(32, 32)))
+    answer.write_text(answer.read_text().replace('"seq_length": 32', '"seq_length": 64'))
+    (report,) = read_report([str(metrics)], search=str(answer))
+    assert report.prediction is not None
+    assert "token slices: 16,16 ran, 32,32 was priced" in report.prediction.differences
+    assert "sequence: 32 tokens ran, 64 were priced" in report.prediction.differences
     write_lines(tmp_path / "metrics.jsonl", lines_of(range(1, 9)))
     (report,) = read_report([str(metrics)], search=str(answer))
     assert report.prediction is not None and report.prediction.differences == (UNKNOWN,)

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.metrics_file import line_of, metrics_schema, read_runs
+from megatron_terapipe.run_report.report import read_report
 from megatron_terapipe.training.records import Note
 from tests.run_report.made_up import START, iteration, lines_of, whole_run, write_lines
 from tests.training.samples import EVALUATION, ITERATION, SKIPPED, TEST
@@ -43,6 +44,19 @@ def test_repeated_iterations_count_once(tmp_path: Path) -> None:
     assert run.name == tmp_path.name
 
 
+def test_a_start_that_was_killed_before_its_first_iteration_repeats_none(tmp_path: Path) -> None:
+    lines = [*whole_run(), replace(START, time=1e9 + 200)]
+    (report,) = read_report([str(write_lines(tmp_path / "metrics.jsonl", lines))])
+    assert [each.iteration for each in report.run.iterations] == list(range(1, 41))
+    assert [each.iteration for each in report.run.evaluations()] == [10, 20, 30, 40]
+    assert (report.figures.starts, report.figures.repeated) == (3, 5)
+    assert [each.text.partition(",")[0] for each in report.incidents if each.kind == "restart"] == [
+        "started again with iteration 1",
+        "started again with iteration 21",
+    ]
+    assert "iteration 1, 100 s after the previous end" in report.incidents[0].text
+
+
 def test_a_file_without_starts_is_divided_where_iterations_decrease(tmp_path: Path) -> None:
     lines = [*lines_of(range(1, 8)), *lines_of(range(5, 10))]
     (run,) = read_runs([str(write_lines(tmp_path / "old.jsonl", lines))])
@@ -66,8 +80,16 @@ def test_an_incomplete_last_line_is_skipped(tmp_path: Path) -> None:
     assert len(run.faults) == 1 and run.faults[0].startswith(f"{path}: the last line ")
 
 
+HOSTILE = (
+    *({"lm_loss": "1e300"}, {"iteration_time_s": "nan"}, {"grad_norm": "inf"}, {"learning_rate": -1e41}),
+    *({"peak_memory_bytes": ["9" * 400]}, {"iteration": "9" * 400}),
+)
+
+
 @pytest.mark.parametrize(
-    "bad", ['{"iteration": "x"}', "[1]", "{", '{"event": "party"}', '{"event": ["start"]}', "7" * 9]
+    "bad",
+    ['{"iteration": "x"}', "[1]", "{", '{"event": "party"}', '{"event": ["start"]}', "7" * 9]
+    + [json.dumps(iteration(3).as_json() | each) for each in HOSTILE],
 )
 def test_damaged_lines_are_skipped_with_one_warning(tmp_path: Path, bad: str) -> None:
     path = write_lines(tmp_path / "metrics.jsonl", lines_of(range(1, 6)))

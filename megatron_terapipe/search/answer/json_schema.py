@@ -7,7 +7,7 @@ does not.
 from dataclasses import fields
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 from deepspeed_ext.plan.text_files import field_texts
 from megatron_terapipe.search.price.prediction import RankMemory, TimeBreakdown
@@ -29,11 +29,30 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
 StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
-BreakdownObject = Annotated[dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))]
+Amount = Annotated[float, Field(ge=0, le=1e40)]
+"""Seconds, bytes or a speed. Sums of those have no overflow."""
+
+
+def _whole(kind: type[Any]) -> AfterValidator:
+    """Return the check that an object has all fields of a class."""
+
+    def check(amounts: dict[str, float]) -> dict[str, float]:
+        if missing := [each.name for each in fields(kind) if each.name not in amounts]:
+            raise ValueError(f"{missing[0]} is missing")
+        return amounts
+
+    return AfterValidator(check)
+
+
+BreakdownObject = Annotated[
+    dict[str, Amount], _whole(TimeBreakdown), WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))
+]
 """Seconds of an iteration by their cause."""
 
 MemoryObject = Annotated[
-    dict[str, float], WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others"))
+    dict[str, Amount],
+    _whole(RankMemory),
+    WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others")),
 ]
 """Bytes of a pipeline rank by their use."""
 

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from tests.faults.fuzzing.target import Target
 
-MODULES = ("checkpoints", "configuration", "data", "plan", "search")
+MODULES = ("checkpoints", "configuration", "data", "plan", "reports", "search")
 """Modules of this folder; each has its parsers in `TARGETS`."""
 
 
