@@ -1,10 +1,9 @@
 """The console on which commands print their tables."""
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.plan.terminal import printable, unfiltered
+from deepspeed_ext.plan.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +28,5 @@ def output_console(**settings: Any) -> "Console":
             for each in super().render(*what):
                 yield each if each.control else each._replace(text=printable(each.text))
 
-    settings |= {"file": unfiltered(sys.stdout)}
     console = PrintableConsole(**settings)
     return console if console.is_terminal else PrintableConsole(width=WIDTH_OF_FILES, **settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import groupby
 from shutil import get_terminal_size
-from typing import Any, NoReturn, Self, TypeGuard
+from typing import Any, NoReturn, Self, TextIO, TypeGuard, cast
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import write_text
@@ -40,7 +40,7 @@ class ProgressLine:
             from rich.progress import Progress, TimeRemainingColumn
 
             columns = ("{task.description}", "{task.percentage:.0f}%", TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(file=unfiltered(sys.stderr)), transient=True)
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task("", total=1.0)
             self._bar.start()
         return self
@@ -72,29 +72,23 @@ def printable(text: str) -> str:
 
 
 class _PrintableStream:
-    """A stream on which the content of a file cannot control the terminal."""
+    """A stream on which the content of a file cannot control the terminal. Consoles of rich write to the one below."""
 
     def __init__(self, stream: Any) -> None:
-        self.unfiltered = stream
+        self.rich_proxied_file = getattr(stream, "rich_proxied_file", stream)
 
     def write(self, text: str) -> int:
-        self.unfiltered.write(printable(text))
-        return len(text)
+        return int(self.rich_proxied_file.write(printable(text)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.unfiltered, name)
-
-
-def unfiltered(stream: Any) -> Any:
-    """Return the stream below, for the codes of a terminal that are not from a file."""
-    return getattr(stream, "unfiltered", stream)
+        return getattr(self.rich_proxied_file, name)
 
 
 @contextmanager
 def printable_output() -> Iterator[None]:
     """Print control characters as text, whatever prints them."""
-    streams: Iterator[Any] = (each and _PrintableStream(unfiltered(each)) for each in (sys.stdout, sys.stderr))
-    with redirect_stdout(next(streams)), redirect_stderr(next(streams)):
+    out, error = (each and cast("TextIO", _PrintableStream(each)) for each in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(error):
         yield
 
 

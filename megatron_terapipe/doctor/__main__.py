@@ -9,14 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.terminal import (
-    STANDARD_OUTPUT,
-    CommandParser,
-    add_json_flag,
-    command_main,
-    unfiltered,
-    write_json,
-)
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, write_json
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
@@ -132,7 +125,7 @@ def _progress_line() -> Iterator["Progress"]:
     """Show the progress in a line of the terminal, which is erased at the end; nothing where there is no terminal."""
     from rich.console import Console
 
-    with Console(file=unfiltered(sys.stderr)).status("starting") as status:
+    with Console(stderr=True).status("starting") as status:
         yield status.update
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import inf, isfinite, isnan
+from math import isfinite
 from statistics import fmean, median, median_high, quantiles
 from typing import Literal, get_args
 
@@ -235,12 +235,11 @@ def _slow(run: TrainingRun) -> Iterator[Incident]:
     # Iterations of `steady` have one batch size, except in a run that is too short to exclude any.
     times: dict[int, list[float]] = {}
     for each in run.steady:
-        if not isnan(each.iteration_time_s):
-            times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
+        times.setdefault(each.global_batch_size, []).append(each.iteration_time_s)
     bounds = {size: outlier_bound(of_size, SPREADS, LEAST_RATIO) for size, of_size in times.items()}
     middle = median_high(each.iteration_time_s for each in run.steady)
     for each in run.steady:
-        if each.iteration_time_s > bounds.get(each.global_batch_size, inf):
+        if each.iteration_time_s > bounds[each.global_batch_size]:
             text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
             yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
 

@@ -91,7 +91,7 @@ def line_of(text: str) -> Line:
         for number in value if isinstance(value, tuple) else (value,):
             is_unknown_loss = each.name == "lm_loss" and isnan(number)
             if isinstance(number, int | float) and not is_unknown_loss and not abs(number) <= most:
-                raise ConfigError(f"{each.name} {number:.3g} is beyond {most:g}: give the file of a real run")
+                raise ConfigError(f"{each.name} {str(number)[:20]} is beyond {most:g}: give the file of a real run")
     return line
 
 

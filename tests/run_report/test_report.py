@@ -111,7 +111,7 @@ def test_differences_between_run_and_prediction(tmp_path: Path) -> None:
     answer.write_text(answer.read_text().replace('"seq_length": 32', '"seq_length": 64'))
     (report,) = read_report([str(metrics)], search=str(answer))
     assert report.prediction is not None
-    assert "token slices: 16,16 ran, 32,32 was priced" in report.prediction.differences
+    assert "lengths of token slices: 16,16 ran, 32,32 was priced" in report.prediction.differences
     assert "sequence: 32 tokens ran, 64 were priced" in report.prediction.differences
     write_lines(tmp_path / "metrics.jsonl", lines_of(range(1, 9)))
     (report,) = read_report([str(metrics)], search=str(answer))
