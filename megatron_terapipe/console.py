@@ -24,8 +24,8 @@ def output_console(**settings: Any) -> "Console":
     class PrintableConsole(Console):
         """Writes the codes of its styles, and no others."""
 
-        def render(self, *what: Any) -> Iterator["Segment"]:
-            for each in super().render(*what):
+        def render(self, *what: Any, **how: Any) -> Iterator["Segment"]:
+            for each in super().render(*what, **how):
                 yield each if each.control else each._replace(text=printable(each.text))
 
     console = PrintableConsole(**settings)

@@ -42,7 +42,7 @@ LAYERS = (
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.class_schema",), PLAN, ("pydantic",)),
     Layer(("megatron_terapipe.devices",)),
-    Layer(("megatron_terapipe.console",), packages=("rich",)),
+    Layer(("megatron_terapipe.console",), PLAN, ("rich",)),
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
