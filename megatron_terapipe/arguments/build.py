@@ -30,7 +30,7 @@ from megatron_terapipe.checkpoint.directories import (
     readable_checkpoint,
     tagged_checkpoint,
 )
-from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin
+from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin, is_megatron
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.deepspeed import RUN_UNDER_ZERO_1, DeepSpeedValues
@@ -70,9 +70,11 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> str | None:
     found = readable_checkpoint(str(checkpoint.load), checkpoint.tag, or_previous=checkpoint.load_previous_if_damaged)
     if found is None:
         raise CheckpointError(no_checkpoint(str(checkpoint.load)))
-    _, info = found
+    directory, info = found
     # The sequence length of a model that was imported is the longest that it can process, not that of a training.
     left_out = () if info.was_trained else ("seq_length",)
+    if is_megatron(directory):  # Its vocabulary is padded for other ranks; the run has that of its tokenizer.
+        left_out = ("vocab_size", "vocab_rows")
     _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
     return info.family
 

@@ -9,7 +9,7 @@ from megatron_terapipe.checkpoint.manifest import ASIDE, MANIFEST_FILE
 from megatron_terapipe.errors import CheckpointError
 
 MEGATRON = "Megatron-LM"
-_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE = "common.pt", "model_optim_rng.pt"
 """Files with the arguments of a run: of its format torch_dist, and of each rank in its format torch."""
 _MEGATRON_FILES = (f"mp_rank_*/{MEGATRON_RANK_FILE}", MEGATRON_COMMON_FILE)
@@ -17,7 +17,7 @@ ORIGINS = {
     "DeepSpeed's universal format": ("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
     "GPT-NeoX": ("*/configs/*.yml", "configs/*.yml"),
     "Megatron-DeepSpeed": ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
-    MEGATRON: (*(_MEGATRON_LATEST, *_MEGATRON_FILES, *(f"iter_*/{file}" for file in _MEGATRON_FILES)),),
+    MEGATRON: (*(MEGATRON_LATEST, *_MEGATRON_FILES, *(f"iter_*/{file}" for file in _MEGATRON_FILES)),),
     "nanotron": ("*/checkpoint_metadata.json", "checkpoint_metadata.json"),
     "torchtitan": ("step-*/.metadata", ".metadata"),
 }
@@ -56,11 +56,10 @@ def refuse_foreign(flag: str, directory: str | Path) -> None:
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether a directory is one checkpoint of Megatron-LM."""
-    if (directory / RUN_FILE).is_file():  # For many ranks at once: no directory is listed.
+    """Whether a directory is one checkpoint of Megatron-LM; others are not listed, for the sake of runs of many ranks."""
+    if not re.fullmatch(r"iter_\d+|release", directory.name):
         return False
-    of_another_format = bool(re.fullmatch(r"iter_\d+|release", directory.name)) and (directory / ".metadata").exists()
-    return of_another_format or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
+    return (directory / ".metadata").exists() or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
 
 
 def megatron_checkpoint(load: str | Path, tag: str | None) -> Path | None:
@@ -76,7 +75,7 @@ def megatron_checkpoint(load: str | Path, tag: str | None) -> Path | None:
         return path
     if tag is None:
         try:
-            tag = bounded_text(path / _MEGATRON_LATEST, _LONGEST).strip()
+            tag = bounded_text(path / MEGATRON_LATEST, _LONGEST).strip()
         except (OSError, ValueError):
             tag = max((each.name for each in path.glob("iter_*")), default="")
     number = re.fullmatch(r"(?:global_step|iter_)?(\d{1,18})", tag)

@@ -60,3 +60,8 @@ def load_without_tensors(path: Path) -> Any:
             raise ValueError(f"{path.name} has a pickle of {entry.file_size} bytes")
         with archive.open(entry) as pickled:
             return _WithoutTensors(pickled).load()
+
+
+def pickled(content: Any) -> bytes:
+    """Return the pickle of an object."""
+    return pickle.dumps(content)

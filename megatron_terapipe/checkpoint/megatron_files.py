@@ -9,6 +9,7 @@ Both give the same names: those of `GPTModel` in megatron-core with its own laye
 number in the whole model, `decoder.layers.5.input_layernorm.weight`.
 """
 
+import json
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -16,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
-from megatron_terapipe.checkpoint.inert_pickles import InertUnpickler
+from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_LATEST, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.inert_pickles import InertUnpickler, pickled
 from megatron_terapipe.checkpoint.megatron_model import common_file, unreadable
 from megatron_terapipe.errors import CheckpointError, first_line
 
@@ -36,6 +37,7 @@ _OWN_WEIGHTS = ("fp32_param", WEIGHT_OF_OPTIMIZER)
 LAYERS = "decoder.layers."
 _OUTPUT_CUT = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
 """Modules whose outputs are shared by tensor-parallel ranks."""
+_WITH_EXTRA_STATE = tuple(f"{each}.weight" for each in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 _INPUT_CUT = ("linear_proj.weight", "linear_fc2.weight")
 """Weights whose inputs are."""
 _FUSED_NORMS = (
@@ -361,3 +363,53 @@ def _states_by_name(
 
 def _is_end(name: str) -> bool:
     return name.startswith(("embedding.", "output_layer."))
+
+
+class DistributedWriter:
+    """Writes the weights of a model in format `torch_dist`, a file for each pipeline layer."""
+
+    def __init__(self, directory: Path, num_layers: int) -> None:
+        self._directory, self._num_layers = directory, num_layers
+        self._metadata = dcp.Metadata(state_dict_metadata={}, storage_data={}, version="1.0.0")
+        self._num_files = 0
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors [...] of a pipeline layer; those of a transformer layer are rows of one tensor of all."""
+        name_of_file = f"__{self._num_files}_0.distcp"
+        with (self._directory / name_of_file).open("wb") as file:
+            for name, tensor in tensors.items():
+                for fused, own in _FUSED_NORMS:
+                    name = name.replace(own, fused)
+                key, offset, size = name, (0,) * tensor.dim(), tuple(tensor.shape)
+                if match := re.match(rf"{re.escape(LAYERS)}(\d+)\.", name):
+                    layer = int(match[1])
+                    key, offset, tensor = LAYERS + name[match.end() :], (layer, *offset), tensor[None]
+                    size = (self._num_layers, *size)
+                    if key.endswith(_WITH_EXTRA_STATE):
+                        # Modules of Megatron have another object, without content here.
+                        module = key.removesuffix("weight")
+                        self._add(file, f"{module}_extra_state/shard_{layer}_{self._num_layers}", [None])
+                properties = dcp.TensorProperties(dtype=tensor.dtype)
+                whole = dcp.TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
+                whole = self._metadata.state_dict_metadata.setdefault(key, whole)
+                whole.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+                self._add(file, key, tensor.contiguous().clone(), offset)
+        self._num_files += 1
+
+    def _add(self, file: BinaryIO, key: str, content: Any, offset: tuple[int, ...] | None = None) -> None:
+        start = file.tell()
+        torch.save(content, file)
+        if offset is None:
+            self._metadata.state_dict_metadata[key] = dcp.BytesStorageMetadata()
+        index = dcp.MetadataIndex(key, offset)
+        self._metadata.storage_data[index] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
+
+    def finish(self, args: Namespace, iteration: int) -> None:
+        """Write the files that describe the others, and the number of the newest checkpoint."""
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration, "content_metadata": {}}
+        torch.save(common, self._directory / MEGATRON_COMMON_FILE)
+        (self._directory / METADATA_FILE).write_bytes(pickled(self._metadata))
+        backend = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+        versions = {f"{each}_version": 1 for each in backend}
+        (self._directory / "metadata.json").write_text(json.dumps(backend | versions))
+        (self._directory.parent / MEGATRON_LATEST).write_text(str(iteration))

@@ -56,7 +56,8 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
     """Return the facts of a checkpoint: as if one rank had saved it.
 
     Args:
-        model: the run's, which has the vocabulary before padding; None where there is none yet.
+        model: the run's, which has the vocabulary before padding; None for that of the arguments or, where these have
+            none, all rows.
     """
     file = common_file(directory)
     try:
@@ -67,7 +68,10 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         raise unreadable(directory, error) from None
     theirs = MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
-    if model is not None:
+    if model is None:
+        rows = getattr(args, "padded_vocab_size", None)
+        theirs = replace(theirs, vocab_size=theirs.vocab_size or rows, vocab_rows=rows)
+    else:
         _check_vocabulary(model, args, directory)
         own = ("vocab_size", "vocab_rows", "make_vocab_size_divisible_by", "model_preset")
         theirs = replace(theirs, **{name: getattr(model, name) for name in own})

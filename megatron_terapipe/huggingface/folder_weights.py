@@ -185,8 +185,8 @@ class FolderWeights:
         rule = self._rules(index)[name]
         return rule.join([self._tensors.read(self._spelled[theirs]) for theirs in rule.theirs])
 
-    def layer(self, index: int) -> dict[str, Tensor]:
-        """Return all weights [...] of a pipeline layer by name."""
+    def whole(self, index: int, layer: nn.Module | None = None) -> dict[str, Tensor]:
+        """Return all weights [...] of a pipeline layer by name; the layer itself is not needed."""
         return {name: self.weight(index, name) for name in self._rules(index)}
 
     def check(self) -> None:
