@@ -1,4 +1,4 @@
-"""`terapipe convert`: models to and from the files of Hugging Face."""
+"""`terapipe convert`: models to and from the files of Hugging Face and of Megatron-LM."""
 
 import argparse
 import json
@@ -20,17 +20,20 @@ from deepspeed_ext.plan.terminal import (
 )
 from megatron_terapipe.errors import ConfigError
 
-TO_HUGGINGFACE = "to-huggingface"
+TO_HUGGINGFACE, FROM_HUGGINGFACE = "to-huggingface", "from-huggingface"
+TO_MEGATRON, FROM_MEGATRON = "to-megatron", "from-megatron"
 
 DESCRIPTION = """\
-Convert models to and from the files of Hugging Face: config.json, safetensors and a tokenizer."""
+Convert models to and from the files of Hugging Face (config.json, safetensors and a tokenizer) and checkpoints of
+Megatron-LM (torch and torch_dist)."""
 
 EPILOG = """\
 examples:
   %(prog)s to-huggingface --load checkpoints --output exported
   %(prog)s from-huggingface --load qwen2.5-7b/ --output checkpoints
+  %(prog)s from-megatron --load megatron-checkpoints --output checkpoints
 
-Read on: docs/how-to/huggingface.md, with the families of models that can be converted."""
+Read on: docs/how-to/huggingface.md, with the families of models that can be converted, and docs/how-to/migrating.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,12 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not an empty directory: name another")
-    convert = _to_huggingface if options.command == TO_HUGGINGFACE else _from_huggingface
+    convert = {
+        TO_HUGGINGFACE: _to_huggingface,
+        FROM_HUGGINGFACE: _from_huggingface,
+        TO_MEGATRON: _to_megatron,
+        FROM_MEGATRON: _from_megatron,
+    }[options.command]
     with _removed_on_failure(output), ProgressLine() as line:
         written, sentence = convert(options, output, line)
     if options.json is not None:
@@ -84,21 +92,35 @@ def build_parser(prog: str) -> CommandParser:
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     exported = _add_command(commands, TO_HUGGINGFACE, "write a checkpoint as a model of Hugging Face")
-    exported.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
-    exported.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
-    exported.add_argument("--output", required=True, metavar="DIR", help="directory to write, empty or new")
     exported.add_argument(
         "--family",
         metavar="NAME",
         help="model_type to write, such as mistral (default: that of the model that the run began with, or else the "
         "first that can express the model)",
     )
-    imported = _add_command(commands, "from-huggingface", "write a model of Hugging Face as a checkpoint")
+    imported = _add_command(commands, FROM_HUGGINGFACE, "write a model of Hugging Face as a checkpoint")
     imported.add_argument(
         "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
     )
-    imported.add_argument("--output", required=True, metavar="CHECKPOINTS", help="directory to write, empty or new")
-    for command in (exported, imported):
+    to_megatron = _add_command(
+        commands, TO_MEGATRON, "write the weights of a checkpoint as one of Megatron-LM, in its format torch_dist"
+    )
+    from_megatron = _add_command(
+        commands, FROM_MEGATRON, "write a checkpoint of Megatron-LM as one of this trainer, with its optimizer state"
+    )
+    from_megatron.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="tokens before padding (default: those of its arguments, or all rows of the embedding)",
+    )
+    for command in (exported, to_megatron, from_megatron):
+        command.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
+        command.add_argument(
+            "--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)"
+        )
+    for command in (exported, imported, to_megatron, from_megatron):
+        command.add_argument("--output", required=True, metavar="DIR", help="directory to write, empty or new")
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
         )
@@ -132,11 +154,11 @@ def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLin
 
 def _eod(directory: Path) -> int | None:
     """The token that ends a document; None if the tokenizer is not known or its files are gone."""
-    from megatron_terapipe.checkpoint.info import CheckpointInfo
+    from megatron_terapipe.checkpoint.directories import checkpoint_info
     from megatron_terapipe.data.tokenizer import build_tokenizer
     from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
 
-    settings = CheckpointInfo.read(directory).tokenizer
+    settings = checkpoint_info(directory).tokenizer
     try:
         return build_tokenizer(TokenizerSettings(**settings)).eod if settings else None
     except UserError:
@@ -152,6 +174,43 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
     return Converted(output=str(checkpoint), source=options.load), (
         f"wrote {checkpoint} from {options.load}: train it with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
+    )
+
+
+def _to_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
+    """Export to Megatron-LM, and return the answer for programs and the sentence for people."""
+    from megatron_terapipe.checkpoint.conversion import export_megatron
+    from megatron_terapipe.checkpoint.directories import existing_checkpoint
+
+    directory = existing_checkpoint(options.load, options.load_tag)
+    written = export_megatron(directory, output, dtype=options.dtype, progress=line.part("writing the weights"))
+    return Converted(output=str(written), source=str(directory)), (
+        f"wrote {written} from {directory}, without the state of the optimizer: load it in Megatron-LM with --load "
+        f"{output} --use-checkpoint-args and --finetune or --no-load-optim --no-load-rng"
+    )
+
+
+def _from_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
+    """Import from Megatron-LM, and return the answer for programs and the sentence for people."""
+    from megatron_terapipe.checkpoint.conversion import import_megatron
+    from megatron_terapipe.checkpoint.foreign import megatron_checkpoint
+
+    directory = megatron_checkpoint(options.load, options.load_tag)
+    if directory is None:
+        raise ConfigError(
+            f"--load {options.load} holds no checkpoint of Megatron-LM: give a directory that it saved to"
+        )
+    checkpoint, no_states = import_megatron(
+        directory,
+        output,
+        vocab_size=options.vocab_size,
+        dtype=options.dtype,
+        progress=line.part("writing the checkpoint"),
+    )
+    state = f"without the state of the optimizer ({no_states})" if no_states else "with the state of the optimizer"
+    weights = " --finetune" if no_states else ""
+    return Converted(output=str(checkpoint), source=str(directory)), (
+        f"wrote {checkpoint} from {directory}, {state}: continue it with --load {output} --use-checkpoint-args{weights}"
     )
 
 

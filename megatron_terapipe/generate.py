@@ -178,19 +178,18 @@ class _Source(NamedTuple):
 
 
 def _checkpoint(options: argparse.Namespace) -> _Source:
-    from megatron_terapipe.checkpoint.directories import existing_checkpoint
-    from megatron_terapipe.checkpoint.info import CheckpointInfo
+    from megatron_terapipe.checkpoint.directories import checkpoint_info, existing_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    info = CheckpointInfo.read(directory)
+    info = checkpoint_info(directory)
     model = ModelConfig(**info.model)
 
     def weights(line: ProgressLine) -> tuple[Callable[..., Mapping[str, Any]], Progress]:
-        from megatron_terapipe.checkpoint.saved_weights import SavedWeights
+        from megatron_terapipe.checkpoint.saved_weights import weights_of
         from megatron_terapipe.checkpoint.verify import verify_weights
 
         verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
-        return SavedWeights(directory, info).whole, line.part("loading the model", VERIFIED, 1.0)
+        return weights_of(directory, info).whole, line.part("loading the model", VERIFIED, 1.0)
 
     return _Source(f"checkpoint {directory}", model, info.tokenizer, weights)
 
@@ -210,7 +209,7 @@ def _model_folder(options: argparse.Namespace) -> _Source:
     found.check()
 
     def weights(line: ProgressLine) -> tuple[Callable[..., Mapping[str, Any]], Progress]:
-        return lambda index, _: found.layer(index), line.part("loading the model")
+        return found.whole, line.part("loading the model")
 
     return _Source(f"--load {folder}", model, tokenizer_of(folder), weights)
 

@@ -1,7 +1,9 @@
-"""Models of Hugging Face as checkpoints, and checkpoints as models of Hugging Face."""
+"""Models of Hugging Face and checkpoints of Megatron-LM as checkpoints of ours, and back."""
 
 import json
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from shutil import rmtree
@@ -10,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.health.states import are_finite
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.directories import complete
+from megatron_terapipe.checkpoint.directories import checkpoint_info, complete, state_file
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile
-from megatron_terapipe.checkpoint.saved_weights import SavedWeights
+from megatron_terapipe.checkpoint.megatron import MegatronWeights
+from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON, megatron_info
+from megatron_terapipe.checkpoint.optimizer_state import INDEX_FILE, Place, index_text
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights, weights_of
 from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.checkpoint import checkpoint_tag
@@ -46,23 +53,81 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None, pro
     family, model = read_model(directory, "--load")
     weights = FolderWeights(directory, family, model)
     weights.check()
-    checkpoint = output / checkpoint_tag(0)
-    partial = checkpoint.with_name(checkpoint.name + ASIDE)
     tokenizer = import_tokenizer(directory, output / "tokenizer")
     info = CheckpointInfo.imported(family.name, model, tokenizer=tokenizer, has_manifest=True)
+    layers = _layers(model, weights, dtype, progress)
+    return _write_checkpoint(output, info, ((layer_file(index), layer) for index, layer in layers))
+
+
+def import_megatron(
+    directory: Path,
+    output: Path,
+    *,
+    vocab_size: int | None = None,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
+) -> tuple[Path, str | None]:
+    """Write a checkpoint of Megatron-LM as one of ours.
+
+    Args:
+        vocab_size: tokens before padding; None for those of its arguments or, without them, all rows.
+        dtype: type of the weights; None for that of the optimizer, or of the model without an optimizer.
+
+    Returns:
+        Its directory; and why it has no state of the optimizer, or None if it has one.
+    """
+    info = megatron_info(directory)
+    model = ModelConfig(**info.model)
+    model = replace(model, vocab_size=vocab_size or model.vocab_size)
+    weights = MegatronWeights(directory, model)
+    weights.check()
+    # The optimizer's state of each layer is a stage of its own, so that only one layer is in memory.
+    layout = ParallelLayout(pipeline_parallel_size=len(layers_with_weights(model)))
+    optimizer = None if weights.no_states else info.optimizer
+    info = replace(info, model=asdict(model), layout=asdict(layout), optimizer=optimizer, has_manifest=True)
+
+    def files() -> Iterator[tuple[str, Any]]:
+        places: dict[str, Place] = {}
+        for stage, (index, layer) in enumerate(_layers(model, weights, dtype, progress)):
+            yield layer_file(index), layer
+            if optimizer is not None:
+                tied = index == 0 and not model.untie_embeddings_and_output_weights
+                names = ["tied_modules.embedding.weight"] if tied else [f"{index}.{name}" for name in layer]
+                places.update(dict.fromkeys(names, Place(stage)))
+                yield state_file(stage, 0, 1), weights.state_of(names)
+        if places:
+            yield INDEX_FILE, index_text(places.items())
+
+    return _write_checkpoint(output, info, files()), weights.no_states
+
+
+def _write_checkpoint(output: Path, info: CheckpointInfo, files: Iterable[tuple[str, Any]]) -> Path:
+    """Write a checkpoint from its files, texts or objects, each made when the one before is written."""
+    checkpoint = output / checkpoint_tag(info.iteration)
+    partial = checkpoint.with_name(checkpoint.name + ASIDE)
     rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = {}
-    indices = list(layers_with_weights(model))
+    facts, texts = {}, {RUN_FILE: info.text()}
+    for name, content in files:
+        if isinstance(content, str):
+            texts[name] = content
+            continue
+        with DurableFile(partial / name) as file:
+            torch.save(content, file)
+        facts[name] = file.facts
+    complete(partial, checkpoint, facts, texts)
+    return checkpoint
+
+
+def _layers(
+    model: ModelConfig, weights: SavedWeights | FolderWeights, dtype: str | None, progress: Progress
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the index and the weights [...] of each pipeline layer, in the type that `--dtype` names."""
+    indices = layers_with_weights(model)
     for number, index in enumerate(indices):
         progress(number / len(indices))
-        layer = weights.layer(index)
-        layer = {name: _converted(f"{index}.{name}", weight, dtype) for name, weight in layer.items()}
-        with DurableFile(partial / layer_file(index)) as file:
-            torch.save(layer, file)
-        files[layer_file(index)] = file.facts
-    complete(partial, checkpoint, files, {RUN_FILE: info.text()})
-    return checkpoint
+        layer = weights.whole(index, meta_layer(model, index))
+        yield index, {name: _converted(f"{index}.{name}", weight, dtype) for name, weight in layer.items()}
 
 
 VERIFIED = 0.3
@@ -87,7 +152,7 @@ def export_checkpoint(
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document; None if it is unknown.
     """
-    info = CheckpointInfo.read(directory)
+    info = checkpoint_info(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
     verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
@@ -96,7 +161,7 @@ def export_checkpoint(
     def written(share: float) -> None:
         progress(VERIFIED + (1 - VERIFIED) * share)
 
-    tensors = _tensors(chosen, model, SavedWeights(directory, info), dtype, written)
+    tensors = _tensors(chosen, model, weights_of(directory, info), dtype, written)
     first_name, first = next(tensors)
     write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
     # Null where it is unknown: the default of a family may not be in the vocabulary.
@@ -119,15 +184,11 @@ def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None
 
 
 def _tensors(
-    family: Family, model: ModelConfig, saved: SavedWeights, dtype: str | None, progress: Progress
+    family: Family, model: ModelConfig, saved: SavedWeights | FolderWeights, dtype: str | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors there, layer by layer."""
-    indices = list(layers_with_weights(model))
-    for number, index in enumerate(indices):
-        progress(number / len(indices))
-        weights = saved.whole(index, meta_layer(model, index))
-        for name, tensor in split_layer(rules_of(model, family, index), weights).items():
-            yield name, _converted(name, tensor, dtype)
+    """Yield names and tensors there, layer by layer."""
+    for index, layer in _layers(model, saved, dtype, progress):
+        yield from split_layer(rules_of(model, family, index), layer).items()
 
 
 def _converted(name: str, weight: Tensor, dtype: str | None) -> Tensor:
@@ -137,6 +198,32 @@ def _converted(name: str, weight: Tensor, dtype: str | None) -> Tensor:
         remedy = f"do without --dtype {dtype}" if are_finite([weight]).item() else "convert another"
         raise NumbersError(f"--load has NaN or infinity in weight {name}: {remedy}")
     return converted
+
+
+def export_megatron(
+    directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = no_progress
+) -> Path:
+    """Write the weights of a checkpoint as one of Megatron-LM, in its format `torch_dist`, and return its directory.
+
+    Args:
+        dtype: type of the weights; None as they were saved.
+    """
+    info = checkpoint_info(directory)
+    model = ModelConfig(**info.model)
+    check_expressible(MEGATRON, model)
+    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
+    iteration = output / f"iter_{info.iteration:07d}"
+    iteration.mkdir(parents=True)
+    writer, rows = DistributedWriter(iteration, model.num_layers), model.padded_vocab_size()
+    # The rows that pad the vocabulary belong to the tensors there.
+    padded = replace(model, vocab_size=rows)
+    weights = weights_of(directory, info)
+    for index, layer in _layers(model, weights, dtype, lambda share: progress(VERIFIED + (1 - VERIFIED) * share)):
+        writer.write(split_layer(rules_of(padded, MEGATRON, index), layer))
+    sizes = {"padded_vocab_size": rows, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    samples = {"consumed_train_samples": info.consumed_samples, "iteration": info.iteration}
+    writer.finish(Namespace(**MEGATRON.write(model), **sizes, **samples), info.iteration)
+    return iteration
 
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:

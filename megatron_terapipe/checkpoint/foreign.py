@@ -56,7 +56,7 @@ def refuse_foreign(flag: str, directory: str | Path) -> None:
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether a directory is one checkpoint of Megatron-LM; others are not listed, for the sake of runs of many ranks."""
+    """Whether a directory is one checkpoint of Megatron-LM. Those of ours are not listed, since many ranks call it."""
     if not re.fullmatch(r"iter_\d+|release", directory.name):
         return False
     return (directory / ".metadata").exists() or any(any(directory.glob(file)) for file in _MEGATRON_FILES)

@@ -3,15 +3,17 @@
 Weights have the layout of ours under other names, so that a run of any layout takes its parts of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_terapipe.checkpoint.megatron_files import WEIGHT_OF_OPTIMIZER, MegatronFiles, open_files
 from megatron_terapipe.checkpoint.megatron_model import MEGATRON
-from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedRun
+from megatron_terapipe.checkpoint.optimizer_state import PARAMETER_NAMES, ParameterState, SavedRun
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import FolderWeights
@@ -58,41 +60,45 @@ class MegatronWeights(FolderWeights):
             for state in sorted(files.states - {WEIGHT_OF_OPTIMIZER})
         }
 
-    def moments(self, index: int, name: str) -> dict[str, Tensor]:
-        """Return the states of the optimizer of a weight of a pipeline layer, by name and in its shape [...]."""
-        return {state: weights.weight(index, name) for state, weights in self._moments.items()}
-
     @property
-    def step(self) -> float | None:
-        """Updates done by the optimizer; None if it does not count them."""
-        return self._files.step
+    def no_states(self) -> str | None:
+        """Why no state of the optimizer can be read; None if it can."""
+        return None if self._moments else self._files.no_states
 
     def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
         """Return the optimizer's state of some elements of a parameter, by its name in the engine."""
+        moments = {state: each.flatten()[elements.start : elements.stop] for state, each in self._state(name).items()}
+        return ParameterState(weight=None, moments=moments, step=self._files.step)
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """The states of a parameter by name, in its shape [...]."""
         first, _, rest = name.partition(".")
         # The only tied layers are the word embedding and the output layer.
         index, in_layer = (int(first), rest) if first.isdecimal() else (0, rest.partition(".")[2])
-        moments = self.moments(index, in_layer).items()
-        return ParameterState(
-            weight=None,
-            moments={state: each.flatten()[elements.start : elements.stop] for state, each in moments},
-            step=self.step,
-        )
+        return {state: weights.weight(index, in_layer) for state, weights in self._moments.items()}
 
     def run(self) -> SavedRun:
         """Return the counters of the run, and the loss scale if it was in fp16."""
         optimizer = self._files.common.get("optimizer")
         scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
-        return SavedRun(
-            places={},
-            counters={"global_steps": self._files.iteration, "skipped_steps": 0},
-            loss_scaler=SimpleNamespace(cur_scale=float(scaler["scale"])) if scaler else None,
-        )
+        scale = SimpleNamespace(cur_scale=float(scaler["scale"])) if scaler else None
+        return SavedRun(places={}, counters=self._counters, loss_scaler=scale)
+
+    def state_of(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the content of a file of ours with the optimizer's state of some parameters."""
+        step = {} if self._files.step is None else {"step": torch.tensor(self._files.step)}
+        states = {number: self._state(name) | step for number, name in enumerate(names)}
+        optimizer = {"param_groups": [{"params": list(states)}], "state": states}
+        return {"optimizer": optimizer, PARAMETER_NAMES: [list(names)], **self._counters}
+
+    @property
+    def _counters(self) -> dict[str, int]:
+        return {"global_steps": self._files.iteration, "skipped_steps": 0}
 
     def check_states(self) -> None:
         """Check that the optimizer's states can be read."""
-        if not self._moments:
+        if self.no_states:
             raise CheckpointError(
                 f"checkpoint {self._directory} of Megatron-LM has no state of the optimizer that can be read: "
-                f"{self._files.no_states}; load only the weights, with --no-load-optim or --finetune"
+                f"{self.no_states}; load only the weights, with --no-load-optim or --finetune"
             )

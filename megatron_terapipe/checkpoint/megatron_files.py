@@ -35,6 +35,10 @@ WEIGHT_OF_OPTIMIZER = "param"
 _OWN_WEIGHTS = ("fp32_param", WEIGHT_OF_OPTIMIZER)
 """Its names in the files: of the optimizer that each replica has whole, and of the distributed one."""
 LAYERS = "decoder.layers."
+_IN_BUFFERS = (
+    "it is in buffers of the distributed optimizer's ranks; --ckpt-format torch_dist with "
+    "--dist-ckpt-optim-fully-reshardable saves it by weight"
+)
 _OUTPUT_CUT = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
 """Modules whose outputs are shared by tensor-parallel ranks."""
 _WITH_EXTRA_STATE = tuple(f"{each}.weight" for each in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
@@ -179,7 +183,7 @@ class _DistributedFiles(MegatronFiles):
                 self._places[_in_own_layers(key)] = key, None
         self.names, self.states = frozenset(self._places), frozenset(self._keys_of_states)
         if any(key.startswith("optimizer.distributed.") for key in self._tensors):
-            self.no_states = "it is in buffers of its ranks; --dist-ckpt-optim-fully-reshardable saves it by weight"
+            self.no_states = _IN_BUFFERS
 
     def shape(self, name: str) -> tuple[int, ...]:
         key, row = self._places[name]
@@ -272,7 +276,7 @@ class _RankFiles(MegatronFiles):
     def _add_optimizer(self, stages: range, chunks: Sequence[str]) -> None:
         """Find the optimizer's tensors of each weight of each rank, if its groups are known."""
         if any(self.directory.glob("mp_rank_*/distrib_optim.pt")):
-            self.no_states = "the distributed optimizer has it in buffers; --ckpt-format torch_dist saves it by weight"
+            self.no_states = _IN_BUFFERS
             return
         if "optimizer" not in self.common:
             return

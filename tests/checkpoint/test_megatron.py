@@ -1,11 +1,13 @@
 """Checkpoints that megatron-core writes are continued as there, in any layout: losses, gradient norms, iteration."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_terapipe import convert
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
@@ -20,6 +22,7 @@ from tests.checkpoint.megatron_files import (
     SEQ,
     VOCAB,
     Case,
+    read_checkpoints,
     samples,
     write_checkpoints,
 )
@@ -52,13 +55,20 @@ CASES = {
         f"--bf16 {SLICED}",
     ),
 }
+CONVERTED = ("A, torch, tp 2, pp 2", "B, torch_dist, bf16")
+"""Cases that are also converted, so that they are continued from checkpoints of ours."""
 
 
 def test_runs_continue_as_megatron_does(tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     expected = write_checkpoints({folders[name]: case for name, (case, _) in CASES.items()})
-    runs = [f"{RUN} {flags} --load {folders[name]}" for name, (_, flags) in CASES.items()]
-    for name, found in zip(CASES, run_distributed(continued, 2, runs)[-1], strict=True):
+    loads = [(name, folders[name]) for name in CASES]
+    for name in CONVERTED:
+        output = tmp_path / f"{folders[name].name}-converted"
+        assert convert.main(["from-megatron", "--load", str(folders[name]), "--output", str(output)]) == 0
+        loads.append((name, output))
+    runs = [f"{RUN} {CASES[name][1]} --load {load}" for name, load in loads]
+    for (name, _), found in zip(loads, run_distributed(continued, 2, runs)[-1], strict=True):
         there = expected[folders[name]]
         exact = "bf16" not in CASES[name][1]
         assert found["iteration"] == BEFORE and found["samples"] == BEFORE * ROWS
@@ -88,3 +98,17 @@ def _continued(words: list[str]) -> dict[str, Any]:
         losses.append(engine.train_batch(rows).item())
         norms.append(float(engine.get_global_grad_norm()))
     return {"iteration": start, "samples": engine.global_samples - AFTER * ROWS, "losses": losses, "norms": norms}
+
+
+def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> None:
+    written = {tmp_path / f"{name}-theirs": Case(MODELS[name], "torch_dist", without_optimizer=True) for name in "AB"}
+    expected = write_checkpoints(written)
+    read = {}
+    for folder, case in written.items():
+        ours, back = tmp_path / f"{folder.name}-ours", tmp_path / f"{folder.name}-back"
+        assert convert.main(["from-megatron", "--load", str(folder), "--output", str(ours)]) == 0
+        assert convert.main(["to-megatron", "--load", str(ours), "--output", str(back)]) == 0
+        read[back] = replace(case, tensor=2)
+    found = read_checkpoints(read)
+    for folder, back in zip(written, read, strict=True):
+        torch.testing.assert_close(found[back].logits, expected[folder].logits, rtol=1e-6, atol=2e-6)
