@@ -35,7 +35,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.deepspeed import RUN_UNDER_ZERO_1, DeepSpeedValues
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.options import flag, with_value
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.parsing import read_json
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
@@ -166,7 +166,9 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
     """Return the values that flags allow for dimensions of a strategy, by the name of the dimension."""
     for name in NOT_SEARCHED:
         if given.get(name):
-            raise ConfigError(f"--strategy auto does not search with {flag(name)} {given[name]}: drop one of the two")
+            raise ConfigError(
+                f"--strategy auto does not search with {with_value(name, given[name])}: drop one of the two"
+            )
     if given.get(BATCH) is None:
         raise ConfigError(f"--strategy auto searches for one global batch size: add {flag(BATCH)}")
     found: dict[str, tuple[Any, ...]] = {BATCH: (given[BATCH],)}

@@ -147,11 +147,11 @@ class BatchConfig:
     """Three numbers: the first global batch size, the increment, and the samples until it reaches
     `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
 
-    step_batch_size_schedule: str | None = option(
-        None, metavar="STEPS", excludes=("global_batch_size", "gradient_accumulation_steps", "rampup_batch_size")
+    step_batch_size_schedule: tuple[str, ...] | None = option(
+        None, metavar="TOKENS:SIZE", excludes=("gradient_accumulation_steps", "rampup_batch_size")
     )
-    """Global batch sizes in steps, each with the tokens consumed before it: TOKENS:SIZE, as in
-    "0:384 200B:768 400B:1152". K, M, B and T are thousands to trillions."""
+    """Global batch sizes in steps, each after the tokens consumed before it, as in `0:384 200B:768 400B:1152`; K, M, B
+    and T are thousands to trillions. `--global-batch-size` may repeat the last."""
 
     eval_global_batch_size: int | None = option(None, least=1, most=MOST_SEQUENCES)
     """Sequences of one iteration of an evaluation. Default: those of the largest optimizer step."""
@@ -167,14 +167,19 @@ class BatchConfig:
 
     def sizes(self, data_parallel_size: int, seq_length: int) -> BatchSizes:
         """Global batch sizes of a run on sequences of so many tokens."""
-        sequences, text = self.micro_batch_size * data_parallel_size, self.step_batch_size_schedule
-        steps = () if text is None else scheduled_steps(text, seq_length)
+        sequences, words = self.micro_batch_size * data_parallel_size, self.step_batch_size_schedule
+        steps = () if words is None else scheduled_steps(" ".join(words), seq_length)
         self._check_multiples(
             sequences,
             f"--micro-batch-size {self.micro_batch_size} x data-parallel size {data_parallel_size} = {sequences}",
             steps,
         )
         if steps:
+            if self.global_batch_size not in (None, steps[-1][1]):
+                raise ConfigError(
+                    f"--global-batch-size {self.global_batch_size} contradicts --step-batch-size-schedule, which ends "
+                    f"at {steps[-1][1]}: drop the former"
+                )
             return BatchSizes(steps=steps, counts_part=True)
         if self.rampup_batch_size is None:
             return BatchSizes.constant(self.global_batch_size or sequences * (self.gradient_accumulation_steps or 1))
@@ -245,12 +250,12 @@ def scheduled_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
         if tokens is None or samples is None or tokens > MOST_TOKENS or not 1 <= samples <= MOST_SEQUENCES:
             raise ConfigError(
                 f"{flag}: {word[:80]} is not TOKENS:SIZE, with up to {MOST_TOKENS:,} tokens and 1 "
-                f'to {MOST_SEQUENCES:,} sequences: write it as "0:384 200B:768"'
+                f"to {MOST_SEQUENCES:,} sequences: write 0:384 200B:768"
             )
         steps.append((tokens // seq_length, samples))
     steps.sort(key=lambda step: step[0])
     if not steps or steps[0][0]:
-        raise ConfigError(f'{flag} {text[:80]} has no step from token 0: write it as "0:384 200B:768"')
+        raise ConfigError(f"{flag} {text[:80]} has no step from token 0: write 0:384 200B:768")
     if len(steps) > MOST_INCREMENTS:
         raise ConfigError(f"{flag} has {len(steps):,} steps, more than {MOST_INCREMENTS:,}: give fewer")
     for (before, _), (samples, _) in pairwise(steps):

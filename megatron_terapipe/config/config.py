@@ -214,7 +214,9 @@ class Config:
             return seq_length
         for name in ("lr_decay_tokens", "lr_warmup_tokens"):
             if getattr(optimizer, name) is not None and (
-                self.batch.global_batch_size is None or self.batch.rampup_batch_size is not None
+                self.batch.global_batch_size is None
+                or self.batch.rampup_batch_size is not None
+                or self.batch.step_batch_size_schedule is not None
             ):
                 raise ConfigError(
                     f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a constant "

@@ -125,7 +125,8 @@ class ParallelConfig:
     same number of layers, `parameters` the same number of parameters. `auto`, with `--token-slices auto`, finds the
     layers that make the step short, for example where the output layer is expensive. 0,5,12 gives layers 0 to 4 to the
     first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
-    belongs to the first stage, the final norm and the output layer to the last."""
+    belongs to the first stage, the final norm and the output layer to the last; with 0,0,5,12,12 each of these has a
+    stage of its own."""
 
     strategy: str | None = option(None, metavar="FILE")
     """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before

@@ -168,7 +168,8 @@ def _layers(bounds: tuple[int, ...]) -> str:
     numbers = [end - first for first, end in pairwise(bounds)]
     if len(numbers) > _MOST_STAGES_LISTED and len(set(numbers)) == 1:
         return f"{numbers[0]} transformer layers each"
-    spans = (str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in pairwise(bounds))
+    each = (range(first, end) for first, end in pairwise(bounds))
+    spans = (f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" if span else "none" for span in each)
     return "transformer layers " + ", ".join(spans)
 
 

@@ -85,7 +85,7 @@ STEPS = {
 def test_steps_are_megatrons(text: str) -> None:
     """Megatron's `StepBatchsizeNumMicroBatchesCalculator`, and its count of iterations."""
     seq_length, steps = STEPS[text]
-    sizes = BatchConfig(micro_batch_size=1, step_batch_size_schedule=text).sizes(1, seq_length)
+    sizes = BatchConfig(micro_batch_size=1, step_batch_size_schedule=(text,)).sizes(1, seq_length)
     assert sizes.steps == steps
     for number, (first, size) in enumerate(steps):
         assert sizes.at(first) == size
@@ -123,15 +123,23 @@ def test_iterations_within_steps_are_megatrons(sizes: BatchSizes, samples: int) 
 )
 def test_steps_that_are_refused(text: str, data_parallel_size: int, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        BatchConfig(micro_batch_size=2, step_batch_size_schedule=text).sizes(data_parallel_size, 10)
+        BatchConfig(micro_batch_size=2, step_batch_size_schedule=(text,)).sizes(data_parallel_size, 10)
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_global_batch_size_beside_steps_is_the_last_of_them() -> None:
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=16, step_batch_size_schedule=("0:16", "20:32"))
+    with pytest.raises(
+        ConfigError, match="--global-batch-size 16 contradicts --step-batch-size-schedule, which ends at"
+    ):
+        batch.sizes(2, 10)
 
 
 @pytest.mark.parametrize(
     ("given", "rows_and_number"),
     [
         ({}, (2, 4)),
-        ({"global_batch_size": None, "step_batch_size_schedule": "0:32 90:8"}, (2, 8)),
+        ({"global_batch_size": None, "step_batch_size_schedule": ("0:32", "90:8")}, (2, 8)),
         ({"eval_global_batch_size": 8}, (2, 2)),
         ({"eval_micro_batch_size": 8}, (8, 1)),
         ({"eval_global_batch_size": 24, "eval_micro_batch_size": 3}, (3, 4)),
@@ -212,10 +220,12 @@ def test_lengths() -> None:
         assert (training.unit, training.length, training.train_tokens) == (unit, length, tokens)
 
 
-def test_megatrons_ramp_parses() -> None:
+def test_megatrons_ramp_and_steps_parse() -> None:
     config = parse("--train-samples 5000 --global-batch-size 64 --rampup-batch-size 16 8 2000 --lr-decay-samples 4000")
     assert config.batch.rampup_batch_size == (16, 8, 2000)
     assert config.optimizer.lr_decay_samples == 4000
     assert (config.global_batch_size(4), config.num_micro_batches(4)) == (64, 8)
+    config = parse("--train-iters 9 --step-batch-size-schedule 0:8 1.6K:64 --global-batch-size 64")
+    assert config.batch_sizes(4).steps == ((0, 8), (200, 64))
     # A flag as Megatron misspells it.
     assert parse("--train-iters 9 --no-log-learnig-rate-to-tensorboard").logging.no_log_learning_rate_to_tensorboard

@@ -107,6 +107,7 @@ def test_a_vocabulary_far_larger_than_that_of_the_data() -> None:
     [
         ("--num-layers 5", "transformer layers 0-2, 3-4"),
         ("--num-layers 2", "transformer layers 0, 1"),
+        ("--num-layers 3 --stage-partition 0,0,3", "transformer layers none, 0-2"),
         ("--num-layers 20 --num-model-chunks 5 --pipeline-schedule interleaved", "2 transformer layers each"),
     ],
 )
