@@ -16,6 +16,7 @@ from deepspeed_ext.plan.terminal import (
     ProgressLine,
     add_json_flag,
     command_main,
+    exact_output,
     write_json,
 )
 from deepspeed_ext.plan.text_files import read_text
@@ -67,7 +68,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     for text in _continuation(options):
         said.append(text)
         if options.json != STANDARD_OUTPUT:
-            print(text, end="", flush=True)
+            print(text, end="", flush=True, file=exact_output())
     if options.json != STANDARD_OUTPUT:
         print()
     if options.json is not None:

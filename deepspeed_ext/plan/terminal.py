@@ -84,6 +84,11 @@ class _PrintableStream:
         return getattr(self.rich_proxied_file, name)
 
 
+def exact_output() -> TextIO:
+    """Return standard output, on which text is unchanged in a file or a pipe."""
+    return sys.stdout if sys.stdout.isatty() else getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+
 @contextmanager
 def printable_output() -> Iterator[None]:
     """Print control characters as text, whatever prints them."""

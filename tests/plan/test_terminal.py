@@ -12,7 +12,14 @@ from rich.text import Text
 from deepspeed_ext.plan.costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
-from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, ProgressLine, no_progress, run_command, write_json
+from deepspeed_ext.plan.terminal import (
+    STANDARD_OUTPUT,
+    ProgressLine,
+    exact_output,
+    no_progress,
+    run_command,
+    write_json,
+)
 from megatron_terapipe.console import output_console
 
 
@@ -77,6 +84,11 @@ def test_styles_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    run_command(lambda: output_console().print(f"[bold]{HOSTILE}[/]") or 0)
+    run_command(lambda: output_console().print(f"[bold]{HOSTILE}[/]") or print(HOSTILE, file=exact_output()) or 0)
     assert "\x1b[1ma" in terminal.getvalue()
-    assert "\x1b[2J" not in terminal.getvalue()
+    assert "\x1b[2J" not in terminal.getvalue() and "\u202e" not in terminal.getvalue()
+
+
+def test_text_for_a_file_is_exact(capfd: pytest.CaptureFixture[str]) -> None:
+    run_command(lambda: print(HOSTILE, file=exact_output()) or 0)
+    assert capfd.readouterr().out == f"{HOSTILE}\n"
