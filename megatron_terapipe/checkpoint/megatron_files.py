@@ -35,6 +35,7 @@ WEIGHT_OF_OPTIMIZER = "param"
 _OWN_WEIGHTS = ("fp32_param", WEIGHT_OF_OPTIMIZER)
 """Its names in the files: of the optimizer that each replica has whole, and of the distributed one."""
 LAYERS = "decoder.layers."
+_MOST_LAYERS = 100_000
 _IN_BUFFERS = (
     "it is in buffers of the distributed optimizer's ranks; --ckpt-format torch_dist with "
     "--dist-ckpt-optim-fully-reshardable saves it by weight"
@@ -160,8 +161,7 @@ class _DistributedFiles(MegatronFiles):
     def __init__(self, directory: Path) -> None:
         if not (directory / METADATA_FILE).is_file():
             raise CheckpointError(
-                f"checkpoint {directory} of Megatron-LM has no {METADATA_FILE}, as others than torch and torch_dist: "
-                "save it with --ckpt-format torch_dist"
+                f"checkpoint {directory} of Megatron-LM has no {METADATA_FILE}: save it with --ckpt-format torch_dist"
             )
         super().__init__(directory, load_inert(directory / MEGATRON_COMMON_FILE))
         with (directory / METADATA_FILE).open("rb") as file:
@@ -177,6 +177,8 @@ class _DistributedFiles(MegatronFiles):
                 state = WEIGHT_OF_OPTIMIZER if match[2] in _OWN_WEIGHTS else match[2]
                 self._keys_of_states[state] = match[1]
             elif key.startswith(LAYERS) and not key[len(LAYERS)].isdigit():
+                if tensor.size[0] > _MOST_LAYERS:
+                    raise ValueError(f"{key} has {tensor.size[0]} layers")
                 for layer in range(tensor.size[0]):
                     self._places[_in_own_layers(f"{LAYERS}{layer}.{key[len(LAYERS) :]}")] = key, layer
             elif not key.startswith("optimizer."):

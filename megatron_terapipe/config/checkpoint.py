@@ -14,10 +14,10 @@ class CheckpointConfig:
     """Directory to save checkpoints in, at the end and every `--save-interval`."""
 
     load: str | None = option(None, metavar="DIR")
-    """Directory to continue from. If it holds no checkpoint, training starts from the beginning. It may be a folder of
-    Hugging Face with config.json and safetensors: the model, its weights and, unless flags name another, its tokenizer
-    are then taken from there, and training starts at iteration 0, or continues from the newest checkpoint in
-    `--save`."""
+    """Directory to continue from, of this trainer or of Megatron-LM. If it holds no checkpoint, training starts from
+    the beginning. It may be a folder of Hugging Face with config.json and safetensors: the model, its weights and,
+    unless flags name another, its tokenizer are then taken from there, and training starts at iteration 0. From both,
+    a run that has saved to `--save` continues from the newest checkpoint there."""
 
     save_interval: int | None = option(None, aliases=("--persistent-save-interval",), least=1, most=10**9)
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""

@@ -1,0 +1,110 @@
+"""Damaged and foreign checkpoints of Megatron-LM are refused in one line, and none of them runs a program or hangs."""
+
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.checkpoint.conversion import import_megatron
+from megatron_terapipe.checkpoint.directories import readable_checkpoint
+from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.huggingface.folder_weights import rules_of
+from megatron_terapipe.huggingface.weight_rules import split_layer
+from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
+from tests.hostile_files import poison
+
+MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=16, vocab_rows=16)
+SEED, INPUTS = 26, 300
+
+
+def write(directory: Path, *, torch_dist: bool) -> Path:
+    """Write a checkpoint of one rank without megatron-core, and return its directory."""
+    iteration = directory / "iter_0000005"
+    iteration.mkdir(parents=True)
+    args = Namespace(**MEGATRON.write(MODEL), padded_vocab_size=16, consumed_train_samples=20)
+    tensors = {}
+    writer = DistributedWriter(iteration, MODEL.num_layers)
+    for index in layers_with_weights(MODEL):
+        layer = split_layer(rules_of(MODEL, MEGATRON, index), gpt_layers(MODEL)[index].build().state_dict())
+        tensors |= layer
+        writer.write(layer)
+    writer.finish(args, 5)
+    if not torch_dist:
+        for path in iteration.iterdir():
+            path.unlink()
+        (iteration / "mp_rank_00").mkdir()
+        rank = {"args": args, "iteration": 5, "checkpoint_version": 3.0, "model": tensors}
+        torch.save(rank, iteration / "mp_rank_00" / "model_optim_rng.pt")
+    return directory
+
+
+def read(directory: Path) -> None:
+    """Read all of a checkpoint, as a run and as a conversion do."""
+    found = readable_checkpoint(directory, None, or_previous=False)
+    assert found is not None and found[1].iteration == 5
+    import_megatron(found[0], directory / "converted")
+
+
+@pytest.mark.parametrize("torch_dist", [True, False])
+def test_whole_ones_are_read(torch_dist: bool, tmp_path: Path) -> None:
+    read(write(tmp_path / "whole", torch_dist=torch_dist))
+
+
+def rename(name: str, other: str) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / name).rename(checkpoint / other)
+
+
+FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
+    "a rank is missing": (
+        False,
+        rename("mp_rank_00", "mp_rank_01"),
+        "lacks model_optim_rng.pt of tensor-parallel rank 0",
+    ),
+    "another format": (True, lambda checkpoint: (checkpoint / "common.pt").unlink(), "--ckpt-format torch_dist"),
+    "no places": (True, lambda checkpoint: (checkpoint / ".metadata").unlink(), "has no .metadata"),
+    "no tensors": (True, lambda checkpoint: (checkpoint / "__2_0.distcp").unlink(), "cannot be read"),
+    "a hostile file": (
+        False,
+        lambda checkpoint: poison(checkpoint / "mp_rank_00" / "model_optim_rng.pt", checkpoint / "hit"),
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_one_line(name: str, tmp_path: Path) -> None:
+    torch_dist, damage, words = FAULTS[name]
+    directory = write(tmp_path / "saved", torch_dist=torch_dist)
+    checkpoint = directory / "iter_0000005"
+    damage(checkpoint)
+    with pytest.raises(UserError) as caught:
+        read(directory)
+    assert words in str(caught.value) and str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (checkpoint / "hit").exists()
+
+
+def test_random_damage_is_refused_or_read(tmp_path: Path) -> None:
+    chance = random.Random(SEED)
+    files = [path for each in (True, False) for path in sorted(write(tmp_path / str(each), torch_dist=each).rglob("*"))]
+    targets = [path for path in files if path.is_file() and path.name != "latest_checkpointed_iteration.txt"]
+    refused = 0
+    for _ in range(INPUTS):
+        path = chance.choice(targets)
+        whole = path.read_bytes()
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 4, 64))):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        path.write_bytes(content[: chance.choice((len(content), chance.randrange(len(content))))])
+        try:
+            read(tmp_path / path.relative_to(tmp_path).parts[0])
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        path.write_bytes(whole)
+    assert refused > INPUTS / 4
