@@ -228,7 +228,7 @@ class FolderWeights:
         if not torch.equal(self._tensors.read(own).to(tied.dtype), tied):
             raise CheckpointError(
                 f"{self._directory} has a tensor {own} with other values than {words}, and the model that it describes "
-                "ties them: set tie_word_embeddings to false, which trains both as transformers 5 does"
+                "ties them: set tie_word_embeddings to false in config.json to train both, as transformers 5 does"
             )
 
     def _rules_of_layer(self, index: int) -> Mapping[str, WeightRule]:
