@@ -203,6 +203,39 @@ class DataConfig:
     """Leave the prediction after the end of a document out of the loss: it is the first token of an unrelated
     document."""
 
+    fim_data: bool = option(False, excludes=("mock_data",))
+    """Rearrange documents to fill in the middle: beginning, end, middle, or end, beginning, middle."""
+
+    fim_rate: float = option(0.5, least=0, most=1, needs=("fim_data",))
+    """Probability that a document within a sample is rearranged."""
+
+    fim_spm_rate: float = option(0.5, least=0, most=1, needs=("fim_data",))
+    """Probability that the end of a document that is rearranged comes first."""
+
+    fim_split_sample: str | None = option(None, metavar="TOKEN", needs=("fim_data", "fim_fragment_rate"))
+    """Token between fragments of a document, such as files of a repository, which are rearranged one by one."""
+
+    fim_fragment_rate: float | None = option(None, least=0, most=1, needs=("fim_data", "fim_split_sample"))
+    """Probability that a fragment is rearranged, in a document that is."""
+
+    fim_no_prefix: str | None = option(None, metavar="TEXT", needs=("fim_data",))
+    """Beginning of documents and fragments that are not rearranged."""
+
+    fim_prefix_token: str = option("<fim_prefix>", metavar="TOKEN", needs=("fim_data",))
+    """Token before the beginning."""
+
+    fim_middle_token: str = option("<fim_middle>", metavar="TOKEN", needs=("fim_data",))
+    """Token before the middle."""
+
+    fim_suffix_token: str = option("<fim_suffix>", metavar="TOKEN", needs=("fim_data",))
+    """Token before the end."""
+
+    fim_pad_token: str = option("<fim_pad>", metavar="TOKEN", needs=("fim_data",))
+    """Token after a sample that has become shorter."""
+
+    fim_eod_token: str = option("<|endoftext|>", metavar="TOKEN", needs=("fim_data",))
+    """Token that ends a document."""
+
     num_workers: int = option(1, least=0, most=1024)
     """Threads that prepare micro-batches in advance on each rank that reads data. 0 = none; each micro-batch is then
     read when it is needed."""

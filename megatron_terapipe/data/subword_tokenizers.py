@@ -102,6 +102,16 @@ class PackageTokenizer(Tokenizer):
             text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its spelling; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def plain_text(self, ids: list[int]) -> str:
+        """Return the text of ids without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
 
 @contextmanager
 def _errors_of_package(problem: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ run without its files.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -53,7 +53,8 @@ def without_files(config: Config) -> Config:
     if _tokenizer_files(config):
         data = replace(data, tokenizer_type="byte", vocab_file=None, merge_file=None, tokenizer_model=None)
         vocab_size = vocab_size or ASSUMED_VOCABULARY
-    data = replace(data, mock_data=True, **dict.fromkeys(DATA_FILES))
+    fim: dict[str, Any] = {each.name: each.default for each in fields(data) if each.name.startswith("fim_")}
+    data = replace(data, mock_data=True, **dict.fromkeys(DATA_FILES), **fim)
     # The traces of torch's profiler are outputs, too.
     logging = replace(config.logging, use_pytorch_profiler=False, **dict.fromkeys(OUTPUTS))
     model = replace(config.model, vocab_size=vocab_size)

@@ -31,6 +31,7 @@ from megatron_terapipe.config.batch import BatchSizes, EvaluationBatch
 from megatron_terapipe.config.data import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.datasets import DatasetSplits, build_datasets, index_cache, mock_datasets
+from megatron_terapipe.data.fill_in_the_middle import FillInTheMiddle
 from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import check_token_ids, check_tokenizer_records
 from megatron_terapipe.data.tokenizer_settings import TokenizerSettings
@@ -165,7 +166,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
             config,
             layout.data_parallel_size,
             _start(config, checkpoint),
-            vocab_size=tokenizer.vocab_size,
+            tokenizer,
             reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
         ),
         deepspeed_settings=deepspeed_config(config, layout),
@@ -256,7 +257,7 @@ def reading_ranks(config: Config) -> set[int]:
     return {pipeline.rank_of(stage) for stage in every}
 
 
-def _datasets(config: Config, replicas: int, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
+def _datasets(config: Config, replicas: int, start: Progress, tokenizer: Tokenizer, *, reads: bool) -> DatasetSplits:
     """Build the samples that the run reads; on ranks that read none, only their numbers."""
     data, sizes, batch = config.data, config.batch_sizes(replicas), config.evaluation_batch(replicas)
     ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
@@ -273,14 +274,18 @@ def _datasets(config: Config, replicas: int, start: Progress, *, vocab_size: int
         return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
 
     def build(num_test: int) -> DatasetSplits:
-        return build_datasets(
+        built = build_datasets(
             data,
             seq_length=seq_length,
             num_samples=(train, valid, num_test),
             seed=seed,
-            vocab_size=vocab_size,
+            vocab_size=tokenizer.vocab_size,
             reads=reads,
         )
+        if not data.fim_data:
+            return built
+        filled = partial(FillInTheMiddle, data=data, tokenizer=tokenizer, seed=seed)
+        return DatasetSplits(**{part: each and filled(each) for part, each in vars(built).items()})
 
     try:
         return build(test)

@@ -98,7 +98,7 @@ def test_a_run_ends_with_the_iteration_that_reaches_its_tokens_and_its_data_does
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
     run = prepared(data)
     half_way = Progress(iteration=6, consumed_samples=600)
-    assert len(_datasets(run.config, 2, half_way, vocab_size=257, reads=True).train) == 600 + 4 * 12
+    assert len(_datasets(run.config, 2, half_way, run.tokenizer, reads=True).train) == 600 + 4 * 12
 
 
 def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:
