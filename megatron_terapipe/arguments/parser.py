@@ -203,7 +203,6 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     parser, known = _parser(line)
     _check_flags(words, known)
     parser.parse_args(words)
-    _check_needed(words)
     return line
 
 
@@ -370,12 +369,16 @@ def add_trainer_flags(
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
     foreign = foreign_flags()
+    given = {name for name, _ in _flags_with_values(words)}
     by_reason: dict[str, list[str]] = {}
     unknown: set[str] = set()
     for name, values in _flags_with_values(words):
         neutral = name in foreign.flags and foreign.flags[name].verdict == "neutral"
         if (neutral or name not in known) and (reason := foreign.refusal(name, values)) is not None:
             by_reason.setdefault(reason, []).append(" ".join((name, *values)) if neutral else name)
+        elif (needed := foreign.needed.get(name)) and not given & set(needed):
+            reason = f"Megatron ignores it without {needed[0]}: add {needed[0]}, or drop {name}"
+            by_reason.setdefault(reason, []).append(" ".join((name, *values)))
         elif name not in known and name not in unknown:
             unknown.add(name)
             hint = _hint(name, known) if len(unknown) <= MOST_HINTS else SEE_HELP
@@ -383,17 +386,6 @@ def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     if by_reason:
         refused = (f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
         raise ConfigError("; ".join(refused))
-
-
-def _check_needed(words: Sequence[str]) -> None:
-    """Refuse flags that Megatron ignores without another one."""
-    given = {name: " ".join((name, *values)) for name, values in _flags_with_values(words)}
-    for name, others in foreign_flags().needed.items():
-        if name in given and not given.keys() & set(others):
-            raise ConfigError(
-                f"{given[name]} has no effect in Megatron without {others[0]}, and would have one here: add "
-                f"{others[0]}, or drop {name}"
-            )
 
 
 def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

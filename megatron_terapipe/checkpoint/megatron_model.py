@@ -83,6 +83,11 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
         optimizer=str(getattr(args, "optimizer", "adam")),
         partitioned=False,
         tokenizer={},
+        optimizer_schedule={
+            name: value
+            for name in ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "weight_decay")
+            if isinstance(value := getattr(args, name, None), float | int | str)
+        },
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_terapipe import convert
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.checkpoint.megatron_model import megatron_info
 from megatron_terapipe.data.loader import Batch
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.optimizer import set_step_sizes
@@ -22,6 +23,7 @@ from tests.checkpoint.megatron_files import (
     SEQ,
     VOCAB,
     Case,
+    arguments,
     read_checkpoints,
     samples,
     write_checkpoints,
@@ -98,6 +100,14 @@ def _continued(words: list[str]) -> dict[str, Any]:
         losses.append(engine.train_batch(rows).item())
         norms.append(float(engine.get_global_grad_norm()))
     return {"iteration": start, "samples": engine.global_samples - AFTER * ROWS, "losses": losses, "norms": norms}
+
+
+def test_a_schedule_of_megatron_is_compared_with_that_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    torch.save({"args": arguments(Case(MODELS["A"], "torch")), "iteration": BEFORE}, file)
+    run = {"lr": 2e-2, "lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 3, "weight_decay": 0.1}
+    assert megatron_info(tmp_path).changed_schedule(run) == "--lr 0.01 (now 0.02)"
 
 
 def test_megatron_loads_the_weights_of_a_run_for_any_layout(tmp_path: Path) -> None:
