@@ -114,7 +114,7 @@ class Dimension:
         if str in self.types:
             return (self._whole_numbers(text, ()),)
         if int in self.types:
-            return self._whole_numbers(text, self.priced)
+            return tuple(dict.fromkeys(self._whole_numbers(text, self.priced)))
         values = _numbers(text)
         if not values or min(values) < self.least:
             raise ConfigError(f"{self.flag} {text} is not lengths with commas between them: write 704,688,656")
@@ -123,7 +123,7 @@ class Dimension:
     def _whole_numbers(self, text: str, allowed: Sequence[Any]) -> tuple[int, ...]:
         values, least, most = _numbers(text), self.least, max(allowed, default=None)
         if values and min(values) >= least and (most is None or max(values) <= most):
-            return tuple(dict.fromkeys(values))
+            return values
         if len(allowed) == 1:
             raise ConfigError(f"{self.flag} {text} is not {most}, the only value that can be priced: write {most}")
         upto = f"from {least}" if most is None else f"from {least} to {most}"

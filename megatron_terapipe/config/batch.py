@@ -243,8 +243,9 @@ def scheduled_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     Args:
         seq_length: tokens of a sample.
     """
-    flag, steps = "--step-batch-size-schedule", []
-    for word in text.replace(",", " ").split():
+    flag, steps, words = "--step-batch-size-schedule", [], text.replace(",", " ").split()
+    text = " ".join(words)[:80]
+    for word in words:
         first, _, size = word.partition(":")
         tokens, samples = _whole_number(first), _whole_number(size)
         if tokens is None or samples is None or tokens > MOST_TOKENS or not 1 <= samples <= MOST_SEQUENCES:
@@ -255,14 +256,13 @@ def scheduled_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
         steps.append((tokens // seq_length, samples))
     steps.sort(key=lambda step: step[0])
     if not steps or steps[0][0]:
-        raise ConfigError(f"{flag} {text[:80]} has no step from token 0: write 0:384 200B:768")
+        raise ConfigError(f"{flag} {text} has no step from token 0: write 0:384 200B:768")
     if len(steps) > MOST_INCREMENTS:
         raise ConfigError(f"{flag} has {len(steps):,} steps, more than {MOST_INCREMENTS:,}: give fewer")
     for (before, _), (samples, _) in pairwise(steps):
         if samples == before:
             raise ConfigError(
-                f"{flag} {text[:80]} has two steps from sample {samples:,}, of {seq_length} tokens each: drop one of "
-                "them"
+                f"{flag} {text} has two steps from sample {samples:,}, of {seq_length} tokens each: drop one of them"
             )
     return tuple(steps)
 

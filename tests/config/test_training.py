@@ -111,7 +111,7 @@ def test_iterations_within_steps_are_megatrons(sizes: BatchSizes, samples: int) 
         ("0:0.5", 1, "0:0.5 is not TOKENS:SIZE"),
         ("0:8 9e99:16", 1, "9e99:16 is not TOKENS:SIZE"),
         ("", 1, "has no step from token 0"),
-        ("100:16 200:32", 1, "has no step from token 0"),
+        ("100:16\n200:32", 1, "has no step from token 0"),
         ("0:16 20:32 29:64", 1, "has two steps from sample 2, of 10 tokens each"),
         (" ".join(f"{10 * step}:2" for step in range(10_001)), 1, "10,001 steps, more than 10,000"),
         (

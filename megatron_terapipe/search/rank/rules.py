@@ -110,7 +110,8 @@ def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
     stages = grid.layout.pipeline_parallel_size * order[1]
-    if stages <= problem.workload.num_dealt_layers:
+    # Another rule is for bounds, whose ends may be stages without these layers.
+    if stages <= problem.workload.num_dealt_layers or all(isinstance(each, tuple) for each in grid.partition):
         return None
     return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
 

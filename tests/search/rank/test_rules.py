@@ -10,7 +10,7 @@ from megatron_terapipe.config.training import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning import check_trainable, host_copies
 from megatron_terapipe.search.machine.trainers import SOFTWARE
-from megatron_terapipe.search.price.stages import pipeline_shape
+from megatron_terapipe.search.price.stages import LayerCounter, pipeline_shape
 from megatron_terapipe.search.rank.rules import TRAINER_RULES, SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.rank.space import all_choices, check_runnable
 from megatron_terapipe.search.rank.strategy_grid import AXES, StrategyGrid
@@ -69,6 +69,7 @@ REFUSED = {
     ),
     "bounds": dict(pipeline_parallel_size=2, stage_partition=(0, 4, 7)),
     "number of bounds": dict(pipeline_parallel_size=2, stage_partition=(0, 2, 4, 6)),
+    "bounds with an empty stage": dict(pipeline_parallel_size=3, stage_partition=(0, 3, 3, 6)),
     "zero": dict(zero_stage=2),
     "recompute": dict(recompute="blocks"),
     "schedule": dict(schedule="dualpipe"),
@@ -82,6 +83,16 @@ def test_trainer_refuses_strategies_that_rules_reject(name: str) -> None:
     reason = broken_rule(strategy, problem)
     assert reason is not None and len(reason) > 20
     assert not trains(strategy, problem)
+
+
+def test_the_embedding_and_the_output_layer_may_have_stages_of_their_own() -> None:
+    problem = small_problem(small_cluster(num_nodes=16))
+    num_layers = problem.workload.num_dealt_layers
+    bounds = (0, *range(num_layers + 1), num_layers)
+    strategy = Strategy(pipeline_parallel_size=num_layers + 2, stage_partition=bounds, global_batch_size=8)
+    assert broken_rule(strategy, problem) is None and trains(strategy, problem)
+    counts = LayerCounter(problem.workload).count(problem.partition(bounds, num_layers + 2), num_layers + 2, 1)
+    assert counts.per_stage.sum(axis=1).tolist() == [1] * (num_layers + 1) + [2]
 
 
 def test_the_loss_scale_of_fp16() -> None:
