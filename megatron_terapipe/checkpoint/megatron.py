@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_terapipe.checkpoint.megatron_files import WEIGHT_OF_OPTIMIZER, MegatronFiles, open_files
-from megatron_terapipe.checkpoint.megatron_model import MEGATRON
+from megatron_terapipe.checkpoint.megatron_files import WEIGHT_OF_OPTIMIZER, MegatronFiles, Tensors
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON, unreadable
 from megatron_terapipe.checkpoint.optimizer_state import PARAMETER_NAMES, ParameterState, SavedRun
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
@@ -20,25 +20,24 @@ from megatron_terapipe.huggingface.folder_weights import FolderWeights
 
 
 class _Tensors:
-    """The tensors of a model as `FolderWeights` reads them: without the rows that pad the vocabulary.
+    """Tensors as `FolderWeights` reads them: without the rows that pad the vocabulary."""
 
-    Args:
-        state: of the optimizer, in place of the weights; None for the weights.
-    """
-
-    def __init__(self, files: MegatronFiles, model: ModelConfig, state: str | None) -> None:
+    def __init__(self, directory: Path, tensors: Tensors, model: ModelConfig) -> None:
         names = MEGATRON.names(model)
-        self._files, self._words, self._state = files, model.vocab_size, state
+        self._directory, self._tensors, self._words = directory, tensors, model.vocab_size
         self._vocabulary = (names.words, names.output)
-        self.names = files.names
+        self.names = frozenset(tensors)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor [...]."""
-        return self._files.read(name, self._state)[self._rows(name)]
+        try:
+            return self._tensors[name].read()[self._rows(name)]
+        except Exception as error:  # On a damaged file an unpickler may raise anything.
+            raise unreadable(self._directory, error) from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, which is not read."""
-        first, *rest = self._files.shape(name)
+        first, *rest = self._tensors[name].shape
         return (len(range(first)[self._rows(name)]), *rest)
 
     def _rows(self, name: str) -> slice:
@@ -52,12 +51,13 @@ class MegatronWeights(FolderWeights):
     """
 
     def __init__(self, directory: Path, model: ModelConfig) -> None:
-        self._files = files = open_files(directory)
-        own = WEIGHT_OF_OPTIMIZER if WEIGHT_OF_OPTIMIZER in files.states else None
-        super().__init__(directory, MEGATRON, model, _Tensors(files, model, own))
+        self._files = files = MegatronFiles(directory)
+        own = files.states.get(WEIGHT_OF_OPTIMIZER, {})
+        super().__init__(directory, MEGATRON, model, _Tensors(directory, files.weights | own, model))
         self._moments = {
-            state: FolderWeights(directory, MEGATRON, model, _Tensors(files, model, state))
-            for state in sorted(files.states - {WEIGHT_OF_OPTIMIZER})
+            state: FolderWeights(directory, MEGATRON, model, _Tensors(directory, tensors, model))
+            for state, tensors in files.states.items()
+            if state != WEIGHT_OF_OPTIMIZER
         }
 
     @property

@@ -11,13 +11,13 @@ number in the whole model, `decoder.layers.5.input_layernorm.weight`.
 
 import json
 import re
-from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ CONSTRUCTED: Mapping[str, Any] = {
 class TensorUnpickler(InertUnpickler):
     """Unpickler that also constructs tensors and their places in files. torch adds their storages."""
 
-    constructed = InertUnpickler.constructed | CONSTRUCTED
+    constructed: ClassVar[Mapping[str, Any]] = {**InertUnpickler.constructed, **CONSTRUCTED}
 
 
 class InertPickle:
@@ -90,39 +90,184 @@ def load_inert(file: Any) -> Any:
     )
 
 
-class MegatronFiles(ABC):
-    """The tensors and facts of one checkpoint, whatever its format and the number of ranks that saved it.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that is saved in pieces, which are read when it is."""
 
-    Args:
-        common: objects of the checkpoint other than its tensors.
-    """
+    shape: tuple[int, ...]
+    pieces: Sequence[tuple[Sequence[int], Callable[[], Tensor]]]
+    """Offset of each piece, and a function that reads it."""
 
-    def __init__(self, directory: Path, common: Mapping[str, Any]) -> None:
+    def read(self) -> Tensor:
+        """Return the tensor [...]; raise a `ValueError` if a piece is missing."""
+        if len(self.pieces) == 1 and (only := self.pieces[0][1]()).shape == self.shape:
+            return only
+        whole, filled = None, 0
+        for offset, load in self.pieces:
+            piece = load()
+            if whole is None:
+                whole = torch.empty(self.shape, dtype=piece.dtype)
+            whole[tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))] = piece
+            filled += piece.numel()
+        if whole is None or filled != whole.numel():
+            raise ValueError(f"{filled} elements are there of a tensor {self.shape}")
+        return whole
+
+
+Tensors = dict[str, Whole]
+"""Tensors by the name of their weight."""
+_StatesOfRank = dict[tuple[str, str], dict[str, Tensor]]
+"""The optimizer's tensors by the model chunk and the local name of their weight, and by their own name."""
+
+
+class MegatronFiles:
+    """The tensors and facts of one checkpoint, whatever its format and the number of ranks that saved it."""
+
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.args: Namespace | None = common.get("args")
-        """Arguments of the run; None if it did not save them."""
-        self.iteration: int = common.get("iteration") or 0
-        self.common = common
-
-    names: frozenset[str]
-    """Names of the tensors of the model, which are not all weights."""
-    states: frozenset[str] = frozenset()
-    """Names of the optimizer's tensors of each weight, such as `exp_avg`; none where they cannot be read."""
-    no_states: str = "it was saved without"
-    """Why there are none."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor, which is not read."""
-
-    @abstractmethod
-    def read(self, name: str, state: str | None = None) -> Tensor:
-        """Return a whole tensor [...] of the model, or a state of the optimizer in the same shape."""
+        self.weights: Tensors = {}
+        """The tensors of the model, which are not all weights."""
+        self.states: dict[str, Tensors] = {}
+        """The optimizer's tensors of each weight, by names such as `exp_avg`; none where they cannot be read."""
+        self.no_states = "it was saved without"
+        """Why there are none."""
+        file = common_file(directory)
+        try:
+            self.common: Mapping[str, Any] = load_inert(file)
+            """Objects of the checkpoint, or of its first rank."""
+            self.iteration = int(self.common["iteration"])
+            if file.name == MEGATRON_COMMON_FILE:
+                self._add_chunks()
+            else:
+                self._add_ranks()
+        except CheckpointError:
+            raise
+        except Exception as error:  # On a damaged file an unpickler may raise anything.
+            raise unreadable(directory, error) from None
 
     @property
     def step(self) -> float | None:
         """Updates done by the optimizer; None if it does not count them."""
         return _step(self.common.get("optimizer"))
+
+    def _add_chunks(self) -> None:
+        """Add the tensors of format torch_dist: whole ones, of the layers one [layers, ...], in chunks by offset."""
+        if not (self.directory / METADATA_FILE).is_file():
+            raise CheckpointError(
+                f"checkpoint {self.directory} of Megatron-LM has no {METADATA_FILE}: save it with --ckpt-format "
+                "torch_dist"
+            )
+        with (self.directory / METADATA_FILE).open("rb") as file:
+            found = TensorUnpickler(file).load()
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
+        for key, tensor in found.state_dict_metadata.items():
+            if not isinstance(tensor, dcp.TensorStorageMetadata):
+                continue
+            if key.startswith("optimizer.distributed."):
+                self.no_states = _IN_BUFFERS
+            tensors, name = self.weights, key
+            if match := re.match(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.)?", key):
+                tensors, name = self._states_named(match[1] or ""), key[match.end() :]
+            pieces = [
+                (chunk.offsets, partial(self._chunk, places[key, tuple(chunk.offsets)])) for chunk in tensor.chunks
+            ]
+            if not name.startswith(LAYERS) or name[len(LAYERS)].isdigit():
+                tensors[_in_own_layers(name)] = Whole(tuple(tensor.size), pieces)
+                continue
+            if tensor.size[0] > _MOST_LAYERS:
+                raise ValueError(f"{key} has {tensor.size[0]} layers")
+            rows: dict[int, list[Any]] = {layer: [] for layer in range(tensor.size[0])}
+            for (first, *offset), load in pieces:
+                size = next(chunk.sizes[0] for chunk in tensor.chunks if chunk.offsets[0] == first)
+                for layer in range(first, first + size):
+                    rows[layer].append((offset, partial(_row, load, layer - first)))
+            for layer, of_layer in rows.items():
+                own = _in_own_layers(f"{LAYERS}{layer}.{name[len(LAYERS) :]}")
+                tensors[own] = Whole(tuple(tensor.size[1:]), of_layer)
+        self.states.pop("", None)  # Buffers.
+
+    def _states_named(self, state: str) -> Tensors:
+        return self.states.setdefault(WEIGHT_OF_OPTIMIZER if state in _OWN_WEIGHTS else state, {})
+
+    def _chunk(self, info: _StorageInfo) -> Tensor:
+        if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{METADATA_FILE} names {info.relative_path}, which is no file of plain tensors")
+        with (self.directory / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            found: Tensor = load_inert(BytesIO(file.read(info.length)))
+        return found
+
+    def _add_ranks(self) -> None:
+        """Add the tensors of format torch: a file for each rank of one replica, with its layers counted from 0."""
+        paths = {}
+        for path in self.directory.glob(f"mp_rank_*/{MEGATRON_RANK_FILE}"):
+            if match := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.parent.name):
+                paths[int(match[1]), int(match[2] or 0)] = path
+        num_ranks, num_stages = (len({place[axis] for place in paths}) for axis in (0, 1))
+        if missing := {(rank, stage) for rank in range(num_ranks) for stage in range(num_stages)} - paths.keys():
+            rank, stage = min(missing)
+            raise CheckpointError(
+                f"checkpoint {self.directory} of Megatron-LM lacks {MEGATRON_RANK_FILE} of tensor-parallel rank {rank} "
+                f"and pipeline rank {stage}: copy the whole directory"
+            )
+        files = [[load_inert(paths[rank, stage]) for rank in range(num_ranks)] for stage in range(num_stages)]
+        # The number of a rank's model chunk is the last of the key.
+        keys = (key for key in self.common if re.fullmatch(r"model\d*", key))
+        chunks = sorted(keys, key=lambda key: int(key[5:] or 0))
+        states = self._states_of_ranks(files, chunks)
+        gated = bool(getattr(self.common["args"], "swiglu", False))
+        before = 0
+        for chunk in chunks:
+            for stage, ranks in enumerate(files):
+                layers = 0
+                for local, tensor in ranks[0][chunk].items():
+                    name = local
+                    if match := re.match(rf"{re.escape(LAYERS)}(\d+)\.", local):
+                        layers = max(layers, int(match[1]) + 1)
+                        name = f"{LAYERS}{before + int(match[1])}.{local[match.end() :]}"
+                    name = _in_own_layers(name)
+                    if not isinstance(tensor, Tensor) or name in self.weights:
+                        continue
+                    self.weights[name] = _joined(name, [rank[chunk][local] for rank in ranks], gated)
+                    of_ranks = [each.get((chunk, local), {}) for each in states[stage]]
+                    for state in of_ranks[0]:
+                        self._states_named(state)[name] = _joined(name, [each[state] for each in of_ranks], gated)
+                before += layers
+
+    def _states_of_ranks(self, files: Sequence[Sequence[Any]], chunks: Sequence[str]) -> list[list[_StatesOfRank]]:
+        """Return the optimizer's tensors of each stage and rank, by model chunk and local name; empty if unknown."""
+        if any(self.directory.glob("mp_rank_*/distrib_optim.pt")):
+            self.no_states = _IN_BUFFERS
+        elif "optimizer" in self.common:
+            try:
+                return [[dict(_states_by_name(rank, chunks)) for rank in ranks] for ranks in files]
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                self.no_states = f"its groups of weights are unknown, {first_line(error)}"
+        return [[{} for _ in ranks] for ranks in files]
+
+
+def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Whole:
+    """Return a tensor in the parts of tensor-parallel ranks."""
+    shape = list(parts[0].shape)
+    module = name.rpartition(".")[0]
+    cut = 0 if module.endswith(_OUTPUT_CUT) else 1 if name.endswith(_INPUT_CUT) else None
+    if cut is None:
+        return Whole(tuple(shape), [([0] * len(shape), lambda: parts[0])])
+    shape[cut] *= len(parts)
+    # Of each rank first its part of the gate, then its part of the other half.
+    num_halves = 2 if gated and module.endswith("linear_fc1") else 1
+    pieces = []
+    for half in range(num_halves):
+        for rank, part in enumerate(parts):
+            piece = part.tensor_split(num_halves, dim=cut)[half]
+            offset = [0] * len(shape)
+            offset[cut] = (half * len(parts) + rank) * piece.shape[cut]
+            pieces.append((offset, partial(Tensor.contiguous, piece)))
+    return Whole(tuple(shape), pieces)
+
+
+def _row(load: Callable[[], Tensor], row: int) -> Tensor:
+    return load()[row]
 
 
 def _step(optimizer: Any) -> float | None:
@@ -137,193 +282,11 @@ def _step(optimizer: Any) -> float | None:
     return next((found for each in optimizer if (found := _step(each)) is not None), None)
 
 
-def open_files(directory: Path) -> MegatronFiles:
-    """Return the files of a checkpoint, `iter_*` or `release`."""
-    kind = _DistributedFiles if common_file(directory).name == MEGATRON_COMMON_FILE else _RankFiles
-    try:
-        return kind(directory)
-    except CheckpointError:
-        raise
-    except Exception as error:  # On a damaged file an unpickler may raise anything.
-        raise unreadable(directory, error) from None
-
-
 def _in_own_layers(name: str) -> str:
     """Return a name as megatron-core's own layers have it, from one of Transformer Engine's."""
     for fused, own in _FUSED_NORMS:
         name = name.replace(fused, own)
     return name
-
-
-class _DistributedFiles(MegatronFiles):
-    """`torch_dist`: whole tensors in chunks, those of one weight of all layers as one tensor [layers, ...]."""
-
-    def __init__(self, directory: Path) -> None:
-        if not (directory / METADATA_FILE).is_file():
-            raise CheckpointError(
-                f"checkpoint {directory} of Megatron-LM has no {METADATA_FILE}: save it with --ckpt-format torch_dist"
-            )
-        super().__init__(directory, load_inert(directory / MEGATRON_COMMON_FILE))
-        with (directory / METADATA_FILE).open("rb") as file:
-            found = TensorUnpickler(file).load()
-        self._chunks = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
-        tensors = found.state_dict_metadata.items()
-        self._tensors = {key: each for key, each in tensors if isinstance(each, dcp.TensorStorageMetadata)}
-        # From the name of a tensor to its key, and its row there if it is one layer of several.
-        self._places: dict[str, tuple[str, int | None]] = {}
-        self._keys_of_states: dict[str, str] = {}
-        for key, tensor in self._tensors.items():
-            if match := re.match(r"((?:chained_\d+\.)?optimizer\.state\.(\w+)\.)[a-z]", key):
-                state = WEIGHT_OF_OPTIMIZER if match[2] in _OWN_WEIGHTS else match[2]
-                self._keys_of_states[state] = match[1]
-            elif key.startswith(LAYERS) and not key[len(LAYERS)].isdigit():
-                if tensor.size[0] > _MOST_LAYERS:
-                    raise ValueError(f"{key} has {tensor.size[0]} layers")
-                for layer in range(tensor.size[0]):
-                    self._places[_in_own_layers(f"{LAYERS}{layer}.{key[len(LAYERS) :]}")] = key, layer
-            elif not key.startswith("optimizer."):
-                self._places[_in_own_layers(key)] = key, None
-        self.names, self.states = frozenset(self._places), frozenset(self._keys_of_states)
-        if any(key.startswith("optimizer.distributed.") for key in self._tensors):
-            self.no_states = _IN_BUFFERS
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        key, row = self._places[name]
-        return tuple(self._tensors[key].size[row is not None :])
-
-    def read(self, name: str, state: str | None = None) -> Tensor:
-        key, row = self._places[name]
-        key = key if state is None else self._keys_of_states[state] + key
-        try:
-            return self._assembled(key, row)
-        except Exception as error:
-            raise unreadable(self.directory, error) from None
-
-    def _assembled(self, key: str, row: int | None) -> Tensor:
-        """Return a tensor, or one row of it, from its chunks."""
-        tensor = self._tensors[key]
-        whole, filled = None, 0
-        for chunk in tensor.chunks:
-            start, size = chunk.offsets, chunk.sizes
-            if row is not None and not start[0] <= row < start[0] + size[0]:
-                continue
-            part = self._chunk(self._chunks[key, tuple(start)])
-            if row is not None:
-                part, start, size = part[row - start[0]], start[1:], size[1:]
-            if whole is None:
-                whole = torch.empty(tensor.size[row is not None :], dtype=part.dtype)
-            whole[tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))] = part
-            filled += part.numel()
-        if whole is None or filled != whole.numel():
-            raise ValueError(f"{key} has not all its chunks")
-        return whole
-
-    def _chunk(self, info: _StorageInfo) -> Tensor:
-        if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{METADATA_FILE} names {info.relative_path}, which is no file of plain tensors")
-        with (self.directory / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            found: Tensor = load_inert(BytesIO(file.read(info.length)))
-        return found
-
-
-class _RankFiles(MegatronFiles):
-    """`torch`: a file for each rank of one replica, with its layers counted from 0."""
-
-    def __init__(self, directory: Path) -> None:
-        paths = {}
-        for path in directory.glob(f"mp_rank_*/{MEGATRON_RANK_FILE}"):
-            if match := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.parent.name):
-                paths[int(match[1]), int(match[2] or 0)] = path
-        sizes = [len({place[axis] for place in paths}) for axis in (0, 1)]
-        if missing := {(rank, stage) for rank in range(sizes[0]) for stage in range(sizes[1])} - paths.keys():
-            rank, stage = min(missing)
-            raise CheckpointError(
-                f"checkpoint {directory} of Megatron-LM lacks {MEGATRON_RANK_FILE} of tensor-parallel rank {rank} and "
-                f"pipeline rank {stage}: copy the whole directory"
-            )
-        self._num_tensor_ranks = sizes[0]
-        self._rank: Callable[[int, int], Mapping[str, Any]] = cache(lambda *place: load_inert(paths[place]))
-        first = self._rank(0, 0)
-        super().__init__(directory, first)
-        # The number of a rank's model chunk is the last of the key.
-        chunks = sorted((key for key in first if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0))
-        # From the name of a tensor to the pipeline rank, the model chunk, and its name there.
-        self._places: dict[str, tuple[int, str, str]] = {}
-        before = 0
-        for chunk in chunks:
-            for stage in range(sizes[1]):
-                before += self._add_stage(stage, chunk, before)
-        self.names = frozenset(self._places)
-        self._add_optimizer(range(sizes[1]), chunks)
-
-    def _add_stage(self, stage: int, chunk: str, before: int) -> int:
-        """Add the tensors of a stage after so many layers, and return the number of its layers."""
-        tensors = self._rank(0, stage)[chunk]
-        if "language_model" in tensors:
-            raise CheckpointError(
-                f"checkpoint {self.directory} is of Megatron-LM's legacy models: convert it there with "
-                "tools/checkpoint/convert.py --saver core"
-            )
-        layers = 0
-        for local, tensor in tensors.items():
-            name = local
-            if match := re.match(rf"{re.escape(LAYERS)}(\d+)\.", local):
-                layers = max(layers, int(match[1]) + 1)
-                name = f"{LAYERS}{before + int(match[1])}.{local[match.end() :]}"
-            if isinstance(tensor, Tensor):
-                self._places.setdefault(_in_own_layers(name), (stage, chunk, local))
-        return layers
-
-    def _add_optimizer(self, stages: range, chunks: Sequence[str]) -> None:
-        """Find the optimizer's tensors of each weight of each rank, if its groups are known."""
-        if any(self.directory.glob("mp_rank_*/distrib_optim.pt")):
-            self.no_states = _IN_BUFFERS
-            return
-        if "optimizer" not in self.common:
-            return
-        ranks = range(self._num_tensor_ranks)
-        try:
-            self._states = {
-                (rank, stage): dict(_states_by_name(self._rank(rank, stage), chunks))
-                for rank in ranks
-                for stage in stages
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            self.no_states = f"its groups of weights are unknown, {first_line(error)}"
-            return
-        of_rank = (frozenset(state) for states in self._states.values() for state in states.values())
-        self.states = frozenset.intersection(*of_rank)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        stage, chunk, local = self._places[name]
-        shape = list(self._rank(0, stage)[chunk][local].shape)
-        if (cut := _cut(name)) is not None:
-            shape[cut] *= self._num_tensor_ranks
-        return tuple(shape)
-
-    def read(self, name: str, state: str | None = None) -> Tensor:
-        stage, chunk, local = self._places[name]
-        parts = []
-        for rank in range(self._num_tensor_ranks):
-            found = self._rank(rank, stage)[chunk] if state is None else self._states[rank, stage][chunk, local]
-            parts.append(found[local if state is None else state])
-        cut = _cut(name)
-        if cut is None or len(parts) == 1:
-            return parts[0]
-        if ".linear_fc1." in name and self.args is not None and getattr(self.args, "swiglu", False):
-            # Of each rank first its part of the gate, then its part of the other half.
-            halves = [part.unflatten(0, (2, -1)) for part in parts]
-            return torch.cat(halves, dim=1).flatten(0, 1)
-        return torch.cat(parts, dim=cut)
-
-
-def _cut(name: str) -> int | None:
-    """Dimension along which tensor-parallel ranks share a tensor; None if each holds the whole."""
-    module = name.rpartition(".")[0]
-    if module.endswith(_OUTPUT_CUT):
-        return 0
-    return 1 if name.endswith(_INPUT_CUT) else None
 
 
 def _states_by_name(
