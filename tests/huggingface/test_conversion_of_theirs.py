@@ -68,6 +68,7 @@ _OUTSIDE = {"rope_parameters": None, "rope_theta": 100.0, "original_max_position
         ("gpt2", {"n_head": None, "num_attention_heads": 4, "n_positions": 1, "max_position_embeddings": 64}),
         ("gpt_bigcode", {"n_layer": 1, "num_hidden_layers": 3}),
         ("falcon-7b", {"hidden_size": 48, "n_embed": 32}),
+        ("granite", {"embedding_multiplier": 3, "residual_multiplier": 1, "logits_scaling": 2}),
     ],
 )
 def test_keys_have_the_meaning_that_transformers_gives_them(

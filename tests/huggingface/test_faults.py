@@ -156,7 +156,7 @@ def test_numbers_that_are_not_finite_are_not_written(tmp_path: Path, capsys: pyt
         whole.state_dict()["layers.3.mlp.down.bias"][0] = value
         save(whole, GPT2, tmp_path / "ours")
         line = refusal(capsys, *words, *more)
-        assert f"has NaN or infinity in weight transformer.h.1.mlp.c_proj.bias: {remedy}" in line
+        assert f"has NaN or infinity in weight 3.mlp.down.bias: {remedy}" in line
         assert not (tmp_path / "theirs").exists()
 
 

@@ -175,11 +175,11 @@ def same(key: str, field: str, kind: Kind, default: Any, *, nullable: bool = Fal
     Args:
         default: its value if it is missing; None: the default of the field.
     """
-    kind = _within_bounds(kind, field)
+    kind, number = _within_bounds(kind, field), kind is NUMBER
 
     def read(file: SettingsFile, fields: Fields) -> Fields:
         value = file.value(key, kind, default, nullable=nullable or default is None)
-        return {} if value is None else {field: value}
+        return {} if value is None else {field: float(value) if number else value}
 
     return Setting((key,), read, lambda model: {key: getattr(model, field)})
 

@@ -133,6 +133,12 @@ def test_longrope_of_phi3_has_its_lengths_outside() -> None:
 LISTS_OF_64 = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 
 
+def test_whole_numbers_are_written_as_numbers() -> None:
+    """Transformers reads no whole number where a setting may be a fraction."""
+    written = FAMILIES["gemma2"].write(read("gemma2", final_logit_softcapping=30, rms_norm_eps=1))
+    assert [type(written[key]) for key in ("final_logit_softcapping", "rms_norm_eps")] == [float, float]
+
+
 def test_patterns_of_layers() -> None:
     assert read("gemma2").window_attn_skip_freq == "2"
     assert read("gemma3_text").window_attn_skip_freq == "6"
