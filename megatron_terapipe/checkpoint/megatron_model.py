@@ -112,12 +112,25 @@ def _read_key_heads(file: SettingsFile, fields: Fields) -> Fields:
     return {"num_key_value_heads": file.value("num_query_groups", COUNT, 1)}
 
 
+_YARN: Mapping[str, tuple[str, float]] = {
+    "rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
+    "original_max_position_embeddings": ("rotary_original_length", 4096),
+    "beta_fast": ("rotary_beta_fast", 32.0),
+    "beta_slow": ("rotary_beta_slow", 1.0),
+}
+"""Numbers of YaRN by their names there: ours, and Megatron's defaults."""
+
+
 def _read_positions(file: SettingsFile, fields: Fields) -> Fields:
     kind = file.value("position_embedding_type", WORD, "learned_absolute")
     if file.value("use_rotary_position_embeddings", SWITCH, False):
         kind = "rope"
     elif kind == "learned_absolute" and not file.value("add_position_embedding", SWITCH, True):
         kind = "none"
+    elif kind == "yarn":
+        numbers = {name: file.value(f"yarn_{name}", NUMBER, None, nullable=True) for name in _YARN}
+        found = {ours: numbers[name] or default for name, (ours, default) in _YARN.items()}
+        return {"position_embedding_type": "rope", "rotary_scaling": "yarn", **found}
     if kind not in ("learned_absolute", "rope", "none"):
         raise ConfigError(f"{file.where} has positions of type {kind}: this model cannot be trained here")
     return {"position_embedding_type": kind}
@@ -203,7 +216,10 @@ MEGATRON = Family(
             },
         ),
         Setting(
-            ("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
+            (
+                *("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
+                *(f"yarn_{name}" for name in _YARN),
+            ),
             _read_positions,
             lambda model: {"position_embedding_type": model.position_embedding_type},
         ),
@@ -235,7 +251,12 @@ MEGATRON = Family(
                 *("num_experts", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern", "quick_geglu"),
                 *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
                 *("linear_attention_freq", "attention_output_gate", "activation_func_clamp_value", "use_mup"),
-                *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
+                *(
+                    "yarn_mscale_all_dim",
+                    "glu_linear_offset",
+                    "apply_residual_connection_post_layernorm",
+                    "retro_add_retriever",
+                ),
             )
         ),
         fixed("softmax_type", "vanilla"),
