@@ -107,7 +107,9 @@ def outcome_of(attempt: Attempt) -> Outcome:
         with chdir(attempt.directory), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             config = read_arguments([*attempt.words, *HERE]).config
             least = config.parallel.least_world_size
-            dry_run(config, LaunchEnvironment.of_dry_run({}, stated=attempt.ranks, least=least))
+            # Users change the number of hosts of a script, which may be too few for its layout.
+            stated = attempt.ranks if (attempt.ranks or 1) % least == 0 else None
+            dry_run(config, LaunchEnvironment.of_dry_run({}, stated=stated, least=least))
     except UserError as error:
         line = str(error)
         return Outcome(attempt=attempt, line=line, is_defect="\n" in line)
