@@ -251,12 +251,8 @@ MEGATRON = Family(
                 *("num_experts", "multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern", "quick_geglu"),
                 *("hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "qk_l2_norm"),
                 *("linear_attention_freq", "attention_output_gate", "activation_func_clamp_value", "use_mup"),
-                *(
-                    "yarn_mscale_all_dim",
-                    "glu_linear_offset",
-                    "apply_residual_connection_post_layernorm",
-                    "retro_add_retriever",
-                ),
+                *("glu_linear_offset", "apply_residual_connection_post_layernorm", "retro_add_retriever"),
+                "yarn_mscale_all_dim",
             )
         ),
         fixed("softmax_type", "vanilla"),

@@ -4,6 +4,7 @@ import random
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from megatron_terapipe.checkpoint.directories import readable_checkpoint
 from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
 from megatron_terapipe.checkpoint.megatron_model import MEGATRON
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.huggingface.families.family import check_expressible
+from megatron_terapipe.huggingface.families.settings import SettingsFile
 from megatron_terapipe.huggingface.folder_weights import rules_of
 from megatron_terapipe.huggingface.weight_rules import split_layer
 from megatron_terapipe.model.gpt import gpt_layers, layers_with_weights
 from tests.hostile_files import poison
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=16, vocab_rows=16)
-SEED, INPUTS = 26, 300
+SEED, INPUTS = 26, 100
 
 
 def write(directory: Path, *, torch_dist: bool) -> Path:
@@ -108,3 +111,43 @@ def test_random_damage_is_refused_or_read(tmp_path: Path) -> None:
             refused += 1
         path.write_bytes(whole)
     assert refused > INPUTS / 4
+
+
+ROPE = {"position_embedding_type": "rope"}
+EXPRESSED: list[dict[str, Any]] = [
+    {},
+    {"disable_bias_linear": True, "activation": "gelu"},
+    {"position_embedding_type": "none", "activation": "squared-relu", "apply_layernorm_1p": True},
+    ROPE | {"rotary_percent": 0.5, "rotary_interleaved": True, "sliding_window": 5, "window_attn_skip_freq": "2"},
+    ROPE | {"rotary_scaling": "llama3", "activation": "swiglu", "normalization": "rmsnorm", "qk_norm": "head"},
+    ROPE | {"rotary_scaling_factor": 2.0, "num_key_value_heads": 1, "disable_bias_linear": True, "add_qkv_bias": True},
+]
+NOT_EXPRESSED: dict[str, dict[str, Any]] = {
+    "--parallel-residual": {"parallel_residual": True},
+    "--activation geglu": {"activation": "geglu"},
+    "--norm-placement both": {"norm_placement": "both"},
+    "--logit-softcap 30": {"logit_softcap": 30.0},
+}
+
+
+def model_with(settings: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=64, vocab_size=16, **settings)
+
+
+@pytest.mark.parametrize("settings", EXPRESSED, ids=str)
+def test_arguments_describe_the_model_that_wrote_them(settings: dict[str, Any]) -> None:
+    assert MEGATRON.differences(model_with(settings)) == []
+
+
+@pytest.mark.parametrize("setting", NOT_EXPRESSED)
+def test_models_that_megatron_does_not_have_are_refused(setting: str) -> None:
+    with pytest.raises(UserError, match=f"the model has {setting}.*, and Megatron-LM"):
+        check_expressible(MEGATRON, model_with(NOT_EXPRESSED[setting]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_experts", 8), ("multi_latent_attention", True), ("window_size", (3, 3))]
+)
+def test_arguments_of_other_models_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"sets {name}"):
+        MEGATRON.read(SettingsFile(MEGATRON.write(MODEL) | {name: value}, "a checkpoint"))
