@@ -72,7 +72,7 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> str | None:
         raise CheckpointError(no_checkpoint(str(checkpoint.load)))
     directory, info = found
     # The sequence length of a model that was imported is the longest that it can process, not that of a training.
-    left_out = () if info.was_trained else ("seq_length",)
+    left_out: tuple[str, ...] = () if info.was_trained else ("seq_length",)
     if is_megatron(directory):  # Its vocabulary is padded for other ranks; the run has that of its tokenizer.
         left_out = ("vocab_size", "vocab_rows")
     _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
