@@ -3,7 +3,8 @@
     python -m megatron_terapipe.command.launcher_process WORDS OF DEEPSPEED'S COMMAND
 
 The terminal sends Ctrl-C to all processes of a run at once, and the launcher of each host ends its ranks, for which
-this process waits.
+this process waits. Slurm, Kubernetes and `kill` may signal this process only: it passes SIGTERM and SIGINT on to the
+ranks of this host. DeepSpeed's launchers would kill ranks that are still saving after 30 s.
 """
 
 import os
@@ -12,11 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 
 from deepspeed_ext.plan.terminal import INTERRUPTED
 
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
+
+_ALREADY_ENDING_S = 2.0
+"""Seconds after which the ranks have not received Ctrl-C from the terminal, if they have not ended."""
 
 _LOOK_S = 0.05
 """Seconds between two checks of the children."""
@@ -29,20 +34,42 @@ def main() -> int:
 
 def quietly(launch: Callable[[], object]) -> int:
     """Run a launch, and return its exit code once all of its processes have ended: 130 if Ctrl-C ends it."""
+    signal.signal(signal.SIGTERM, _pass_on)
     try:
         launch()
     except KeyboardInterrupt:
         # A second Ctrl-C reaches the launchers of the hosts, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ended = "has ended" if _children_end() else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
+        all_ended = _children_end(_ALREADY_ENDING_S)
+        if not all_ended:
+            _pass_on(signal.SIGINT, None)
+            all_ended = _children_end(ENDS_IN_S)
+        ended = "has ended" if all_ended else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
         print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
 
-def _children_end() -> bool:
-    """Return whether all children of this process have ended, as soon as they have, or after a while."""
-    deadline = time.monotonic() + ENDS_IN_S
+def _pass_on(number: int, _: FrameType | None) -> None:
+    """Send a signal to the ranks of this host; without ranks, end this process and its children."""
+    import psutil
+
+    from deepspeed_ext.runtime.health.processes import HOST_LAUNCHERS, Ancestor
+
+    children = psutil.Process().children()
+    launchers = [each for each in children if Ancestor(each.pid, tuple(each.cmdline()), 0).program in HOST_LAUNCHERS]
+    ranks = [rank for launcher in launchers for rank in launcher.children()]
+    for process in ranks or children:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number if ranks else signal.SIGTERM)
+    if not ranks and number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _children_end(seconds: float) -> bool:
+    """Return whether all children of this process have ended, as soon as they have, or after some seconds."""
+    deadline = time.monotonic() + seconds
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
             pid, _ = os.waitpid(-1, os.WNOHANG)

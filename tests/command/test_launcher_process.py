@@ -31,9 +31,9 @@ sys.exit(quietly(lambda: subprocess.Popen([sys.executable, "-c", sys.argv[1], sy
 """
 
 
-def test_ctrl_c_is_one_line_after_the_end_of_all(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, CHILD, str(tmp_path / "child")],
+def _started(words: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        words,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -42,6 +42,10 @@ def test_ctrl_c_is_one_line_after_the_end_of_all(tmp_path: Path) -> None:
         # A shell ignores Ctrl-C for what it starts in the background, and tests may be started so.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def test_ctrl_c_is_one_line_after_the_end_of_all(tmp_path: Path) -> None:
+    process = _started([sys.executable, "-c", LAUNCH, CHILD, str(tmp_path / "child")])
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted: the run has ended\n"
@@ -49,7 +53,55 @@ def test_ctrl_c_is_one_line_after_the_end_of_all(tmp_path: Path) -> None:
     assert (tmp_path / "child").read_text() == "ended"
 
 
-def test_other_ends_are_those_of_the_launcher() -> None:
+RANK = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(0.5)
+    print("saved after", number, flush=True)
+    sys.exit(int(sys.argv[1]))
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).wait())"
+
+
+@pytest.mark.parametrize(
+    ("number", "rank_code", "code", "line"),
+    [
+        (signal.SIGTERM, 0, 0, ""),
+        (signal.SIGTERM, 143, 143, ""),
+        (signal.SIGINT, 130, 130, "interrupted: the run has ended\n"),
+    ],
+)
+def test_a_signal_to_this_process_only_reaches_the_ranks(
+    tmp_path: Path, number: signal.Signals, rank_code: int, code: int, line: str
+) -> None:
+    """It waits for what they save, and its exit code is theirs."""
+    (tmp_path / "launch.py").write_text(LAUNCHER)
+    run = "import subprocess, sys; from megatron_terapipe.command.launcher_process import quietly;"
+    run += "sys.exit(quietly(lambda: sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())))"
+    words = [sys.executable, "-c", run, str(tmp_path / "launch.py"), RANK, str(rank_code)]
+    with _started(words) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output, errors) == (code, f"saved after {number}\n", line)
+
+
+def test_without_ranks_a_signal_ends_this_process() -> None:
+    run = "from megatron_terapipe.command.launcher_process import quietly;"
+    run += "quietly(lambda: [print('ready', flush=True), __import__('time').sleep(600)])"
+    with _started([sys.executable, "-c", run]) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(120) == -signal.SIGTERM
+
+
+def test_other_ends_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert quietly(lambda: None) == 0
     with pytest.raises(SystemExit) as raised:
         quietly(lambda: sys.exit(75))

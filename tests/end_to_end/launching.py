@@ -103,6 +103,10 @@ class Launch:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the command only."""
+        self._process.terminate()
+
     def output(self) -> str:
         self._log.seek(0)
         return self._log.read()

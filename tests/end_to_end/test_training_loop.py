@@ -1,13 +1,14 @@
 """The end of runs, resuming during a ramp of the batch size, and runs that only evaluate."""
 
 import json
-import os
-import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_terapipe.command.train import RUNNER
+from megatron_terapipe.search.machine.launcher import free_port
 from tests.distributed import run_distributed
 from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, train_on_this_rank
 
@@ -79,16 +80,19 @@ def test_an_early_end_saves_a_checkpoint(data: Path, tmp_path: Path, flag: str, 
     assert (tmp_path / "saved" / "latest").read_text() == f"global_step{last}"
 
 
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_exit_code_0(data: Path, tmp_path: Path) -> None:
-    """All ranks save the same iteration."""
+def test_a_signal_to_the_command_ends_all_with_a_checkpoint_and_exit_code_0(data: Path, tmp_path: Path) -> None:
+    """As from Slurm and Kubernetes. All ranks save the same iteration."""
     outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
-    launched = Launch(tmp_path, flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler"))
+    words = flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler")
+    terapipe = [sys.executable, "-m", RUNNER, "--num_accelerators=2", f"--master_port={free_port()}"]
+    launched = Launch(tmp_path, words, launcher=terapipe)
     metrics = tmp_path / "metrics.jsonl"
     launched.wait_for(lambda: num_metrics(metrics) > 3)
-    os.kill(launched.processes()["rank 1"], signal.SIGTERM)
+    launched.terminate()
     assert launched.wait() == 0, launched.output()
     iterations, _ = read_metrics(metrics)
     done = iterations[-1]["iteration"]
     assert f" exiting after iteration {done}, because a SIGTERM came" in launched.output()
+    assert "error:" not in launched.output()
     assert (tmp_path / "saved" / "latest").read_text() == f"global_step{done}"
     assert not launched.survivors()

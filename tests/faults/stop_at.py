@@ -11,7 +11,7 @@ from typing import Any
 STOPPED = "stopped"
 """File that appears when the process has stopped."""
 
-PLACES = ("building", "op", "end of step", "evaluating", "saving", "end of save")
+PLACES = ("building", "op", "end of step", "evaluating", "saving", "end of save", "leaving")
 """Where a rank may stop: while the engine is built, and in the third iteration or after it."""
 
 RUN_AT_START = """
@@ -25,6 +25,8 @@ if os.environ.get("RANK") == os.environ.get("STOP_RANK"):
 
 def prepare(place: str) -> None:
     """Let this process stop as soon as it is at a place."""
+    import torch.distributed
+
     from deepspeed_ext.plan.ops import OpKind
     from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
     from megatron_terapipe.checkpoint.save import UnfinishedSave
@@ -50,6 +52,7 @@ def prepare(place: str) -> None:
         "op": (Engine, "_around", in_a_backward),
         "end of step": (Engine, "_aggregate_total_loss", in_the_third),
         "evaluating": (Engine, "eval_batch", _always),
+        "leaving": (torch.distributed, "destroy_process_group", _always),
         "saving": (Engine, "save_checkpoint", when_saved_before),
         "end of save": (UnfinishedSave, "finish", after_one),
     }[place]

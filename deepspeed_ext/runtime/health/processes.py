@@ -17,6 +17,7 @@ then its name is removed, and its memory is freed with the last of them.
 """
 
 import atexit
+import fcntl
 import mmap
 import os
 import select
@@ -232,14 +233,12 @@ class HostRanks:
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
-        try:
-            if os.fstat(descriptor).st_uid != os.geteuid():
-                raise PermissionError(f"{path} belongs to another user")
-            os.ftruncate(descriptor, size * _SLOT.size)
-            self._page = mmap.mmap(descriptor, size * _SLOT.size)
-        finally:
-            os.close(descriptor)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = open(os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR), "rb+", buffering=0)
+        if os.fstat(self._file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+        self._file.truncate(size * _SLOT.size)
+        self._page = mmap.mmap(self._file.fileno(), size * _SLOT.size)
 
     def write(self, local_rank: int, rank: HostRank) -> None:
         """Write the entry of a rank."""
@@ -252,6 +251,13 @@ class HostRanks:
         if len(found) == self._size:
             self.remove_file()
         return found
+
+    def claim(self) -> bool:
+        """Whether no other living rank has claimed the page."""
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
     def remove_file(self) -> None:
         """Remove the name of the page; ranks that have opened it keep the memory."""

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -40,6 +40,7 @@ from deepspeed_ext.runtime.health.processes import (
     is_orphan,
     own_launch,
     page_of,
+    start_of,
 )
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 
@@ -69,6 +70,8 @@ class Loss:
     """The process and how it ended: the beginning of the line for the user."""
     printed: bool = False
     """Whether a line for the user has been printed."""
+    remedy: str = ""
+    """End of that line; empty for that of the watch."""
 
 
 class HostNews:
@@ -186,6 +189,9 @@ _PATIENCE_S = 8.0
 _REQUEST_S = 600.0
 """The same where the rank handles SIGTERM as a request to end."""
 
+_INTERRUPTED_S = 3.0
+"""The same after Ctrl-C, which launchers follow by SIGTERM."""
+
 _REPORTS_IN_S = 10.0
 """Longest time of a report before the rank exits."""
 
@@ -233,7 +239,7 @@ class RankWatch:
         self.loss: Loss | None = None
         """The loss for which this rank ends; None while all processes run."""
         self._concluding, self._lost = threading.Lock(), threading.Event()
-        self._left = threading.Event()
+        self._left, self._terminating, self._interrupted = threading.Event(), threading.Lock(), False
         self._wake, waking = socket.socketpair()
         self._waking = waking
         for each in (self._wake, waking):
@@ -291,6 +297,23 @@ class RankWatch:
         self._lost.wait(seconds)
         return self.loss
 
+    def late_ranks(self, seconds: float) -> tuple[list[int], bool]:
+        """Wait until all ranks of the host are done, as this one is.
+
+        Returns:
+            Ranks that are not after these seconds, and whether this one reports them.
+        """
+        self._mark(Mark.DONE)
+        deadline, late = time.monotonic() + seconds, [-1]
+        marks: dict[int, HostRank] = {}
+        while late and self._host is not None and time.monotonic() < deadline:
+            marks = self._host.read()
+            late = [each.rank for each in marks.values() if each.mark is Mark.HERE]
+            time.sleep(_LOOK_FOR_RANKS_S / 10 if late else 0)
+        return late if marks else [], all(
+            marks[place].mark is Mark.HERE for place in marks if place < self.place.local_rank
+        )
+
     def part(self) -> None:
         """Regard further ends of ranks on other hosts as orderly; all ranks call it before a barrier."""
         if self._news is not None:
@@ -321,7 +344,9 @@ class RankWatch:
             return
         with suppress(BlockingIOError):
             # Another handler treats the signal as a request, and ends the rank in its time.
-            if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) == self._terminated:
+            received = self._wake.recv(64)
+            self._interrupted = self._interrupted or signal.SIGINT in received
+            if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._terminated:
                 self._terminated(signal.SIGTERM, None)
         if self.loss is not None:
             return
@@ -364,7 +389,8 @@ class RankWatch:
             self._conclude(loss, prints=first, sends=first)
             self._leave_after_report(loss.text, TERMINATED)
         else:
-            self._conclude(loss, prints=first, patience_s=_REQUEST_S)
+            remedy = "the run ends after this iteration, with a checkpoint if --save is given"
+            self._conclude(replace(loss, remedy=remedy), prints=first, patience_s=_REQUEST_S)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _received(self, loss: Loss) -> None:
@@ -385,18 +411,38 @@ class RankWatch:
             _after(patience_s, self._leave_after_report, loss.text, LOST)
             if prints:
                 with suppress(OSError):
-                    self._report(f"error: {loss.text}: {self.remedy()}")
+                    self._report(f"error: {loss.text}: {loss.remedy or self.remedy()}")
         if sends and self._news is not None:
             self._news.send(loss)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
-        self._mark(Mark.ENDING)
-        if self._news is not None and self.place.local_rank == 0:
-            self._news.send(Loss(f"rank {self.place.rank} (host {socket.gethostname()}) was terminated"))
-        if self.loss is None:
-            self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
-        else:
+        if self.loss is not None:
+            self._mark(Mark.ENDING)
             self._leave_after_report(self.loss.text, TERMINATED)
+        elif self._terminating.acquire(blocking=False):  # Called in the main thread and in that of the watch.
+            first = self._is_first_to_end()
+            self._mark(Mark.ENDING)
+            time.sleep(_LOOK_FOR_RANKS_S)  # A SIGINT before it may still be unread.
+            if self._interrupted:
+                # Printed by the main thread, unless it is in a call that never returns.
+                _after(_INTERRUPTED_S, self._leave, TERMINATED)
+                return
+            name = _name(self.place.rank, os.getpid())
+            loss = Loss(f"{name} received SIGTERM, directly or from its launcher", printed=first)
+            if first:
+                with suppress(OSError):
+                    self._report(f"error: {loss.text}: {self.remedy()}")
+            if self._news is not None and (first or self.place.local_rank == 0):
+                self._news.send(loss)
+            self._leave_after_report("terminated by SIGTERM", TERMINATED, failed=False)
+
+    def _is_first_to_end(self) -> bool:
+        """Whether no other rank of the host has ended, or is about to: launchers end all once one has."""
+        marks = {} if self._host is None else self._host.read()
+        others = [each for place, each in marks.items() if place != self.place.local_rank]
+        return (self._host is None or self._host.claim()) and not any(
+            each.mark is Mark.ENDING or (each.mark is Mark.HERE and start_of(each.pid) is None) for each in others
+        )
 
     def _leave_after_report(self, reason: str, code: int, *, failed: bool = True) -> None:
         """Exit at once, after a report of limited time."""

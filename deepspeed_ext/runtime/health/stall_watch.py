@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -276,6 +276,12 @@ class StallWatch:
         finally:
             self._end()
             self._kill_timer.end()
+
+    def conclude_silent(self, ranks: Sequence[int], *, prints: bool) -> None:
+        """End this process, because other ranks of this host have not ended and give no sign of life."""
+        positions = {self._rank: replace(self._position, seconds=self._still_s), **dict.fromkeys(ranks)}
+        line = explain(positions, 0.0, lambda named: dict.fromkeys(named, socket.gethostname()))
+        self._conclude(str(line), prints=prints)
 
     def _write(self, line: str) -> str:
         """Write the ledger, and return a text with the directory of the ledgers, or the error."""

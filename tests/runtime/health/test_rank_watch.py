@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import TCPStore
 
+from deepspeed_ext.runtime.health import rank_watch
 from deepspeed_ext.runtime.health.processes import Ancestor, HostRank, HostRanks, Mark, ProcessEnds, start_of
 from deepspeed_ext.runtime.health.rank_watch import TERMINATED, Loss, RankWatch, _SignsOfLife
 from deepspeed_ext.runtime.launch import LaunchEnvironment
@@ -127,6 +128,8 @@ def test_a_handler_of_sigterm_is_called(tmp_path: Path) -> None:
             launcher.kill()
             assert asked.wait(SOON_S)
         assert rank.code is None
+    (line,) = rank.lines
+    assert line.endswith("without it: the run ends after this iteration, with a checkpoint if --save is given")
 
 
 def test_a_rank_whose_launcher_has_ended_ends(tmp_path: Path) -> None:
@@ -141,7 +144,58 @@ def test_sigterm_ends_a_rank_whose_main_thread_hangs(tmp_path: Path) -> None:
         watch._waking.send(bytes([signal.SIGTERM]))  # as the system does, before Python calls any handler
         assert rank.left() == TERMINATED
         assert rank.page.read()[0].mark is Mark.ENDING
+        assert watch.loss is None
+    (line,) = rank.lines
+    pattern = r"error: rank 0 \(host \S+, process \d+\) received SIGTERM, directly or from its launcher: REMEDY"
+    assert re.fullmatch(pattern, line)
+
+
+@pytest.mark.parametrize("mark", [Mark.ENDING, Mark.HERE], ids=["ended", "died"])
+def test_sigterm_after_the_end_of_another_rank_is_not_printed(tmp_path: Path, mark: Mark) -> None:
+    """A launcher ends all ranks when one has ended."""
+    rank = Rank(tmp_path)
+    with sleeper() as process:
+        process.kill()
+        process.wait()
+        rank.page.write(1, HostRank(1, process.pid, mark))
+    rank.watch._terminated(signal.SIGTERM, None)
+    assert (rank.code, rank.lines) == (TERMINATED, [])
+
+
+def test_of_ranks_that_get_sigterm_together_one_prints(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, place) for place in (0, 1)]
+    for place, rank in enumerate(ranks):
+        rank.page.write(place, HostRank(place, os.getpid(), Mark.HERE))
+    threads = [threading.Thread(target=rank.watch._terminated, args=(signal.SIGTERM, None)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rank.code for rank in ranks] == [TERMINATED, TERMINATED]
+    assert sum(len(rank.lines) for rank in ranks) == 1
+
+
+def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_watch, "_INTERRUPTED_S", 0.2)
+    rank = Rank(tmp_path)
+    with rank.watch as watch:
+        watch._waking.send(bytes([signal.SIGINT, signal.SIGTERM]))
+        assert rank.left() == TERMINATED, "it hangs"
     assert rank.lines == []
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_ranks_wait_for_each_other_at_the_end(tmp_path: Path, local_rank: int) -> None:
+    rank, other = Rank(tmp_path, local_rank), 1 - local_rank
+    assert rank.watch.late_ranks(0.0) == ([], True), "the other one has not started"
+    rank.page.write(other, HostRank(other, os.getpid(), Mark.HERE))
+    assert rank.watch.late_ranks(0.2) == ([other], True)
+    assert rank.page.read()[local_rank].mark is Mark.DONE
+    done = threading.Timer(0.2, rank.page.write, (other, HostRank(other, os.getpid(), Mark.DONE)))
+    done.start()
+    assert rank.watch.late_ranks(SOON_S)[0] == []
 
 
 def test_the_end_is_marked_and_the_handler_restored(tmp_path: Path) -> None:

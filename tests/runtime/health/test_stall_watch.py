@@ -118,6 +118,15 @@ def test_a_rank_without_a_sign_of_life_is_named(tmp_path: Path) -> None:
     alone.watch.end()
 
 
+def test_a_rank_that_is_not_done_is_named(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        for rank in both:
+            with rank.ledger.phase("leaving the process group"):
+                rank.watch.conclude_silent([2], prints=rank is both[0])
+    assert both[0].ended.is_set() and both[1].ended.is_set() and not both[1].lines
+    assert f"rank 2 (host {HOST}) blocks the run: it gives no sign of life; rank 0 is at '" in both[0].lines[0]
+
+
 def test_the_line_is_printed_where_no_ledger_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     alone = Rank(0, dist.HashStore(), tmp_path / "file")
