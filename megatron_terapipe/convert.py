@@ -69,11 +69,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
 
 @contextmanager
 def _removed_on_failure(output: Path) -> Iterator[None]:
-    """Leave an output that was empty or not there as it was, if the conversion into it fails.
-
-    Raises:
-        ConfigError: if the disk fails.
-    """
+    """Leave an output that was empty or not there as it was, if the conversion into it fails."""
     was_there = output.exists()
     try:
         yield

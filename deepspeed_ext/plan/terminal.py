@@ -147,13 +147,13 @@ def command_main(
     return main
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Return the `type` of a flag of argparse: a whole number between bounds, both included."""
+def up_to(most: int) -> Callable[[str], int]:
+    """Return the `type` of a flag of argparse that is a whole number from 1 to `most`."""
 
     def read(text: str) -> int:
-        if not (text.isdecimal() and len(text) < 19 and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from {least} to {most:,}")
-        return int(text)
+        if text.isdecimal() and len(text) < 19 and 1 <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from 1 to {most:,}")
 
     return read
 

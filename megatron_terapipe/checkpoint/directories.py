@@ -231,11 +231,7 @@ LOCK = "run.lock"
 
 @contextmanager
 def only_run_in(save: str | Path) -> Iterator[None]:
-    """Hold a directory for the checkpoints of this run, until the block or this process ends.
-
-    Raises:
-        CheckpointError: if another run holds it.
-    """
+    """Hold a directory of checkpoints until the block or this process ends; `CheckpointError` if another run does."""
     lock, was_there = Path(save) / LOCK, Path(save).exists()
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -249,19 +245,17 @@ def only_run_in(save: str | Path) -> Iterator[None]:
             f"--save {save} is in use by another run ({holder}): wait for its end, or name another --save; if its host "
             f"has failed, remove {lock}"
         )
+    own = f"host {socket.gethostname()}, process {os.getpid()}, since {datetime.now():%F %T}"
     with suppress(OSError):  # The disk may be full.
         file.truncate(0)
-        os.write(
-            file.fileno(), f"host {socket.gethostname()}, process {os.getpid()}, since {datetime.now():%F %T}".encode()
-        )
+        os.write(file.fileno(), own.encode())
     try:
         yield
     finally:
         lock.unlink(missing_ok=True)
         file.close()
-        if not was_there:
-            with suppress(OSError):  # It has checkpoints.
-                lock.parent.rmdir()
+        with suppress(OSError):  # It has checkpoints.
+            was_there or lock.parent.rmdir()
 
 
 def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str]) -> None:

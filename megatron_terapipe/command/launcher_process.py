@@ -20,8 +20,8 @@ from deepspeed_ext.plan.terminal import INTERRUPTED
 ENDS_IN_S = 60.0
 """Seconds for the ranks to end: DeepSpeed's launcher kills them after 30."""
 
-_ALREADY_ENDING_S = 2.0
-"""Seconds after which the ranks have not received Ctrl-C from the terminal, if they have not ended."""
+_TOGETHER_S = 2.0
+"""Seconds for the ranks to end if they received Ctrl-C, too."""
 
 _LOOK_S = 0.05
 """Seconds between two checks of the children."""
@@ -40,28 +40,23 @@ def quietly(launch: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         # A second Ctrl-C reaches the launchers of the hosts, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        all_ended = _children_end(_ALREADY_ENDING_S)
-        if not all_ended:
+        if not (all_end := _children_end(_TOGETHER_S)):
             _pass_on(signal.SIGINT, None)
-            all_ended = _children_end(ENDS_IN_S)
-        ended = "has ended" if all_ended else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
+            all_end = _children_end(ENDS_IN_S)
+        ended = "has ended" if all_end else f"has not ended within {ENDS_IN_S:.0f} s: look for its processes"
         print(f"interrupted: the run {ended}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:
-    """Send a signal to the ranks of this host; without ranks, end this process and its children."""
-    import psutil
+    """Send a signal to the ranks of this host; SIGTERM without ranks ends this process."""
+    from deepspeed_ext.runtime.health.processes import launched_here
 
-    from deepspeed_ext.runtime.health.processes import HOST_LAUNCHERS, Ancestor
-
-    children = psutil.Process().children()
-    launchers = [each for each in children if Ancestor(each.pid, tuple(each.cmdline()), 0).program in HOST_LAUNCHERS]
-    ranks = [rank for launcher in launchers for rank in launcher.children()]
-    for process in ranks or children:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number if ranks else signal.SIGTERM)
+    launchers, ranks = launched_here()
+    for process in ranks or launchers:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
     if not ranks and number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

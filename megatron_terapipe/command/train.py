@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.terminal import CommandParser, run_command, whole_number
+from deepspeed_ext.plan.terminal import CommandParser, run_command, up_to
 from deepspeed_ext.runtime.launch import LAUNCHERS, launcher_of
 from megatron_terapipe.arguments.help import ALL, add_flags_of, asked_for, other_flags
 from megatron_terapipe.arguments.parser import read_command_line
@@ -35,15 +35,9 @@ def add_launcher_flags(parser: CommandParser) -> None:
     )
     group.add_argument("--hostfile", metavar="FILE", help="hosts, one a line: `node1 slots=8`")
     group.add_argument(
-        "--num-accelerators",
-        "--num-gpus",
-        type=whole_number(1, 1024),
-        metavar="N",
-        help="ranks of each host; on CPUs, too",
+        "--num-accelerators", "--num-gpus", type=up_to(1024), metavar="N", help="ranks of each host; on CPUs, too"
     )
-    group.add_argument(
-        "--num-nodes", type=whole_number(1, 1_000_000), metavar="N", help="the first N hosts of the hostfile"
-    )
+    group.add_argument("--num-nodes", type=up_to(10**6), metavar="N", help="the first N hosts of the hostfile")
     group.add_argument("--include", metavar="HOSTS", help="only these hosts and devices of the hostfile")
     group.add_argument("--exclude", metavar="HOSTS", help="all but these hosts and devices")
     group.add_argument(
@@ -54,7 +48,7 @@ def add_launcher_flags(parser: CommandParser) -> None:
         "--master-addr", metavar="HOST", help="address at which the ranks meet (default: the first host's)"
     )
     group.add_argument(
-        "--master-port", type=whole_number(1, 65_535), metavar="N", help="port at which they meet (default: 29500)"
+        "--master-port", type=up_to(65_535), metavar="N", help="port at which they meet (default: 29500)"
     )
 
 

@@ -26,14 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepspeed_ext.plan.terminal import (
-    STANDARD_OUTPUT,
-    CommandParser,
-    add_json_flag,
-    command_main,
-    whole_number,
-    write_json,
-)
+from deepspeed_ext.plan.terminal import STANDARD_OUTPUT, CommandParser, add_json_flag, command_main, up_to, write_json
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.tokenizer import build_tokenizer
 from megatron_terapipe.data.tokenizer_checks import TokenizerRecord
@@ -287,9 +280,6 @@ def _speed(num_documents: int, num_bytes: int, seconds: float) -> str:
     return f"{num_documents / seconds:,.0f} documents/s, {num_bytes / 1e6 / seconds:.1f} MB/s"
 
 
-MOST_WORKERS = 1024
-"""Processes at most, of any host."""
-
 DESCRIPTION = """\
 Turn a file of texts into the data files of a run: tokenize JSON lines into Megatron's indexed dataset,
 PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, once the whole one is written. The
@@ -330,7 +320,7 @@ def build_parser(prog: str) -> CommandParser:
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     documents.add_argument(
-        "--workers", type=whole_number(1, MOST_WORKERS), default=1, metavar="N", help="processes (default: %(default)s)"
+        "--workers", type=up_to(1024), default=1, metavar="N", help="processes (default: %(default)s)"
     )
     add_json_flag(files, "the written datasets")
     # Flags of Megatron's scripts: the first two change nothing, the last is for BERT and refused below.

@@ -99,9 +99,9 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
             dist.destroy_process_group()
             if rank_watch is not None:
                 # Before the timeout, when a watch without a store ends its rank.
-                late, reports = rank_watch.late_ranks(0.8 * _timeout(run).total_seconds())
-                if late:
-                    watch.conclude_silent(late, prints=reports)
+                if late := rank_watch.late_ranks(0.8 * _timeout(run).total_seconds()):
+                    first = late.keys() >= {*range(run.launch.local_rank)}
+                    watch.conclude_silent([*late.values()], prints=first)
 
 
 @contextmanager

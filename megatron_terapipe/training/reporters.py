@@ -60,10 +60,7 @@ class Reporters:
 
     @contextmanager
     def writing(self, output: str) -> Iterator[None]:
-        """Continue after an error of an output, such as a full disk: a log must not end a run.
-
-        Each line is tried, because room may be made; only the first error is reported.
-        """
+        """Continue after an error of an output, such as a full disk; the first one is reported, each line tried."""
         try:
             yield
         except UserError:
@@ -251,14 +248,9 @@ class TensorBoard:
         # Imported here: the package is optional, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
 
-        print_traceback = threading.excepthook
-
-        def hook(failed: threading.ExceptHookArgs) -> None:
-            # Its thread keeps its error, which the next call raises.
-            if not type(failed.thread).__module__.startswith("tensorboard."):
-                print_traceback(failed)
-
-        threading.excepthook = hook
+        shown = threading.excepthook
+        # Its thread keeps its error, which the next call raises.
+        threading.excepthook = lambda failed: "tensorboard" in type(failed.thread).__module__ or shown(failed)
         self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
         self._logging, self._world_size = logging, world_size
         self.close = self._writer.close

@@ -145,6 +145,13 @@ def host_launcher(launch: Sequence[Ancestor]) -> Ancestor | None:
     return next((each for each in launch if each.program in _LAUNCHERS), None)
 
 
+def launched_here() -> tuple[list[int], list[int]]:
+    """Launchers of this host that this process, a command of DeepSpeed, has started, and their ranks."""
+    children = psutil.Process().children()
+    launchers = [each for each in children if Ancestor(each.pid, tuple(each.cmdline()), 0).program in HOST_LAUNCHERS]
+    return [each.pid for each in launchers], [rank.pid for each in launchers for rank in each.children()]
+
+
 def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.environ) -> bool:
     """Whether DeepSpeed's launcher started this process, and ended before the process could look for it."""
     return "CROSS_RANK" in environment and not launch

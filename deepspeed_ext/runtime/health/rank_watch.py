@@ -189,9 +189,6 @@ _PATIENCE_S = 8.0
 _REQUEST_S = 600.0
 """The same where the rank handles SIGTERM as a request to end."""
 
-_INTERRUPTED_S = 3.0
-"""The same after Ctrl-C, which launchers follow by SIGTERM."""
-
 _REPORTS_IN_S = 10.0
 """Longest time of a report before the rank exits."""
 
@@ -297,22 +294,16 @@ class RankWatch:
         self._lost.wait(seconds)
         return self.loss
 
-    def late_ranks(self, seconds: float) -> tuple[list[int], bool]:
-        """Wait until all ranks of the host are done, as this one is.
-
-        Returns:
-            Ranks that are not after these seconds, and whether this one reports them.
-        """
+    def late_ranks(self, seconds: float) -> dict[int, int]:
+        """Ranks of the host, by local rank, that are not done as this one is, after these seconds at most."""
         self._mark(Mark.DONE)
-        deadline, late = time.monotonic() + seconds, [-1]
-        marks: dict[int, HostRank] = {}
-        while late and self._host is not None and time.monotonic() < deadline:
-            marks = self._host.read()
-            late = [each.rank for each in marks.values() if each.mark is Mark.HERE]
-            time.sleep(_LOOK_FOR_RANKS_S / 10 if late else 0)
-        return late if marks else [], all(
-            marks[place].mark is Mark.HERE for place in marks if place < self.place.local_rank
-        )
+        deadline = time.monotonic() + seconds
+        while self._host is not None:
+            late = {place: each.rank for place, each in self._host.read().items() if each.mark is Mark.HERE}
+            if not late or time.monotonic() > deadline:
+                return late
+            time.sleep(_LOOK_FOR_RANKS_S / 10)
+        return {}
 
     def part(self) -> None:
         """Regard further ends of ranks on other hosts as orderly; all ranks call it before a barrier."""
@@ -425,7 +416,7 @@ class RankWatch:
             time.sleep(_LOOK_FOR_RANKS_S)  # A SIGINT before it may still be unread.
             if self._interrupted:
                 # Printed by the main thread, unless it is in a call that never returns.
-                _after(_INTERRUPTED_S, self._leave, TERMINATED)
+                _after(_PATIENCE_S, self._leave, TERMINATED)
                 return
             name = _name(self.place.rank, os.getpid())
             loss = Loss(f"{name} received SIGTERM, directly or from its launcher", printed=first)

@@ -178,7 +178,7 @@ def test_of_ranks_that_get_sigterm_together_one_prints(tmp_path: Path) -> None:
 def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_watch, "_INTERRUPTED_S", 0.2)
+    monkeypatch.setattr(rank_watch, "_PATIENCE_S", 0.2)
     rank = Rank(tmp_path)
     with rank.watch as watch:
         watch._waking.send(bytes([signal.SIGINT, signal.SIGTERM]))
@@ -189,13 +189,13 @@ def test_sigterm_after_ctrl_c_leaves_the_line_to_the_main_thread(
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_wait_for_each_other_at_the_end(tmp_path: Path, local_rank: int) -> None:
     rank, other = Rank(tmp_path, local_rank), 1 - local_rank
-    assert rank.watch.late_ranks(0.0) == ([], True), "the other one has not started"
+    assert rank.watch.late_ranks(0.0) == {}, "the other one has not started"
     rank.page.write(other, HostRank(other, os.getpid(), Mark.HERE))
-    assert rank.watch.late_ranks(0.2) == ([other], True)
+    assert rank.watch.late_ranks(0.2) == {other: other}
     assert rank.page.read()[local_rank].mark is Mark.DONE
     done = threading.Timer(0.2, rank.page.write, (other, HostRank(other, os.getpid(), Mark.DONE)))
     done.start()
-    assert rank.watch.late_ranks(SOON_S)[0] == []
+    assert rank.watch.late_ranks(SOON_S) == {}
 
 
 def test_the_end_is_marked_and_the_handler_restored(tmp_path: Path) -> None:
