@@ -16,8 +16,6 @@ from deepspeed_ext.plan.text_files import bounded_text, parse_json
 from megatron_terapipe.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
-_BLOCK = 1 << 20
-"""Bytes that are read at a time."""
 
 
 class FileFacts(NamedTuple):
@@ -101,12 +99,9 @@ def damage(directory: Path, fault: str) -> str:
 
 def facts_of(path: Path) -> FileFacts:
     """Return the size and the hash of a file."""
-    found, size, block = new_hash(), 0, memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while read := file.readinto(block):
-            found.update(block[:read])
-            size += read
-    return FileFacts(size, found.hexdigest())
+        found = hashlib.file_digest(file, new_hash)
+        return FileFacts(file.tell(), found.hexdigest())
 
 
 def new_hash() -> Any:

@@ -160,6 +160,9 @@ class DataConfig:
     mmap_warmup: bool = False
     """Read the data files once at the start, so that the operating system has them in memory."""
 
+    verify_data: bool = False
+    """Read the data files at the start, and compare each with the hash that `preprocess` wrote."""
+
     train_data_exact_num_epochs: int | None = option(None, least=1, most=10**9)
     """Prepare the training samples of exactly this many epochs. Default: of as many as the run needs."""
 

@@ -7,6 +7,7 @@ The index, little endian throughout, S sequences, D documents:
 """
 
 import glob
+import hashlib
 import os
 import struct
 from array import array
@@ -74,6 +75,8 @@ class IndexedDatasetWriter:
         self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
         self._lengths = array("i")
         self.num_tokens = 0
+        self.hash = hashlib.sha256(usedforsecurity=False)
+        """Of the data file."""
 
     @property
     def num_documents(self) -> int:
@@ -91,8 +94,10 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"document {self.num_documents} has {tokens.size} tokens, and the format takes {_LONGEST}: split it"
             )
+        content = tokens.tobytes()
         with _disk_errors(self._files[self._data_file]):
-            self._data.write(tokens.tobytes())
+            self._data.write(content)
+        self.hash.update(content)
         self._lengths.append(tokens.size)
         self.num_tokens += tokens.size
 

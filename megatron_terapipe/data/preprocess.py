@@ -263,8 +263,8 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
             progress.update(batch.file_position - progress.n)
         if not all(writer.num_documents for writer in writers):
             raise DataError(f"--input {encoder.source} holds no text: give at least one document")
-    for name in names:
-        TokenizerRecord.of(name, tokenizer, ends=encoder.append_eod).write(name)
+    for name, writer in zip(names, writers, strict=True):
+        TokenizerRecord.of(name, tokenizer, writer.hash.hexdigest(), ends=encoder.append_eod).write(name)
     return Written(
         datasets=tuple(
             Dataset(name, writer.num_documents, writer.num_tokens) for name, writer in zip(names, writers, strict=True)

@@ -115,9 +115,11 @@ class TokenizerRecord:
     """Hash of its first ids; with the size it shows that the record is of this data."""
     first_text: str | None
     """Hash of the text of these ids; None if they have none."""
+    sha256: str | None = None
+    """Hash of the data file; None in a record of an older version."""
 
     @classmethod
-    def of(cls, prefix: str | Path, tokenizer: Tokenizer, *, ends: bool) -> Self:
+    def of(cls, prefix: str | Path, tokenizer: Tokenizer, sha256: str, *, ends: bool) -> Self:
         """Return the record of a dataset that was just written."""
         ids = _first_ids(prefix)
         eod = tokenizer.eod if ends else None
@@ -128,6 +130,7 @@ class TokenizerRecord:
             num_bytes=data_file(prefix).stat().st_size,
             first_ids=_hash_of_ids(ids),
             first_text=_hash_of_text(ids, eod, tokenizer),
+            sha256=sha256,
         )
 
     def write(self, prefix: str | Path) -> None:
@@ -139,16 +142,18 @@ class TokenizerRecord:
 
     @classmethod
     def read(cls, prefix: str | Path) -> Self | None:
-        """Read the record of a dataset; None if it has none, or one of other data that had its name before."""
+        """Read the record of a dataset; None if it has none."""
         path = record_file(prefix)
         if not path.is_file():
             return None
         found = read_json(str(path), "")
         if not isinstance(found, dict) or not _is_record(found):
             raise DataError(f"{path} is no record of a tokenizer: remove it, or preprocess the texts again")
-        record = cls(**found)
-        same = record.num_bytes == data_file(prefix).stat().st_size
-        return record if same and record.first_ids == _hash_of_ids(_first_ids(prefix)) else None
+        return cls(**found)
+
+    def is_of(self, prefix: str | Path) -> bool:
+        """Whether the size and the first ids are those of a dataset, and not of other data of its name."""
+        return (self.num_bytes, self.first_ids) == (data_file(prefix).stat().st_size, _hash_of_ids(_first_ids(prefix)))
 
     def check(self, prefix: str | Path, tokenizer: Tokenizer, *, reads_ends: bool) -> None:
         """Check that the ids of the dataset have the same text under a tokenizer.
@@ -173,17 +178,33 @@ class TokenizerRecord:
             )
 
 
-def check_tokenizer_records(prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool) -> None:
-    """Check all datasets that have a record of their tokenizer."""
+def check_tokenizer_records(
+    prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool, verifies: bool = False
+) -> None:
+    """Check all datasets that have a record of their tokenizer.
+
+    Args:
+        verifies: whether to read the data files, too, and compare them with their hashes.
+    """
     for prefix in prefixes:
-        record = TokenizerRecord.read(prefix)
-        if record is not None:
+        record, data, warnings = TokenizerRecord.read(prefix), data_file(prefix), []
+        if verifies and (record is None or record.sha256 is None):
+            warnings.append(f"{data} was not verified: preprocess has written no hash of it")
+        elif verifies and record is not None and record.sha256 != _hash_of_file(data):
+            raise DataError(
+                f"{data} is damaged: its SHA-256 is not the one in {record_file(prefix)}: put both files back, or "
+                "preprocess the texts again"
+            )
+        if record is not None and record.is_of(prefix):
             record.check(prefix, tokenizer, reads_ends=reads_ends)
+        elif record is not None:
+            warnings.append(f"{record_file(prefix)} is not of this {data}, so the tokenizer was not checked: remove it")
+        print(*(f"warning: {each}\n" for each in warnings), sep="", end="", file=sys.stderr, flush=True)
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None}
-    return found.keys() == {each.name for each in fields(TokenizerRecord)} and all(
+    types = {"vocab_size": int, "num_bytes": int, "eod": int | None, "first_text": str | None, "sha256": str | None}
+    return found.keys() | {"sha256"} == {each.name for each in fields(TokenizerRecord)} and all(
         isinstance(value, types.get(name, str)) and not isinstance(value, bool) for name, value in found.items()
     )
 
@@ -196,6 +217,11 @@ def _first_ids(prefix: str | Path) -> NDArray[np.int64]:
 
 def _hash_of_ids(ids: NDArray[np.int64]) -> str:
     return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def _hash_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_of_text(ids: NDArray[np.int64], eod: int | None, tokenizer: Tokenizer) -> str | None:

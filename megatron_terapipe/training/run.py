@@ -175,7 +175,8 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_stages=planned.found_stages,
     )
     if launch.rank == 0 and not config.data.mock_data:
-        check_tokenizer_records(config.data.prefixes, tokenizer, reads_ends=config.data.reads_ends)
+        data = config.data
+        check_tokenizer_records(data.prefixes, tokenizer, reads_ends=data.reads_ends, verifies=data.verify_data)
         check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:

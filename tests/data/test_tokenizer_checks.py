@@ -1,5 +1,6 @@
 """Data that another tokenizer wrote is found by its ids, and by its record, before anything is trained."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -154,15 +155,47 @@ def test_ids_without_a_tokenizer_are_compared_by_the_end_of_documents_where_it_c
     check(without, NullTokenizer(50000), reads_ends=True)
 
 
-def test_data_of_others_has_no_record_and_a_record_of_other_data_does_not_count(tmp_path: Path) -> None:
+def test_a_damaged_data_file_is_found_where_it_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = preprocess(tmp_path, texts=["x" * 9000])
+    data, record = Path(f"{prefix}.bin"), record_file(prefix)
+    content, written = data.read_bytes(), json.loads(record.read_text())
+    assert written["sha256"] == hashlib.sha256(content).hexdigest()
+    capsys.readouterr()
+
+    def verify() -> None:
+        check_tokenizer_records([prefix], ByteTokenizer(), reads_ends=False, verifies=True)
+
+    verify()
+    data.write_bytes(content[:12288] + bytes(4096) + content[16384:])  # A page of zeros, which are ids.
+    check(prefix, ByteTokenizer())
+    with pytest.raises(DataError, match=r"c_text_document\.bin is damaged: its SHA-256 is not the one in .*: put both"):
+        verify()
+    assert capsys.readouterr().err == ""
+    del written["sha256"]  # As an older version wrote it.
+    record.write_text(json.dumps(written))
+    verify()
+    record.unlink()
+    verify()
+    line = f"warning: {data} was not verified: preprocess has written no hash of it\n"
+    assert capsys.readouterr().err == 2 * line
+
+
+def test_data_of_others_has_no_record_and_a_record_of_other_data_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = built(train_hugging_face(tmp_path))
     prefix = preprocess(tmp_path)
     size = Path(f"{prefix}.bin").stat().st_size // 2
     with IndexedDatasetWriter(prefix, 257) as writer:  # As Megatron would, in the place of ours.
         writer.add_document([7] * size)
+    capsys.readouterr()
     check(prefix, other)
+    assert capsys.readouterr().err == (
+        f"warning: {prefix}.tokenizer.json is not of this {prefix}.bin, so the tokenizer was not checked: remove it\n"
+    )
     record_file(prefix).unlink()
     check(prefix, other)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer": "byte"}', "{"])

@@ -1,6 +1,7 @@
 """`--dry-run`: all checks of a run for all its ranks, in one process."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,17 @@ def test_refused_runs(words: str, line: str, capsys: pytest.CaptureFixture[str])
     assert error.count("\n") == 1
 
 
-def test_data_is_checked(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags(data, "--dry-run")) == 0
+def test_data_is_checked(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(data, "--dry-run", "--verify-data")) == 0
+    capsys.readouterr()
+    copy = tmp_path / data.name
+    for each in data.parent.glob(f"{data.name}.*"):
+        shutil.copy(each, tmp_path)
+    content = bytearray(copy.with_name(f"{data.name}.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    copy.with_name(f"{data.name}.bin").write_bytes(content)
+    assert main(flags(copy, "--dry-run", "--verify-data")) == 2
+    assert f"error: {copy}.bin is damaged: its SHA-256" in capsys.readouterr().err
     assert main(flags(data.with_name("other"), "--dry-run")) == 2
     assert "other" in capsys.readouterr().err
 
