@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,10 +39,9 @@ class _PathBeneath(ctypes.Structure):
 
 def landlock_version() -> int:
     """Return the version of Landlock in this kernel; 0 or below: none."""
-    try:
-        return int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
-    except (AttributeError, OSError):
+    if sys.platform != "linux":
         return 0
+    return int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
 def run_confined(
@@ -77,9 +77,8 @@ def run_confined(
         os.close(opened)
 
     def confine() -> None:
-        call_in_child = library.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        if call_in_child:
-            raise OSError("prctl")
+        if library.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl")
         call(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0))
 
     with subprocess.Popen(

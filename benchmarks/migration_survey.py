@@ -241,9 +241,9 @@ def _run(script: Path, directory: Path, tree: Path, programs: Path) -> _Run:
     except UserError as error:
         return _Run(directory, reason=str(error))
     lines = record.read_text(encoding="utf-8").split("\1\n") if record.exists() else []
-    found = [command for line in lines if (command := _command_of(line.split("\0")[:-1])) is not None]
-    if any(command.words for command in found):
-        return _Run(directory, tuple(dict.fromkeys(command for command in found if command.words)))
+    found = [each for line in lines if (each := _command_of(line.split("\0")[:-1])) is not None]
+    if any(each.words for each in found):
+        return _Run(directory, tuple(dict.fromkeys(each for each in found if each.words)))
     if found:
         return _Run(directory, reason=f"{PROGRAM} gets no flags: another script sets them")
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "no line")

@@ -5,7 +5,6 @@ PREFIX SUFFIX end MIDDLE beginning middle      with the probability of `--fim-sp
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +15,11 @@ from megatron_terapipe.data.datasets import SampleDataset
 from megatron_terapipe.data.subword_tokenizers import PackageTokenizer, Tokenizer
 from megatron_terapipe.errors import DataError
 
-Tokens = NDArray[Any]
-Rearrange = Callable[[Tokens], Tokens]
+Tokens = NDArray[np.int64]
 
 
 class FillInTheMiddle:
-    """Samples, rearranged with random numbers that depend on the seed and the number of the sample only.
-
-    Megatron draws them in the order in which its ranks and workers read samples.
-    """
+    """Samples, rearranged with random numbers that depend on the seed and the number of the sample only."""
 
     def __init__(self, samples: SampleDataset, data: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
         """Find the tokens of the flags in the tokenizer."""
@@ -44,7 +39,7 @@ class FillInTheMiddle:
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
         """Return a sample, cut or padded to its length before."""
-        # Megatron's generator, seeded anew for each sample.
+        # Megatron's generator, seeded for each sample: there its state depends on the order of reading.
         random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self._seed, sample))))
         tokens, pad = self._samples[sample], self._ids["fim_pad_token"]
         parts = _by_part(tokens, self._ids["fim_eod_token"], lambda part: self._document(part, random))[: len(tokens)]
@@ -70,7 +65,7 @@ class FillInTheMiddle:
         return np.array([before, *prefix, last, *suffix, between, *middle], np.int64)
 
 
-def _by_part(tokens: Tokens, separator: int | None, rearrange: Rearrange) -> Tokens:
+def _by_part(tokens: Tokens, separator: int | None, rearrange: Callable[[Tokens], Tokens]) -> Tokens:
     """Rearrange the parts between separators; an empty one goes, together with the separator after it."""
     parts, first = [], 0
     for end in np.flatnonzero(tokens == separator).tolist():
