@@ -90,10 +90,16 @@ def test_clipping_counts_every_stage_and_every_tied_weight_once(tied: bool, on_t
         assert reported == pytest.approx([true_norm, true_norm], rel=1e-4), "before clipping, on every rank"
 
 
+def _sgd_in_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Weights in more groups on later ranks, each of which ZeRO sums a norm for."""
+    weights, number = list(parameters), 1 + torch.distributed.get_rank() // 2
+    return torch.optim.SGD([{"params": weights[first::number]} for first in range(number)], lr=1.0)
+
+
 def _reported_norms(setups: list[Setup]) -> list[float]:
     reported = []
     for setup in setups:
-        engine = build(setup)
+        engine = build(setup, optimizer=_sgd_in_groups if setup.zero else None)
         engine.train_batch(feed(engine, setup))
         reported.append(float(engine.get_global_grad_norm()))
     return reported
