@@ -16,13 +16,13 @@ from deepspeed_ext.runtime.health.rank_watch import LOST
 from deepspeed_ext.runtime.launch import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.build import Constraints
-from megatron_terapipe.checkpoint.directories import latest_checkpoint, only_run_in
+from megatron_terapipe.checkpoint.directories import only_run_in
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning import stated_ranks
 from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.strategy import FoundStrategy
-from megatron_terapipe.training.recovery import LostRank, after_restart, watch_over
+from megatron_terapipe.training.recovery import LostRank, after_restart, remedy, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells use it."""
@@ -108,20 +108,9 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         return 2
     except KeyboardInterrupt:
         if first_of_host:
-            print(f"interrupted: {_how_to_resume(save)}", file=sys.stderr, flush=True)
+            print(f"interrupted: {remedy(save)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
-
-
-def _how_to_resume(save: str | None) -> str:
-    """Return how to resume after Ctrl-C."""
-    try:
-        saved = None if save is None else latest_checkpoint(save)
-    except UserError:
-        saved = None
-    if saved is None:
-        return "no checkpoint was saved"
-    return f"the last checkpoint is {saved}; the same command with --load {save} continues from it"
 
 
 def _is_first_of_host() -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from megatron_terapipe.command.train import RUNNER
 from megatron_terapipe.search.machine.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -103,10 +104,6 @@ class Launch:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the command only."""
-        self._process.terminate()
-
     def output(self) -> str:
         self._log.seek(0)
         return self._log.read()
@@ -130,7 +127,7 @@ class Launch:
                 continue
             if "deepspeed.launcher.launch" in words[:5]:
                 found["the launcher"] = pid
-            elif str(DEEPSPEED) in words[:3]:
+            elif {str(DEEPSPEED), RUNNER} & {*words[:3]}:
                 found["the command"] = pid
             elif "RANK" in variables and any(word.endswith(".py") for word in words[:4]):
                 found[f"rank {variables['RANK']}"] = pid
@@ -146,6 +143,11 @@ class Launch:
         while (left := self.survivors()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
+
+
+def terapipe() -> list[str]:
+    """Words of the launcher as `terapipe train` starts it, for two ranks."""
+    return [sys.executable, "-m", RUNNER, "--num_accelerators=2", f"--master_port={free_port()}"]
 
 
 def launch(folder: Path, trainer_flags: Sequence[str], **variables: str) -> Launch:

@@ -1,16 +1,15 @@
 """The end of runs, resuming during a ramp of the batch size, and runs that only evaluate."""
 
 import json
-import sys
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_terapipe.command.train import RUNNER
-from megatron_terapipe.search.machine.launcher import free_port
 from tests.distributed import run_distributed
-from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, train_on_this_rank
+from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, terapipe, train_on_this_rank
 
 RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1".split()
 STEPS = ["--step-batch-size-schedule", "0:4 384:8 768:12", "--log-interval", "1", "--eval-iters", "1"]
@@ -84,11 +83,10 @@ def test_a_signal_to_the_command_ends_all_with_a_checkpoint_and_exit_code_0(data
     """As from Slurm and Kubernetes. All ranks save the same iteration."""
     outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
     words = flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler")
-    terapipe = [sys.executable, "-m", RUNNER, "--num_accelerators=2", f"--master_port={free_port()}"]
-    launched = Launch(tmp_path, words, launcher=terapipe)
+    launched = Launch(tmp_path, words, launcher=terapipe())
     metrics = tmp_path / "metrics.jsonl"
     launched.wait_for(lambda: num_metrics(metrics) > 3)
-    launched.terminate()
+    os.kill(launched.processes()["the command"], signal.SIGTERM)
     assert launched.wait() == 0, launched.output()
     iterations, _ = read_metrics(metrics)
     done = iterations[-1]["iteration"]

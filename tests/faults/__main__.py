@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.measuring.report import Section, one_line, progress, publish, software
 from tests.faults.campaign import Campaign, Settings, add, table
-from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, soak
+from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, signals, soak
 from tests.faults.fuzzing import fuzz
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
@@ -28,6 +28,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kills": ("A rank or a launcher dies", kills.campaign),
     "restarts": ("Automatic restarts", kills.restarts),
     "numbers": ("Numbers", bad_numbers.campaign),
+    "signals": ("Signals", signals.campaign),
     "soak": ("Long runs", soak.campaign),
 }
 """Title and function of each campaign, by name."""

@@ -46,7 +46,10 @@ LAYOUTS = {
 }
 """Flags of each layout of two ranks."""
 
-QUICK = (("2 stages", "op", 1), ("2 replicas", "building", 1), ("2 tensor-parallel ranks", "saving", 0))
+QUICK = (
+    *(("2 stages", "op", 1), ("2 replicas", "building", 1), ("2 tensor-parallel ranks", "saving", 0)),
+    ("2 stages", "leaving", 0),
+)
 """Layout, place and rank of the stops that a quick campaign makes."""
 
 _SAVES = ("--save", "save", "--save-interval", 2, "--metrics-file", "metrics.jsonl")
