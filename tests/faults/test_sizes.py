@@ -56,7 +56,7 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
     (TRAIN, "--rampup-batch-size 1 1 10000000000000 --global-batch-size 1000000000", "999,999,999", {}),
     (TRAIN, "--eval-global-batch-size 1000000000", "forwards", {}),
     (TRAIN, "--position-embedding-type rope --no-rope-freq ([1]*100000*100000)", "--no-rope-freq", {}),
-    (TRAIN, "--model-preset MODEL", "--num-layers 1000000000", {"MODEL": LLAMA}),
+    (TRAIN, "--model-preset MODEL", "num_hidden_layers to 1000000000", {"MODEL": LLAMA}),
     (
         TRAIN,
         "--model-preset MODEL",
@@ -74,7 +74,7 @@ SIZES: list[tuple[str, str, str, dict[str, object]]] = [
     (RANK, "--data-parallel-size 20000000", "--data-parallel-size 20000000", {}),
     (RANK, "--num-token-slices 1000000000", "--num-token-slices 1000000000", {}),
     (RANK, "", "10000000 layers", {"MODEL": {"seq_length": 8, "layers": LAYERS}}),
-    (RANK, "", "--num-layers 1000000000", {"MODEL": LLAMA}),
+    (RANK, "", "num_hidden_layers to 1000000000", {"MODEL": LLAMA}),
     (RANK, "", "102,400,000 devices", {"CLUSTER": {"nodes": [NODE | {"devices": 1024, "count": 100_000}]}}),
     (RANK, "", "bandwidth", {"CLUSTER": {"nodes": [{"device": "A100-80GB", "network": "1e290 GB/s"}]}}),
     (PREDICT, "", "data_parallel_size 20000000", {"STRATEGY": {"data_parallel_size": 20_000_000}}),
