@@ -5,6 +5,7 @@ half characters that no file and no array can hold. None of this reaches a reade
 """
 
 import ast
+import fcntl
 import json
 import os
 import sys
@@ -87,8 +88,6 @@ def open_locked(path: Path) -> IO[bytes] | None:
 
     The system closes the files of a process that is killed. A file system without locks excludes no process.
     """
-    import fcntl
-
     while True:
         file = path.open("ab")
         try:

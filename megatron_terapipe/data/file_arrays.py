@@ -5,7 +5,6 @@ the process without a message; a short read is an error with the file and the by
 Python while it waits for the disk.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from deepspeed_ext.plan.text_files import permit_as_new
+from deepspeed_ext.plan.text_files import open_locked, permit_as_new
 from megatron_terapipe.errors import DataError
 
 NUMBERS_AT_ONCE = 1 << 18
@@ -248,16 +247,11 @@ def _replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold a lock, or continue without it where there are no locks or a stopped process holds it."""
-    with path.open("ab") as file:
-        began, spoke = time.monotonic(), False
-        with suppress(OSError):
-            while time.monotonic() - began < _PATIENCE_S:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not spoke and time.monotonic() - began > _SILENT_S:
-                        spoke = True
-                        print(f"waiting for another process that fills {path.parent}", file=sys.stderr, flush=True)
-                    time.sleep(_LOOK_EVERY_S)
+    began, spoke = time.monotonic(), False
+    while (file := open_locked(path)) is None and time.monotonic() - began < _PATIENCE_S:
+        if not spoke and time.monotonic() - began > _SILENT_S:
+            spoke = True
+            print(f"waiting for another process that fills {path.parent}", file=sys.stderr, flush=True)
+        time.sleep(_LOOK_EVERY_S)
+    with file or nullcontext():
         yield

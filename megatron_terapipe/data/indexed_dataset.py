@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,12 @@ class IndexedDatasetWriter:
         return len(self._lengths)
 
     def __enter__(self) -> Self:
-        self._data = _open_exclusively(self._files[self._data_file])
+        with _disk_errors(path := self._files[self._data_file]):
+            data = open_locked(path)
+        if data is None:
+            raise DataError(f"{path} is written by another process: wait for its end, or name another --output-prefix")
+        data.truncate(0)
+        self._data = data
         return self
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -153,16 +158,6 @@ class IndexedDatasetWriter:
             # Whole on the disk before it has its name: the machine may lose power.
             index.flush()
             os.fsync(index.fileno())
-
-
-def _open_exclusively(path: Path) -> IO[bytes]:
-    """Open a file that no other process writes, and empty it."""
-    with _disk_errors(path):
-        file = open_locked(path)
-        if file is None:
-            raise DataError(f"{path} is written by another process: wait for its end, or name another --output-prefix")
-        file.truncate(0)
-        return file
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -70,8 +70,6 @@ class Loss:
     """The process and how it ended: the beginning of the line for the user."""
     printed: bool = False
     """Whether a line for the user has been printed."""
-    remedy: str = ""
-    """End of that line; empty for that of the watch."""
 
 
 class HostNews:
@@ -380,8 +378,8 @@ class RankWatch:
             self._conclude(loss, prints=first, sends=first)
             self._leave_after_report(loss.text, TERMINATED)
         else:
-            remedy = "the run ends after this iteration, with a checkpoint if --save is given"
-            self._conclude(replace(loss, remedy=remedy), prints=first, patience_s=_REQUEST_S)
+            self.remedy = lambda: "the run ends after this iteration, with a checkpoint if --save is given"
+            self._conclude(loss, prints=first, patience_s=_REQUEST_S)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _received(self, loss: Loss) -> None:
@@ -402,7 +400,7 @@ class RankWatch:
             _after(patience_s, self._leave_after_report, loss.text, LOST)
             if prints:
                 with suppress(OSError):
-                    self._report(f"error: {loss.text}: {loss.remedy or self.remedy()}")
+                    self._report(f"error: {loss.text}: {self.remedy()}")
         if sends and self._news is not None:
             self._news.send(loss)
 
