@@ -92,8 +92,10 @@ def test_a_signal_to_this_process_only_reaches_the_ranks(
 
 
 def test_without_ranks_a_signal_ends_this_process() -> None:
-    run = "from megatron_terapipe.command.launcher_process import quietly;"
-    run += "quietly(lambda: [print('ready', flush=True), __import__('time').sleep(600)])"
+    run = "import subprocess, sys, time; from megatron_terapipe.command.launcher_process import quietly;"
+    # A child that has ended, as a launcher that was killed.
+    run += "quietly(lambda: [subprocess.Popen([sys.executable, '-c', '']), time.sleep(1), print('ready', flush=True), "
+    run += "time.sleep(600)])"
     with _started([sys.executable, "-c", run]) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.terminate()

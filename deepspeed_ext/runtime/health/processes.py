@@ -147,9 +147,14 @@ def host_launcher(launch: Sequence[Ancestor]) -> Ancestor | None:
 
 def launched_here() -> tuple[list[int], list[int]]:
     """Launchers of this host that this process, a command of DeepSpeed, has started, and their ranks."""
-    children = psutil.Process().children()
-    launchers = [each for each in children if Ancestor(each.pid, tuple(each.cmdline()), 0).program in HOST_LAUNCHERS]
-    return [each.pid for each in launchers], [rank.pid for each in launchers for rank in each.children()]
+    launchers: list[int] = []
+    ranks: list[int] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # It has ended.
+            if Ancestor(child.pid, tuple(child.cmdline()), 0).program in HOST_LAUNCHERS:
+                launchers.append(child.pid)
+                ranks += [rank.pid for rank in child.children()]
+    return launchers, ranks
 
 
 def is_orphan(launch: Sequence[Ancestor], environment: Mapping[str, str] = os.environ) -> bool:
