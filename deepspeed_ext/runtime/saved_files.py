@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 
 from deepspeed_ext.plan.errors import UserError
 
@@ -39,6 +39,9 @@ _NAMED = (*ALLOWED, (_member, "builtins.getattr"), (_member, "__builtin__.getatt
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """Variables by which torch overrides the argument of its caller; both at once are an error."""
 
+_OTHERS = re.compile(r"builtins\.bytearray|torch\._utils\._rebuild_(sparse|meta|nested|qtensor|wrapper|device)\w*")
+"""Functions of torch that make other tensors, which no run saves, or take memory by a number in the file."""
+
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|callable (\S+) |pickle from module (\S+)")
 
 
@@ -46,10 +49,22 @@ class UnsafeFileError(UserError):
     """A file with names of functions or classes that could run a program as it is read."""
 
 
+@contextmanager
+def _plain_objects() -> Iterator[None]:
+    """Let torch read dense tensors, plain values and the listed classes, and no others that it allows itself."""
+    allowed = _weights_only_unpickler._get_allowed_globals()
+    others = {name: allowed.pop(name) for name in list(allowed) if _OTHERS.fullmatch(name)}
+    try:
+        with torch.serialization.safe_globals(list(_NAMED)):
+            yield
+    finally:
+        allowed.update(others)
+
+
 def load_saved(path: Path) -> Any:
     """Return the objects of a file. Tensors are mapped into memory, and read when they are used."""
     try:
-        with torch.serialization.safe_globals(list(_NAMED)):
+        with _plain_objects():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
         raise _unsafe(str(path), error) from None
@@ -61,7 +76,7 @@ def only_safe_files(directory: Path) -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
     os.environ[_FORCED] = "1"
     try:
-        with torch.serialization.safe_globals(list(_NAMED)):
+        with _plain_objects():
             yield
     except UnpicklingError as error:
         raise UnsafeFileError(
@@ -77,9 +92,8 @@ def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
     """The error, with the function or class that torch names."""
     found = _REFUSED.search(str(error))
     name = next(filter(None, found.groups())) if found else "an object that is neither a tensor nor a plain value"
-    return UnsafeFileError(
-        f"{file} names {name}, which could run a program, and did not: load a checkpoint of a source that you trust"
-    )
+    fault = "makes no plain tensor" if _OTHERS.fullmatch(name) else "could run a program, and did not"
+    return UnsafeFileError(f"{file} names {name}, which {fault}: load a checkpoint of a source that you trust")
 
 
 def gathered_by_first_rank(engine: Any, own: dict[str, Tensor]) -> dict[str, Tensor] | None:

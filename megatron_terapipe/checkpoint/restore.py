@@ -4,7 +4,8 @@ Every parameter is read as this rank's part of the whole, and copied to where De
 two layouts are independent. Of the optimizer's state only those elements are read that this rank's optimizer works on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_terapipe.checkpoint.megatron import MegatronWeights
 from megatron_terapipe.checkpoint.optimizer_state import ParameterState, SavedOptimizer, SavedRun, read_run
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, weights_of
 from megatron_terapipe.config import CheckpointConfig
-from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.errors import CheckpointError, UserError, first_line
 from megatron_terapipe.model.gpt import vocabulary_parts
 
 
@@ -36,6 +37,18 @@ def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> S
         return weights.run() if isinstance(weights, MegatronWeights) else read_run(directory, info)
 
     return from_first_rank(read)
+
+
+@contextmanager
+def damage_in_one_line(directory: Path) -> Iterator[None]:
+    """Report any error of the body as one of the files of a checkpoint: a damaged file may hold any objects."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        line = f"checkpoint {directory} cannot be loaded ({first_line(error)}): load another with --load-tag"
+        raise CheckpointError(line) from error
 
 
 def load_checkpoint(

@@ -38,6 +38,9 @@ class SavedWeights:
         path = self._path(index, part)
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
+            strange = [name for name, each in layer.items() if not _is_whole(each)]
+            if strange:
+                raise ValueError(f"{strange[0]!r} is no tensor with storage of its size")
             return layer
         except UnsafeFileError as error:
             raise CheckpointError(str(error)) from None
@@ -75,6 +78,11 @@ class SavedWeights:
                 f"cannot load layer {index} from {self._path(index)} ({first_line(error)}): save it again"
             ) from None
         return whole
+
+
+def _is_whole(found: object) -> bool:
+    """Whether an object of a file is a tensor whose elements are all in the file."""
+    return isinstance(found, Tensor) and found.nbytes <= found.untyped_storage().nbytes()
 
 
 def cut_dimension(parameter: nn.Parameter) -> int | None:

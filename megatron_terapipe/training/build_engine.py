@@ -26,7 +26,7 @@ from deepspeed_ext.runtime.health.stall_watch import GRACE, STALLED, StallWatch,
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
-from megatron_terapipe.checkpoint.restore import load_checkpoint, saved_run
+from megatron_terapipe.checkpoint.restore import damage_in_one_line, load_checkpoint, saved_run
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
@@ -201,7 +201,7 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
         )
         engine = _new_engine(run, watch)
     if run.checkpoint is not None and saved is not None:
-        with engine.ledger.phase("loading the checkpoint"):
+        with engine.ledger.phase("loading the checkpoint"), damage_in_one_line(run.checkpoint[0]):
             load_checkpoint(engine, *run.checkpoint, saved, run.config.checkpoint)
             refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another with --load-tag")
     return engine

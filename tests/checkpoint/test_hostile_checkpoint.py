@@ -1,6 +1,7 @@
 """A checkpoint from another source runs no code in any command that reads it."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from deepspeed_ext.runtime.saved_files import load_saved
 from megatron_terapipe import convert, generate
+from megatron_terapipe.checkpoint.restore import damage_in_one_line
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import SavedTensors
 from megatron_terapipe.inference import WholeModel
@@ -66,3 +68,56 @@ def test_an_index_of_shards_reads_no_file_outside_its_folder(tmp_path: Path, nam
     shutil.copy(__file__, tmp_path / "secret.safetensors")
     with pytest.raises(CheckpointError, match=f'names "{name}", which is not a file of this folder'):
         SavedTensors(folder)
+
+
+class Allocated:
+    """Is saved as a call that takes 6 GiB."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return bytearray, (6 << 30,)
+
+
+STRANGE: dict[str, object] = {
+    "sparse": torch.eye(32).to_sparse(),
+    "compressed": torch.eye(32).to_sparse_csr(),
+    "meta": torch.empty(32, 32, device="meta"),
+    "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "quantized": torch.quantize_per_tensor(torch.ones(32), 0.1, 0, torch.quint8),
+    "repeated": torch.zeros(1).expand(1 << 40),
+    "text": "abc",
+    "none": None,
+    "allocated": Allocated(),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_of_strange_kinds_are_one_line(tmp_path: Path, kind: str) -> None:
+    directory = write_checkpoint(tmp_path)
+    layer = torch.load(directory / LAYER, weights_only=True)
+    for name in (next(iter(layer)), "another"):
+        torch.save({**layer, name: STRANGE[kind]}, directory / LAYER)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(CheckpointError) as caught:
+            WholeModel(MODEL).load(directory)
+        line = str(caught.value)
+        assert (str(directory / LAYER) in line and "\n" not in line and ": load " in line) or ": save it again" in line
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+
+
+def test_a_layer_that_is_no_mapping_is_one_line(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    torch.save([torch.zeros(3)], directory / LAYER)
+    with pytest.raises(CheckpointError, match="cannot load layer 3 from"):
+        WholeModel(MODEL).load(directory)
+
+
+def test_states_of_strange_kinds_are_one_line(tmp_path: Path) -> None:
+    errors = {"narrow": lambda: "abc".narrow(0, 0, 1), "missing": lambda: {}["exp_avg"], "copied": lambda: int([])}
+    for read in errors.values():
+        with pytest.raises(CheckpointError, match=r"^checkpoint .* cannot be loaded \(.*\): load another"):
+            with damage_in_one_line(tmp_path):
+                read()
+    for error in (CheckpointError("a: b"), torch.OutOfMemoryError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, damage_in_one_line(tmp_path):
+            raise error
+        assert caught.value is error

@@ -1,16 +1,24 @@
 """Files of a checkpoint, or of a model of Hugging Face, that are read before its tensors."""
 
+import io
 import json
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+from torch import _weights_only_unpickler
+
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest
 from megatron_terapipe.checkpoint.optimizer_state import parse_index
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.checkpoint.verify import find_checkpoint
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.huggingface.folder_weights import INDEX, SavedTensors
+from megatron_terapipe.inference import WholeModel
 from tests.faults.fuzzing.target import Target
 from tests.inference.checkpoints import MODEL, checkpoint_info
 
@@ -55,6 +63,33 @@ def _read_index_of_theirs(data: bytes, folder: Path) -> None:
         tensors.shape(name)
 
 
+LAYER = WholeModel(MODEL).layers["3"]
+
+
+def _entries() -> dict[str, bytes]:
+    """The entries of the archive that `torch.save` writes for a layer: inputs are the pickle in it."""
+    buffer = io.BytesIO()
+    torch.save(LAYER.state_dict(), buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+ENTRIES = _entries()
+PICKLE = "archive/data.pkl"
+
+
+def _read_layer(data: bytes, folder: Path) -> None:
+    with zipfile.ZipFile(folder / layer_file(3, 0), "w") as changed:
+        for name, content in {**ENTRIES, PICKLE: data}.items():
+            changed.writestr(name, content)
+    for weight in SavedWeights(folder, checkpoint_info()).whole(3, LAYER).values():
+        weight.sum()
+
+
+_RESULT = b"(K@K@tR"
+"""Calls the function before it with two numbers."""
+
+
 def _run(model: ModelConfig) -> bytes:
     return checkpoint_info(model).text().encode()
 
@@ -67,6 +102,19 @@ TARGETS = (
         seeds=(b"global_step5", b"global_step5\n"),
         found=(b"\xff\xfe", b"a" * 300, b"a" * 250, b"../..", b"\x00"),
         words=(b"../", b".replaced"),
+    ),
+    Target(
+        name="tensors of a layer",
+        read=_read_layer,
+        seeds=(ENTRIES[PICKLE],),
+        words=tuple(
+            f"c{name}\n".encode().replace(b" ", b"\n") + _RESULT
+            for name in (
+                *("__builtin__ bytearray", "torch Tensor", "torch FloatTensor", "torch UntypedStorage", "torch device"),
+                *("torch Size", "collections Counter", "__builtin__ set", "torch.nn.parameter Parameter"),
+                *(f"torch._utils {each.__name__}" for each in _weights_only_unpickler._tensor_rebuild_functions()),
+            )
+        ),
     ),
     Target(name="manifest.json", read=_read_manifest, seeds=(Manifest(FILES).text().encode(),)),
     Target(
