@@ -17,6 +17,7 @@ from deepspeed_ext.plan.terminal import Progress, no_progress
 from deepspeed_ext.runtime.health.states import are_finite
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import checkpoint_info, complete, state_file
+from megatron_terapipe.checkpoint.foreign import MEGATRON_RELEASE
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import ASIDE, DurableFile
 from megatron_terapipe.checkpoint.megatron import MegatronWeights
@@ -78,7 +79,13 @@ def import_megatron(
     """
     info = megatron_info(directory)
     model = ModelConfig(**info.model)
-    model = replace(model, vocab_size=vocab_size or model.vocab_size)
+    if vocab_size is not None:
+        rows = model.vocab_rows
+        if rows is not None and not 1 <= vocab_size <= rows:
+            raise ConfigError(
+                f"--vocab-size {vocab_size} is not 1 to {rows}, the rows of {directory}: give one of them"
+            )
+        model = replace(model, vocab_size=vocab_size)
     weights = MegatronWeights(directory, model)
     weights.check()
     # The optimizer's state of each layer is a stage of its own, so that only one layer is in memory.
@@ -212,7 +219,7 @@ def export_megatron(
     model = ModelConfig(**info.model)
     check_expressible(MEGATRON, model)
     verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
-    iteration = output / f"iter_{info.iteration:07d}"
+    iteration = output / (f"iter_{info.iteration:07d}" if info.iteration else MEGATRON_RELEASE)
     iteration.mkdir(parents=True)
     writer, rows = DistributedWriter(iteration, model.num_layers), model.padded_vocab_size()
     # The rows that pad the vocabulary belong to the tensors there.

@@ -10,6 +10,8 @@ from megatron_terapipe.errors import CheckpointError
 
 MEGATRON = "Megatron-LM"
 MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+MEGATRON_RELEASE = "release"
+"""Directory of a model at iteration 0, and the content of that file: Megatron-LM refuses the number 0."""
 MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE = "common.pt", "model_optim_rng.pt"
 """Files with the arguments of a run: of its format torch_dist, and of each rank in its format torch."""
 _MEGATRON_FILES = (f"mp_rank_*/{MEGATRON_RANK_FILE}", MEGATRON_COMMON_FILE)
@@ -57,7 +59,7 @@ def refuse_foreign(flag: str, directory: str | Path) -> None:
 
 def is_megatron(directory: Path) -> bool:
     """Whether a directory is one checkpoint of Megatron-LM. Those of ours are not listed, since many ranks call it."""
-    if not re.fullmatch(r"iter_\d+|release", directory.name):
+    if not re.fullmatch(rf"iter_\d{{1,18}}|{MEGATRON_RELEASE}", directory.name):
         return False
     return (directory / ".metadata").exists() or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
 

@@ -52,18 +52,19 @@ class MegatronWeights(FolderWeights):
 
     def __init__(self, directory: Path, model: ModelConfig) -> None:
         self._files = files = MegatronFiles(directory)
-        own = files.states.get(WEIGHT_OF_OPTIMIZER, {})
-        super().__init__(directory, MEGATRON, model, _Tensors(directory, files.weights | own, model))
+        found = files.weights | files.states.get(WEIGHT_OF_OPTIMIZER, {})
+        super().__init__(directory, MEGATRON, model, _Tensors(directory, found, model))
+        moments = {state: tensors for state, tensors in files.states.items() if state != WEIGHT_OF_OPTIMIZER}
+        self.no_states = None if moments else files.no_states
+        """Why no state of the optimizer can be read; None if it can."""
+        for state, tensors in moments.items():
+            for name in self._spelled.values():
+                if name not in tensors or tensors[name].shape != found[name].shape:
+                    self.no_states = f"{state} of {name} is missing or has another shape"
         self._moments = {
             state: FolderWeights(directory, MEGATRON, model, _Tensors(directory, tensors, model))
-            for state, tensors in files.states.items()
-            if state != WEIGHT_OF_OPTIMIZER
+            for state, tensors in moments.items()
         }
-
-    @property
-    def no_states(self) -> str | None:
-        """Why no state of the optimizer can be read; None if it can."""
-        return None if self._moments else self._files.no_states
 
     def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
         """Return the optimizer's state of some elements of a parameter, by its name in the engine."""

@@ -24,9 +24,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_LATEST, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.foreign import (
+    MEGATRON_COMMON_FILE,
+    MEGATRON_LATEST,
+    MEGATRON_RANK_FILE,
+    MEGATRON_RELEASE,
+)
 from megatron_terapipe.checkpoint.inert_pickles import InertUnpickler, pickled
-from megatron_terapipe.checkpoint.megatron_model import common_file, unreadable
+from megatron_terapipe.checkpoint.megatron_model import common_file, iteration_of, unreadable
 from megatron_terapipe.errors import CheckpointError, first_line
 
 METADATA_FILE = ".metadata"
@@ -85,9 +90,19 @@ class InertPickle:
 
 def load_inert(file: Any) -> Any:
     """Return the objects of a file of `torch.save`. Tensors of a path are mapped, and read when they are used."""
-    return torch.load(
-        file, map_location="cpu", pickle_module=InertPickle, weights_only=False, mmap=isinstance(file, Path) or None
-    )
+    is_path = isinstance(file, Path)
+    archive = torch._C.PyTorchFileReader(str(_regular(file)) if is_path else file)
+    if "constants.pkl" in archive.get_all_records():  # torch would run it.
+        raise ValueError("it is a program of TorchScript")
+    is_path or file.seek(0)
+    return torch.load(file, map_location="cpu", pickle_module=InertPickle, weights_only=False, mmap=is_path or None)
+
+
+def _regular(path: Path) -> Path:
+    """Return the path of a file; raise an `OSError` for others: a pipe would never be opened."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is no file")
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,9 @@ class MegatronFiles:
         try:
             self.common: Mapping[str, Any] = load_inert(file)
             """Objects of the checkpoint, or of its first rank."""
-            self.iteration = int(self.common["iteration"])
+            self.iteration = iteration_of(directory, self.common)
+            self.step = _step(self.common.get("optimizer"))
+            """Updates done by the optimizer; None if it does not count them."""
             if file.name == MEGATRON_COMMON_FILE:
                 self._add_chunks()
             else:
@@ -144,11 +161,6 @@ class MegatronFiles:
             raise
         except Exception as error:  # On a damaged file an unpickler may raise anything.
             raise unreadable(directory, error) from None
-
-    @property
-    def step(self) -> float | None:
-        """Updates done by the optimizer; None if it does not count them."""
-        return _step(self.common.get("optimizer"))
 
     def _add_chunks(self) -> None:
         """Add the tensors of format torch_dist: whole ones, of the layers one [layers, ...], in chunks by offset."""
@@ -163,7 +175,7 @@ class MegatronFiles:
         for key, tensor in found.state_dict_metadata.items():
             if not isinstance(tensor, dcp.TensorStorageMetadata):
                 continue
-            if key.startswith("optimizer.distributed."):
+            if "optimizer.distributed." in key:
                 self.no_states = _IN_BUFFERS
             tensors, name = self.weights, key
             if match := re.match(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.)?", key):
@@ -192,7 +204,7 @@ class MegatronFiles:
     def _chunk(self, info: _StorageInfo) -> Tensor:
         if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
             raise ValueError(f"{METADATA_FILE} names {info.relative_path}, which is no file of plain tensors")
-        with (self.directory / info.relative_path).open("rb") as file:
+        with _regular(self.directory / info.relative_path).open("rb") as file:
             file.seek(info.offset)
             found: Tensor = load_inert(BytesIO(file.read(info.length)))
         return found
@@ -381,4 +393,4 @@ class DistributedWriter:
         backend = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         versions = {f"{each}_version": 1 for each in backend}
         (self._directory / "metadata.json").write_text(json.dumps(backend | versions))
-        (self._directory.parent / MEGATRON_LATEST).write_text(str(iteration))
+        (self._directory.parent / MEGATRON_LATEST).write_text(str(iteration or MEGATRON_RELEASE))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE
+from megatron_terapipe.checkpoint.foreign import MEGATRON_COMMON_FILE, MEGATRON_RANK_FILE, MEGATRON_RELEASE
 from megatron_terapipe.checkpoint.inert_pickles import load_without_tensors
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.info import CheckpointInfo, check_run
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.layers import window_of_megatron
 from megatron_terapipe.errors import CheckpointError, ConfigError, first_line
@@ -47,6 +47,11 @@ def common_file(directory: Path) -> Path:
     return file
 
 
+def iteration_of(directory: Path, common: Mapping[str, Any]) -> int:
+    """Return the iteration of a checkpoint; 0 for a model that no run has trained, as in Megatron-LM."""
+    return 0 if directory.name == MEGATRON_RELEASE else int(common["iteration"])
+
+
 def unreadable(directory: Path, error: Exception) -> CheckpointError:
     """Return the error for a file that cannot be read."""
     return CheckpointError(f"checkpoint {directory} of Megatron-LM cannot be read ({first_line(error)}): save it again")
@@ -62,20 +67,21 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
     file = common_file(directory)
     try:
         common = load_without_tensors(file)
-        args, iteration = common["args"], int(common["iteration"])
-        samples = int(getattr(args, "consumed_train_samples", 0))
+        args, iteration = common["args"], iteration_of(directory, common)
+        # As Megatron-LM counts those of its earlier versions.
+        samples = iteration and int(getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size)
+        rows = None if (found := getattr(args, "padded_vocab_size", None)) is None else int(found)
         contents = {name: value for name, value in vars(args).items() if name in MEGATRON.keys}
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         raise unreadable(directory, error) from None
     theirs = MEGATRON.read(SettingsFile(contents, f"checkpoint {directory} of Megatron-LM"))
     if model is None:
-        rows = getattr(args, "padded_vocab_size", None)
         theirs = replace(theirs, vocab_size=theirs.vocab_size or rows, vocab_rows=rows)
     else:
-        _check_vocabulary(model, args, directory)
+        _check_vocabulary(model, args, rows, directory)
         own = ("vocab_size", "vocab_rows", "make_vocab_size_divisible_by", "model_preset")
         theirs = replace(theirs, **{name: getattr(model, name) for name in own})
-    return CheckpointInfo(
+    info = CheckpointInfo(
         iteration=iteration,
         consumed_samples=samples,
         model=asdict(theirs),
@@ -89,11 +95,16 @@ def megatron_info(directory: Path, model: ModelConfig | None = None) -> Checkpoi
             if isinstance(value := getattr(args, name, None), float | int | str)
         },
     )
+    try:
+        check_run(asdict(info))
+    except ValueError as error:
+        raise unreadable(directory, error) from None
+    return info
 
 
-def _check_vocabulary(model: ModelConfig, args: Namespace, directory: Path) -> None:
+def _check_vocabulary(model: ModelConfig, args: Namespace, rows: int | None, directory: Path) -> None:
     """Refuse a run whose vocabulary Megatron does not pad to the rows of a checkpoint."""
-    rows, words = getattr(args, "padded_vocab_size", None), model.vocab_size or 0
+    words = model.vocab_size or 0
     multiple = getattr(args, "make_vocab_size_divisible_by", 128) * getattr(args, "tensor_model_parallel_size", 1)
     if rows is not None and rows not in (-(-words // multiple) * multiple, model.vocab_rows):
         raise CheckpointError(

@@ -26,6 +26,12 @@ class Runs:
         return self._call
 
 
+def test_programs_of_torchscript_are_refused(tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(1, 1)).save(str(tmp_path / "file.pt"))
+    with pytest.raises(ValueError, match="TorchScript"):
+        load_inert(tmp_path / "file.pt")
+
+
 @pytest.fixture
 def foreign_class() -> Any:
     """A class of a module that is gone when the file is read."""

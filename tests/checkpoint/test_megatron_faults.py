@@ -1,5 +1,6 @@
 """Damaged and foreign checkpoints of Megatron-LM are refused in one line, and none of them runs a program or hangs."""
 
+import os
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe import convert
 from megatron_terapipe.checkpoint.conversion import import_megatron
 from megatron_terapipe.checkpoint.directories import readable_checkpoint
 from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
@@ -59,6 +61,26 @@ def test_whole_ones_are_read(torch_dist: bool, tmp_path: Path) -> None:
     read(write(tmp_path / "whole", torch_dist=torch_dist))
 
 
+def changed(**values: Any) -> Callable[[Path], object]:
+    """Return a function that sets arguments of a checkpoint."""
+
+    def change(checkpoint: Path) -> None:
+        file = checkpoint / "common.pt"
+        common = torch.load(file, weights_only=False)
+        vars(common["args"]).update(values)
+        torch.save(common, file)
+
+    return change
+
+
+def pipe(name: str) -> Callable[[Path], object]:
+    def replace(checkpoint: Path) -> None:
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+
+    return replace
+
+
 def rename(name: str, other: str) -> Callable[[Path], object]:
     return lambda checkpoint: (checkpoint / name).rename(checkpoint / other)
 
@@ -72,6 +94,10 @@ FAULTS: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "another format": (True, lambda checkpoint: (checkpoint / "common.pt").unlink(), "--ckpt-format torch_dist"),
     "no places": (True, lambda checkpoint: (checkpoint / ".metadata").unlink(), "has no .metadata"),
     "no tensors": (True, lambda checkpoint: (checkpoint / "__2_0.distcp").unlink(), "cannot be read"),
+    "a pipe of tensors": (True, pipe("__2_0.distcp"), "__2_0.distcp is no file"),
+    "no number of rows": (True, changed(padded_vocab_size="many"), "invalid literal"),
+    "fewer samples than iterations": (True, changed(consumed_train_samples=3), "consumed_samples is 3, and must be"),
+    "an object of a foreign class": (True, changed(normalization=torch.nn.ReLU()), 'sets normalization to "an object"'),
     "a hostile file": (
         False,
         lambda checkpoint: poison(checkpoint / "mp_rank_00" / "model_optim_rng.pt", checkpoint / "hit"),
@@ -90,6 +116,43 @@ def test_faults_are_one_line(name: str, tmp_path: Path) -> None:
         read(directory)
     assert words in str(caught.value) and str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
     assert not (checkpoint / "hit").exists()
+
+
+def test_incomplete_states_of_the_optimizer_are_not_loaded(tmp_path: Path) -> None:
+    directory = write(tmp_path / "saved", torch_dist=False)
+    file = directory / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
+    rank = torch.load(file, weights_only=False)
+    groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+    ordered = sorted(rank["model"].items(), key=lambda each: each[1].dim() == 1)
+    for number, (_, weight) in enumerate(ordered):
+        groups[weight.dim() == 1]["params"].append(number)
+    states = {number: {"exp_avg": weight, "step": 5} for number, (_, weight) in enumerate(ordered)}
+    rank["optimizer"] = {"optimizer": {"state": states, "param_groups": groups}}
+    torch.save(rank, file)
+    assert import_megatron(file.parents[1], tmp_path / "whole")[1] is None
+    del states[len(states) - 1]
+    torch.save(rank, file)
+    missing = import_megatron(file.parents[1], tmp_path / "part")[1]
+    assert missing == f"exp_avg of {ordered[-1][0]} is missing or has another shape"
+
+
+def test_a_model_without_iterations_is_a_release(tmp_path: Path) -> None:
+    directory = write(tmp_path / "saved", torch_dist=True)
+    (directory / "iter_0000005").rename(directory / "release")
+    (directory / "latest_checkpointed_iteration.txt").write_text("release")
+    for command, load, output in (("from", "saved", "ours"), ("to", "ours", "back"), ("from", "back", "again")):
+        words = [f"{command}-megatron", "--load", str(tmp_path / load), "--output", str(tmp_path / output)]
+        assert convert.main(words) == 0
+    assert {each.name for each in (tmp_path / "back").iterdir()} == {"release", "latest_checkpointed_iteration.txt"}
+    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (tmp_path / "again" / "global_step0").is_dir()
+
+
+@pytest.mark.parametrize("number", [0, -5, 17])
+def test_numbers_of_tokens_that_do_not_fit_the_rows_are_refused(number: int, tmp_path: Path) -> None:
+    directory = write(tmp_path / "saved", torch_dist=True)
+    with pytest.raises(UserError, match=f"--vocab-size {number} is not 1 to 16"):
+        import_megatron(directory / "iter_0000005", tmp_path / "ours", vocab_size=number)
 
 
 def test_random_damage_is_refused_or_read(tmp_path: Path) -> None:

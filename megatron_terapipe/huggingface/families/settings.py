@@ -134,7 +134,7 @@ class SettingsFile:
 
 def _shown(value: object) -> str:
     """Return a value as the file writes it, cut to a length that fits into a line."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=lambda other: "an object")
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
