@@ -245,9 +245,9 @@ def only_run_in(save: str | Path) -> Iterator[None]:
             f"--save {save} is in use by another run ({holder}): wait for its end, or name another --save; if its host "
             f"has failed, remove {lock}"
         )
-    own = f"host {socket.gethostname()}, process {os.getpid()}, since {datetime.now():%F %T}"
     with suppress(OSError):  # The disk may be full.
         file.truncate(0)
+        own = f"host {socket.gethostname()}, process {os.getpid()}, since {datetime.now():%F %T}"
         os.write(file.fileno(), own.encode())
     try:
         yield

@@ -40,12 +40,7 @@ class Reporters:
         self._failed: set[str] = set()
 
     def add(self, output: str, reporter: Reporter, close: Callable[[], object] | None = None) -> None:
-        """Add a reporter.
-
-        Args:
-            output: its name in warnings.
-            close: called after the last line.
-        """
+        """Add a reporter of an output, which warnings name; `close` is called after the last line."""
         self._reporters.append((output, reporter))
         if close is not None:
             self._closing.enter_context(self.writing(output))

@@ -42,9 +42,6 @@ from megatron_terapipe.training.reporters import Reporters
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.step import TrainingStep
 
-NEVER: Callable[[], bool] = lambda: False  # noqa: E731
-"""Default of a rank that handles no signal."""
-
 
 class ExitReason(Enum):
     """Reason for the end of a run, as the log prints it."""
@@ -66,7 +63,7 @@ class ExitConditions:
     """Conditions that end a run early, equal on all ranks."""
 
     training: TrainingConfig
-    signalled: Callable[[], bool] = NEVER
+    signalled: Callable[[], bool] = lambda: False
     """Whether this rank received SIGTERM."""
     clock: Callable[[], float] = time.monotonic
     """Seconds since any moment; the run starts now."""
@@ -99,7 +96,7 @@ def catch_sigterm(enabled: bool) -> Iterator[Callable[[], bool]]:
         enabled: if not, SIGTERM ends the process as usual.
     """
     if not enabled:
-        yield NEVER
+        yield lambda: False
         return
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
