@@ -200,7 +200,8 @@ def _fragment(partition: Mapping[str, Any], name: str, elements: range) -> Param
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: value.flatten() for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+    beside = (int, float, type(None))  # Any other object is a tensor, or the file is damaged.
+    return {key: value.flatten() for key, value in state.items() if not isinstance(value, beside) and value.dim()}
 
 
 def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> float | None:

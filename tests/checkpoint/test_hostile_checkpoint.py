@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_ext.runtime.saved_files import load_saved
 from megatron_terapipe import convert, generate
+from megatron_terapipe.checkpoint.optimizer_state import _moments
 from megatron_terapipe.checkpoint.restore import damage_in_one_line
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.folder_weights import SavedTensors
@@ -112,8 +113,9 @@ def test_a_layer_that_is_no_mapping_is_one_line(tmp_path: Path) -> None:
 
 
 def test_states_of_strange_kinds_are_one_line(tmp_path: Path) -> None:
-    errors = {"narrow": lambda: "abc".narrow(0, 0, 1), "missing": lambda: {}["exp_avg"], "copied": lambda: int([])}
-    for read in errors.values():
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2, 3), "momentum_buffer": None, "rate": 0.5}
+    assert {name: each.shape for name, each in _moments(state).items()} == {"exp_avg": (6,)}
+    for read in (lambda: _moments({"exp_avg": "text"}), lambda: _moments({"exp_avg": None})["exp_avg"]):
         with pytest.raises(CheckpointError, match=r"^checkpoint .* cannot be loaded \(.*\): load another"):
             with damage_in_one_line(tmp_path):
                 read()
