@@ -115,7 +115,7 @@ REFUSED: list[Row] = [
         lambda: ParallelLayout.for_world_size(12, sequence_parallel_size=4, tensor_parallel_size=2),
     ),
     ("rank 4 is outside 0..3", lambda: ParallelLayout(data_parallel_size=4).coordinate(4)),
-    *rows("does not rise from 0", StagePartition, (), (0,), (1, 5), (0, 5, 5), (0, 5, 3)),
+    *rows("does not rise from 0", StagePartition, (), (0,), (1, 5), (0, 5, 5, 9), (0, 0), (0, 5, 3)),
     *rows("is neither uniform", StagePartition.parse, "balance", "0,five", "missing.json"),
     ("give 4 bounds, the last one 12", lambda: PARTITION.covering(12, 3)),
     *rows("give between 1 and 3 stages", partial(StagePartition.uniform, 3), 0, 4),
