@@ -181,15 +181,11 @@ class TokenizerRecord:
 def check_tokenizer_records(
     prefixes: Iterable[str], tokenizer: Tokenizer, *, reads_ends: bool, verifies: bool = False
 ) -> None:
-    """Check all datasets that have a record of their tokenizer.
-
-    Args:
-        verifies: whether to read the data files, too, and compare them with their hashes.
-    """
+    """Check all datasets that have a record of their tokenizer; `verifies` also compares files with their hashes."""
     for prefix in prefixes:
-        record, data, warnings = TokenizerRecord.read(prefix), data_file(prefix), []
+        record, data = TokenizerRecord.read(prefix), data_file(prefix)
         if verifies and (record is None or record.sha256 is None):
-            warnings.append(f"{data} was not verified: preprocess has written no hash of it")
+            print(f"warning: {data} was not verified: preprocess has written no hash of it", file=sys.stderr)
         elif verifies and record is not None and record.sha256 != _hash_of_file(data):
             raise DataError(
                 f"{data} is damaged: its SHA-256 is not the one in {record_file(prefix)}: put both files back, or "
@@ -198,8 +194,8 @@ def check_tokenizer_records(
         if record is not None and record.is_of(prefix):
             record.check(prefix, tokenizer, reads_ends=reads_ends)
         elif record is not None:
-            warnings.append(f"{record_file(prefix)} is not of this {data}, so the tokenizer was not checked: remove it")
-        print(*(f"warning: {each}\n" for each in warnings), sep="", end="", file=sys.stderr, flush=True)
+            line = f"{record_file(prefix)} is not of this {data}, so the tokenizer was not checked: remove it"
+            print(f"warning: {line}", file=sys.stderr)
 
 
 def _is_record(found: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ does not.
 """
 
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
@@ -33,25 +34,23 @@ Amount = Annotated[float, Field(ge=0, le=1e40)]
 """Seconds, bytes or a speed. Sums of those have no overflow."""
 
 
-def _whole(kind: type[Any]) -> AfterValidator:
-    """Return the check that an object has all fields of a class."""
-
-    def check(amounts: dict[str, float]) -> dict[str, float]:
-        if missing := [each.name for each in fields(kind) if each.name not in amounts]:
-            raise ValueError(f"{missing[0]} is missing")
-        return amounts
-
-    return AfterValidator(check)
+def _whole(kind: type[Any], amounts: dict[str, float]) -> dict[str, float]:
+    """Return an object that has all fields of a class."""
+    if missing := [each.name for each in fields(kind) if each.name not in amounts]:
+        raise ValueError(f"{missing[0]} is missing")
+    return amounts
 
 
 BreakdownObject = Annotated[
-    dict[str, Amount], _whole(TimeBreakdown), WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown)))
+    dict[str, Amount],
+    AfterValidator(partial(_whole, TimeBreakdown)),
+    WithJsonSchema(object_schema(TimeBreakdown, field_texts(TimeBreakdown))),
 ]
 """Seconds of an iteration by their cause."""
 
 MemoryObject = Annotated[
     dict[str, Amount],
-    _whole(RankMemory),
+    AfterValidator(partial(_whole, RankMemory)),
     WithJsonSchema(object_schema(RankMemory, field_texts(RankMemory), total="sum of the others")),
 ]
 """Bytes of a pipeline rank by their use."""
