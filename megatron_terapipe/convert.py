@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +19,6 @@ from deepspeed_ext.plan.terminal import (
     write_json,
 )
 from megatron_terapipe.errors import ConfigError
-
-TO_HUGGINGFACE, FROM_HUGGINGFACE = "to-huggingface", "from-huggingface"
-TO_MEGATRON, FROM_MEGATRON = "to-megatron", "from-megatron"
 
 DESCRIPTION = """\
 Convert models to and from the files of Hugging Face (config.json, safetensors and a tokenizer) and checkpoints of
@@ -52,14 +49,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     output = Path(options.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not an empty directory: name another")
-    convert = {
-        TO_HUGGINGFACE: _to_huggingface,
-        FROM_HUGGINGFACE: _from_huggingface,
-        TO_MEGATRON: _to_megatron,
-        FROM_MEGATRON: _from_megatron,
-    }[options.command]
     with _removed_on_failure(output), ProgressLine() as line:
-        written, sentence = convert(options, output, line)
+        written, sentence = options.convert(options, output, line)
     if options.json is not None:
         write_json(options.json, json.dumps(asdict(written)))
     if options.json != STANDARD_OUTPUT:
@@ -87,22 +78,32 @@ def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command; `prog` is the command as users type it."""
     parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    exported = _add_command(commands, TO_HUGGINGFACE, "write a checkpoint as a model of Hugging Face")
+    exported = _add_command(
+        commands, "to-huggingface", _to_huggingface, "write a checkpoint as a model of Hugging Face"
+    )
     exported.add_argument(
         "--family",
         metavar="NAME",
         help="model_type to write, such as mistral (default: that of the model that the run began with, or else the "
         "first that can express the model)",
     )
-    imported = _add_command(commands, FROM_HUGGINGFACE, "write a model of Hugging Face as a checkpoint")
+    imported = _add_command(
+        commands, "from-huggingface", _from_huggingface, "write a model of Hugging Face as a checkpoint"
+    )
     imported.add_argument(
         "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
     )
     to_megatron = _add_command(
-        commands, TO_MEGATRON, "write the weights of a checkpoint as one of Megatron-LM, in its format torch_dist"
+        commands,
+        "to-megatron",
+        _to_megatron,
+        "write the weights of a checkpoint as one of Megatron-LM, in its format torch_dist",
     )
     from_megatron = _add_command(
-        commands, FROM_MEGATRON, "write a checkpoint of Megatron-LM as one of this trainer, with its optimizer state"
+        commands,
+        "from-megatron",
+        _from_megatron,
+        "write a checkpoint of Megatron-LM as one of this trainer, with its optimizer state",
     )
     from_megatron.add_argument(
         "--vocab-size",
@@ -124,12 +125,19 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: str, summary: str) -> CommandParser:
-    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+_Convert = Callable[[argparse.Namespace, Path, ProgressLine], tuple[Converted, str]]
+"""Converts into a directory, and returns the answer for programs and the sentence for people."""
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[CommandParser]", name: str, convert: _Convert, summary: str
+) -> CommandParser:
+    parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.set_defaults(convert=convert)
+    return parser
 
 
 def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
-    """Export, and return the answer for programs and the sentence for people."""
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
     from megatron_terapipe.checkpoint.conversion import export_checkpoint
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
@@ -162,7 +170,6 @@ def _eod(directory: Path) -> int | None:
 
 
 def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
-    """Import, and return the answer for programs and the sentence for people."""
     from megatron_terapipe.checkpoint.conversion import import_model
 
     progress = line.part("writing the checkpoint")
@@ -174,7 +181,6 @@ def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressL
 
 
 def _to_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
-    """Export to Megatron-LM, and return the answer for programs and the sentence for people."""
     from megatron_terapipe.checkpoint.conversion import export_megatron
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
 
@@ -187,7 +193,6 @@ def _to_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) 
 
 
 def _from_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
-    """Import from Megatron-LM, and return the answer for programs and the sentence for people."""
     from megatron_terapipe.checkpoint.conversion import import_megatron
     from megatron_terapipe.checkpoint.foreign import megatron_checkpoint
 

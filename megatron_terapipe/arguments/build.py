@@ -119,7 +119,10 @@ def take_model_folder(given: dict[str, Any]) -> str:
     family, settings = read_fields(load, "--load")
     _fill_in(given, settings)
     if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
-        _take_tokenizer(given, Path(load))
+        found = tokenizer_of(Path(load))
+        if not found and not given.get("mock_data"):
+            raise ConfigError(f"--load {load} has no tokenizer that can be read: add --tokenizer-type and its files")
+        given.update(found)
     given.pop("use_checkpoint_args", None)
     given["finetune"] = True
     _resume_from_save(given)
@@ -133,13 +136,6 @@ def _resume_from_save(given: dict[str, Any]) -> None:
         given |= {"load": save, "finetune": False, "no_load_optim": False}
         for name in ("load_tag", "ckpt_step"):
             given.pop(name, None)
-
-
-def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
-    found = tokenizer_of(folder)
-    if not found and not given.get("mock_data"):
-        raise ConfigError(f"--load {folder} has no tokenizer that can be read: add --tokenizer-type and its files")
-    given.update(found)
 
 
 NOT_SEARCHED = (
@@ -185,12 +181,6 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
                 f"--strategy auto does not search with {flag(each.setting or each.name)} {value}: drop one of the two"
             ) from None
     return found
-
-
-def without_strategy(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields that no strategy sets, with a micro-batch, which every configuration has."""
-    settings = {each.setting for each in DIMENSIONS}
-    return {name: value for name, value in given.items() if name not in settings} | {"micro_batch_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +282,10 @@ def _take_found_strategy(given: dict[str, Any], find_strategy: StrategyFinder | 
     if find_strategy is None:
         raise ConfigError("--strategy auto is found when a run starts: name a strategy file here")
     constraints = constraints_of(given)
-    found = find_strategy(build_config(without_strategy(given)), constraints)
+    of_strategies = {each.setting for each in DIMENSIONS}
+    rest = {name: value for name, value in given.items() if name not in of_strategies}
+    # Every configuration has a micro-batch.
+    found = find_strategy(build_config(rest | {"micro_batch_size": 1}), constraints)
     settings = found.strategy.settings()
     if given.get("token_slices") == AUTO:
         given.pop("token_slices")  # The search has solved for them.

@@ -90,6 +90,7 @@ def _flags() -> Iterator[Flag]:
         hints, texts = get_type_hints(section_class), field_texts(section_class)
         for declared in fields(section_class):
             kind, repeated = _value_type(hints[declared.name])
+            bounds = option_of(declared).bounds
             yield Flag(
                 section=section,
                 name=declared.name,
@@ -97,15 +98,9 @@ def _flags() -> Iterator[Flag]:
                 repeated=repeated,
                 default=declared.default,
                 choices=choices_of(hints[declared.name], declared),
-                help=texts[declared.name] + _range(option_of(declared)),
+                help=texts[declared.name] + (f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""),
                 option=option_of(declared),
             )
-
-
-def _range(declared: Option) -> str:
-    """Return the sentence about the numbers that a flag takes; empty if it takes all, or no numbers."""
-    bounds = declared.bounds
-    return f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""
 
 
 def title_of(section: str) -> str:
@@ -136,13 +131,6 @@ OTHER_DEFAULTS: Mapping[str, tuple[float, Callable[[Config], bool] | None]] = {
 }
 """Defaults of Megatron's that differ from ours, by field; with each whether a training under a configuration is another
 one by it, None where it is only reported."""
-
-
-def differing_defaults(given: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield the defaults of ours, each with theirs, by which this training is not the one that Megatron would run."""
-    for name, (theirs, trains) in OTHER_DEFAULTS.items():
-        if trains is not None and name not in given and trains(config):
-            yield f"{flag(name)} {default_of(name):g} (there {theirs:.10g})"
 
 
 PROGRAM = "pretrain_gpt.py"
@@ -199,9 +187,8 @@ class CommandLine:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read words."""
     words = [_with_dashes(word) for word in argv]
-    line = CommandLine()
-    parser, known = _parser(line)
-    _check_flags(words, known)
+    line, parser = CommandLine(), new_parser()
+    _check_flags(words, ["--help", *add_trainer_flags(parser, line)])
     parser.parse_args(words)
     return line
 
@@ -327,12 +314,6 @@ def new_parser(epilog: str | None = None) -> argparse.ArgumentParser:
     )
 
 
-def _parser(line: CommandLine) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return a parser that writes into a command line, and all of its flags."""
-    parser = new_parser()
-    return parser, ["--help", *add_trainer_flags(parser, line)]
-
-
 def add_trainer_flags(
     parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = (), only: str | None = None
 ) -> list[str]:
@@ -424,7 +405,12 @@ def notices(line: CommandLine, config: Config) -> Iterator[str]:
         yield f"These flags concern operation only and have no effect here: {', '.join(operation)}"
     if others := [f"{name} ({owner})" for name, owner in owners.items() if owner]:
         yield f"These flags have no effect without another one (in brackets): {', '.join(others)}"
-    if differing := list(differing_defaults(line.given, config)):
+    differing = [
+        f"{flag(name)} {default_of(name):g} (there {theirs:.10g})"
+        for name, (theirs, trains) in OTHER_DEFAULTS.items()
+        if trains is not None and name not in line.given and trains(config)
+    ]
+    if differing:
         yield (
             f"These defaults are not those of Megatron, and no flag sets them: {', '.join(differing)}; "
             "--defaults megatron sets Megatron's"

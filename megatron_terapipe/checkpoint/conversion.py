@@ -34,7 +34,6 @@ from megatron_terapipe.huggingface.families.family import Family, check_expressi
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_model
 from megatron_terapipe.huggingface.folder_weights import (
     DTYPES,
-    SHARD_BYTES,
     FolderWeights,
     meta_layer,
     rules_of,
@@ -148,7 +147,6 @@ def export_checkpoint(
     family: str | None = None,
     dtype: str | None = None,
     eod: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> list[str]:
     """Write a checkpoint as a model of Hugging Face, and return the names of the files of its tokenizer.
@@ -168,9 +166,10 @@ def export_checkpoint(
     def written(share: float) -> None:
         progress(VERIFIED + (1 - VERIFIED) * share)
 
-    tensors = _tensors(chosen, model, weights_of(directory, info), dtype, written)
+    layers = _layers(model, weights_of(directory, info), dtype, written)
+    tensors = (each for index, layer in layers for each in split_layer(rules_of(model, chosen, index), layer).items())
     first_name, first = next(tensors)
-    write_tensors(output, chain([(first_name, first)], tensors), shard_bytes=shard_bytes)
+    write_tensors(output, chain([(first_name, first)], tensors))
     # Null where it is unknown: the default of a family may not be in the vocabulary.
     ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
@@ -188,14 +187,6 @@ def _chosen_family(model: ModelConfig, requested: str | None, origin: str | None
         check_expressible(family, model)
         return family
     return family_of(model, origin)
-
-
-def _tensors(
-    family: Family, model: ModelConfig, saved: SavedWeights | FolderWeights, dtype: str | None, progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors there, layer by layer."""
-    for index, layer in _layers(model, saved, dtype, progress):
-        yield from split_layer(rules_of(model, family, index), layer).items()
 
 
 def _converted(name: str, weight: Tensor, dtype: str | None) -> Tensor:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from shutil import rmtree
 
-from deepspeed_ext.plan.text_files import open_locked
+from deepspeed_ext.plan.text_files import bounded_bytes, open_locked
 from megatron_terapipe.checkpoint.foreign import is_megatron, megatron_checkpoint, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import (
@@ -192,16 +192,16 @@ def _requested_iteration(load: Path, tag: str | None) -> int | None:
 def _read_tag(latest: Path) -> str | None:
     """The tag in a file `latest`; None if there is no such file."""
     try:
-        with latest.open("rb") as file:
-            content = file.read(_LONGEST_NAME + 2)
+        tag = bounded_bytes(latest, _LONGEST_NAME + 1).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    except ValueError:  # It is longer, or a pipe without an end.
+        tag = ""
     except OSError as error:
         raise CheckpointError(
             f"{latest} cannot be read ({error.strerror}): write the tag of a checkpoint into it"
         ) from None
-    tag = content.decode(errors="replace").strip()
-    if len(content) > _LONGEST_NAME + 1 or not re.fullmatch(r"[\w.+=@,-]+", tag) or set(tag) == {"."}:
+    if not re.fullmatch(r"[\w.+=@,-]+", tag) or set(tag) == {"."}:
         raise CheckpointError(f"{latest} holds no name of a checkpoint: write the tag of one that is there into it")
     return tag
 

@@ -19,14 +19,12 @@ ORIGINS = {
     "DeepSpeed's universal format": ("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
     "GPT-NeoX": ("*/configs/*.yml", "configs/*.yml"),
     "Megatron-DeepSpeed": ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
-    MEGATRON: (*(MEGATRON_LATEST, *_MEGATRON_FILES, *(f"iter_*/{file}" for file in _MEGATRON_FILES)),),
+    MEGATRON: (MEGATRON_LATEST, *_MEGATRON_FILES, *(f"iter_*/{file}" for file in _MEGATRON_FILES)),
     "nanotron": ("*/checkpoint_metadata.json", "checkpoint_metadata.json"),
     "torchtitan": ("step-*/.metadata", ".metadata"),
 }
 """Files by the trainer that writes them, in a directory of its checkpoints or in one checkpoint. The first that match
 decide: Megatron-DeepSpeed writes a file of Megatron-LM, too, and GPT-NeoX those of DeepSpeed."""
-
-
 _LONGEST = 40
 """Bytes of the file with the newest iteration."""
 

@@ -57,28 +57,25 @@ _FUSED_NORMS = (
 """Beginnings of the names of norms in layers of Transformer Engine, and in those of megatron-core."""
 
 
-CONSTRUCTED: Mapping[str, Any] = {
-    # Parameters, and tensors with attributes: only the tensor is kept.
-    **dict.fromkeys(
-        ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"), lambda data, *_: data
-    ),
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: function(*arguments),
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-    **{
-        f"{kind.__module__}.{kind.__qualname__}": kind
-        for kind in (
-            *(torch.Size, dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
-            *(dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo),
-        )
-    },
-}
-"""Classes and functions that a pickle of tensors may name; they hold values, and call nothing."""
-
-
 class TensorUnpickler(InertUnpickler):
     """Unpickler that also constructs tensors and their places in files. torch adds their storages."""
 
-    constructed: ClassVar[Mapping[str, Any]] = {**InertUnpickler.constructed, **CONSTRUCTED}
+    constructed: ClassVar[Mapping[str, Any]] = {
+        **InertUnpickler.constructed,
+        # Parameters, and tensors with attributes: only the tensor is kept.
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: function(*arguments),
+        "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+        **{
+            f"{kind.__module__}.{kind.__qualname__}": kind
+            for kind in (
+                *(torch.Size, dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
+                *(dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo),
+            )
+        },
+    }
+    """Classes and functions that hold values, and call nothing."""
 
 
 class InertPickle:
@@ -180,19 +177,18 @@ class MegatronFiles:
             tensors, name = self.weights, key
             if match := re.match(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.)?", key):
                 tensors, name = self._states_named(match[1] or ""), key[match.end() :]
-            pieces = [
-                (chunk.offsets, partial(self._chunk, places[key, tuple(chunk.offsets)])) for chunk in tensor.chunks
-            ]
+            chunks = [(each, partial(self._chunk, places[key, tuple(each.offsets)])) for each in tensor.chunks]
             if not name.startswith(LAYERS) or name[len(LAYERS)].isdigit():
+                pieces = [(chunk.offsets, load) for chunk, load in chunks]
                 tensors[_in_own_layers(name)] = Whole(tuple(tensor.size), pieces)
                 continue
             if tensor.size[0] > _MOST_LAYERS:
                 raise ValueError(f"{key} has {tensor.size[0]} layers")
             rows: dict[int, list[Any]] = {layer: [] for layer in range(tensor.size[0])}
-            for (first, *offset), load in pieces:
-                size = next(chunk.sizes[0] for chunk in tensor.chunks if chunk.offsets[0] == first)
-                for layer in range(first, first + size):
-                    rows[layer].append((offset, partial(_row, load, layer - first)))
+            for chunk, load in chunks:
+                first, *offset = chunk.offsets
+                for row in range(chunk.sizes[0]):
+                    rows[first + row].append((offset, partial(_row, load, row)))
             for layer, of_layer in rows.items():
                 own = _in_own_layers(f"{LAYERS}{layer}.{name[len(LAYERS) :]}")
                 tensors[own] = Whole(tuple(tensor.size[1:]), of_layer)

@@ -217,7 +217,6 @@ class BatchConfig:
                 f"{words} does not rise to --global-batch-size {self.global_batch_size} in steps of {increment}: give "
                 f"{start + max(1, -(-rise // increment)) * increment}, or another start or increment"
             )
-
         if rise // increment > MOST_INCREMENTS:
             raise ConfigError(
                 f"{words} rises in {rise // increment:,} increments, more than {MOST_INCREMENTS:,}: give larger ones"

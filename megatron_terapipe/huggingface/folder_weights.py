@@ -36,11 +36,7 @@ class SavedTensors:
         self._directory = directory
         self._open = lru_cache(maxsize=None)(self._open_file)
         self._files = self._index()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._files)
+        self.names = frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, in the shape [...] that the file gives it."""
