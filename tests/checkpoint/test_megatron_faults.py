@@ -15,7 +15,7 @@ from megatron_terapipe import convert
 from megatron_terapipe.checkpoint.conversion import import_megatron
 from megatron_terapipe.checkpoint.directories import readable_checkpoint
 from megatron_terapipe.checkpoint.megatron_files import DistributedWriter
-from megatron_terapipe.checkpoint.megatron_model import MEGATRON
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON, megatron_info
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.huggingface.families.family import check_expressible
 from megatron_terapipe.huggingface.families.settings import SettingsFile
@@ -116,6 +116,12 @@ def test_faults_are_one_line(name: str, tmp_path: Path) -> None:
         read(directory)
     assert words in str(caught.value) and str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
     assert not (checkpoint / "hit").exists()
+
+
+def test_samples_that_are_not_counted_are_those_of_the_iterations(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "saved", torch_dist=True) / "iter_0000005"
+    changed(consumed_train_samples=0, global_batch_size=4)(checkpoint)
+    assert megatron_info(checkpoint).consumed_samples == 5 * 4
 
 
 def test_incomplete_states_of_the_optimizer_are_not_loaded(tmp_path: Path) -> None:
