@@ -16,9 +16,12 @@ SUPPORTED_TORCH = SpecifierSet(">=2.8")
 """Without an upper bound: the names below are checked instead."""
 
 PRIVATE_NAMES = (
+    "_C.PyTorchFileReader",
     "_foreach_add_",
     "_foreach_copy_",
     "_foreach_norm",
+    "_utils._rebuild_tensor_v2",
+    "_weights_only_unpickler._get_allowed_globals",
     "distributed.ProcessGroup._get_backend",
     "distributed.ProcessGroup._get_sequence_number_for_group",
     "distributed.distributed_c10d._get_default_store",

@@ -57,7 +57,7 @@ def test_the_highest_id_of_a_null_tokenizer_ends_a_document(data: Path, words: s
 
 def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> None:
     first = replace(LAUNCH, rank=0, local_rank=0)
-    record = TokenizerRecord.of(data, ByteTokenizer(), ends=True)
+    record = TokenizerRecord.of(data, ByteTokenizer(), "", ends=True)
     record.write(data)
     prepared(data, "--eod-mask-loss", first)
     replace(record, first_text="of another").write(data)
