@@ -82,8 +82,10 @@ class MegatronWeights(FolderWeights):
         """Return the counters of the run, and the loss scale if it was in fp16."""
         optimizer = self._files.common.get("optimizer")
         scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
-        scale = SimpleNamespace(cur_scale=float(scaler["scale"])) if scaler else None
-        return SavedRun(places={}, counters=self._counters, loss_scaler=scale)
+        scale = scaler.get("scale") if isinstance(scaler, Mapping) else None
+        known = isinstance(scale, int | float | Tensor)
+        restored = SimpleNamespace(cur_scale=float(scale)) if known else None
+        return SavedRun(places={}, counters=self._counters, loss_scaler=restored)
 
     def state_of(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the content of a file of ours with the optimizer's state of some parameters."""

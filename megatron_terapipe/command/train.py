@@ -203,10 +203,15 @@ def _run(words: list[str], prog: str) -> int:
     given = read_command_line(training).given
     if given.get("dry_run") or given.get("dry_run_without_files"):
         training, ranks = dry_run_words(launching, training)
-        os.environ.update(ranks)
         import pretrain_gpt
 
-        return pretrain_gpt.main(training)
+        before = dict(os.environ)
+        os.environ.update(ranks)
+        try:
+            return pretrain_gpt.main(training)
+        finally:  # For callers in Python.
+            os.environ.clear()
+            os.environ.update(before)
     if is_launched(launching, os.environ):
         return _train(training)
     command = launch_command(launching, training)
