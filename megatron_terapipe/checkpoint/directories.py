@@ -235,8 +235,9 @@ def only_run_in(save: str | Path) -> Iterator[None]:
     lock, was_there = Path(save) / LOCK, Path(save).exists()
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open_locked(lock)
-        with lock.open("rb") as written:
+        file, holder = open_locked(lock), "which is ending"
+        # Its holder may remove it at this moment.
+        with suppress(FileNotFoundError), lock.open("rb") as written:
             holder = written.read(_LONGEST_NAME).decode(errors="replace")
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be written ({error.strerror}): name another") from None
@@ -254,8 +255,9 @@ def only_run_in(save: str | Path) -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         file.close()
-        with suppress(OSError):  # It has checkpoints.
-            was_there or lock.parent.rmdir()
+        if not was_there:
+            with suppress(OSError):  # It has checkpoints.
+                lock.parent.rmdir()
 
 
 def complete(partial: Path, directory: Path, files: Mapping[str, FileFacts], texts: Mapping[str, str]) -> None:
