@@ -82,7 +82,7 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
                 if launch.rank == 0 and save is not None and not config.training.skip_train:
                     at_end.enter_context(only_run_in(save))
 
-            # On several hosts only once all ranks can be told.
+            # On several hosts only when all ranks can receive the error.
             if on_one_host:
                 hold_saves()
             if launch.rank == 0:

@@ -194,13 +194,13 @@ def _to_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) 
 
 def _from_megatron(options: argparse.Namespace, output: Path, line: ProgressLine) -> tuple[Converted, str]:
     from megatron_terapipe.checkpoint.conversion import import_megatron
-    from megatron_terapipe.checkpoint.foreign import megatron_checkpoint
+    from megatron_terapipe.checkpoint.foreign import MEGATRON, foreign_origin, megatron_checkpoint
 
-    directory = megatron_checkpoint(options.load, options.load_tag)
-    if directory is None:
+    if foreign_origin(options.load) != MEGATRON:
         raise ConfigError(
             f"--load {options.load} holds no checkpoint of Megatron-LM: give a directory that it saved to"
         )
+    directory = megatron_checkpoint(options.load, options.load_tag)
     checkpoint, no_states = import_megatron(
         directory,
         output,

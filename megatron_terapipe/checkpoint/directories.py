@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from deepspeed_ext.plan.text_files import bounded_bytes, open_locked
-from megatron_terapipe.checkpoint.foreign import is_megatron, megatron_checkpoint, refuse_foreign
+from megatron_terapipe.checkpoint.foreign import MEGATRON, is_megatron, megatron_checkpoint, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import (
     ASIDE,
@@ -25,6 +25,7 @@ from megatron_terapipe.checkpoint.manifest import (
     write_durably,
 )
 from megatron_terapipe.checkpoint.megatron_model import megatron_info
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
@@ -89,9 +90,8 @@ def names_model_folder(load: str | Path) -> bool:
 
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
     """Directory of the checkpoint with a tag; with None, of the newest whole one, or None if there is none."""
-    refuse_foreign("--load", load)
-    if (found := megatron_checkpoint(load, tag)) is not None:
-        return found
+    if refuse_foreign("--load", load) == MEGATRON:
+        return megatron_checkpoint(load, tag)
     if tag is None:
         return latest_checkpoint(load)
     directory = _directory(Path(load), tag)
@@ -117,19 +117,22 @@ def no_checkpoint(load: str | Path) -> str:
     return f"--load {load} holds no checkpoint: give a directory that a run saved to"
 
 
-def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool) -> tuple[Path, CheckpointInfo] | None:
+def readable_checkpoint(
+    load: str | Path, tag: str | None, *, or_previous: bool, model: ModelConfig | None = None
+) -> tuple[Path, CheckpointInfo] | None:
     """Directory and facts of a checkpoint, checked with its manifest; None if there is no checkpoint.
 
     Args:
         tag: name of the checkpoint; None for the newest.
         or_previous: take the newest readable one before it, if its own facts cannot be read.
+        model: of the run that loads it; None where there is none yet.
     """
     while True:
         try:
             directory = tagged_checkpoint(load, tag)
             if directory is None:
                 return None
-            info = checkpoint_info(directory)
+            info = checkpoint_info(directory, model)
             if manifest := manifest_of(directory, info):
                 manifest.check_content(directory, [RUN_FILE])
             return directory, info
@@ -140,10 +143,10 @@ def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool)
             tag = before
 
 
-def checkpoint_info(directory: Path) -> CheckpointInfo:
-    """Return the facts of one checkpoint, of ours or of Megatron-LM."""
+def checkpoint_info(directory: Path, model: ModelConfig | None = None) -> CheckpointInfo:
+    """Return the facts of one checkpoint, of ours or, for a run with a model, of Megatron-LM."""
     if is_megatron(directory):
-        return megatron_info(directory)
+        return megatron_info(directory, model)
     return CheckpointInfo.read(directory)
 
 

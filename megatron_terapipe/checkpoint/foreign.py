@@ -39,14 +39,15 @@ def foreign_origin(directory: str | Path) -> str | None:
     return next((name for name, files in ORIGINS.items() if any(any(path.glob(file)) for file in files)), None)
 
 
-def refuse_foreign(flag: str, directory: str | Path) -> None:
-    """Refuse a directory with checkpoints of another trainer, given by a flag; `--load` takes those of Megatron-LM.
+def refuse_foreign(flag: str, directory: str | Path) -> str | None:
+    """Refuse a directory with checkpoints of another trainer, given by a flag; return the origin of those of `--load`.
 
-    A run would start from new weights, and its file `latest` would replace that of the other trainer.
+    A run would start from new weights, and its file `latest` would replace that of the other trainer. `--load` takes
+    those of Megatron-LM.
     """
     origin = foreign_origin(directory)
     if origin is None or (flag == "--load" and origin == MEGATRON):
-        return
+        return origin
     if flag == "--save":
         raise CheckpointError(f"--save {directory} holds checkpoints of {origin}: name another directory")
     raise CheckpointError(
@@ -62,15 +63,13 @@ def is_megatron(directory: Path) -> bool:
     return (directory / ".metadata").exists() or any(any(directory.glob(file)) for file in _MEGATRON_FILES)
 
 
-def megatron_checkpoint(load: str | Path, tag: str | None) -> Path | None:
-    """Return the directory of a checkpoint of Megatron-LM; None if `load` holds none of its checkpoints.
+def megatron_checkpoint(load: str | Path, tag: str | None) -> Path:
+    """Return the directory of a checkpoint of Megatron-LM, in a directory of its checkpoints.
 
     Args:
         tag: its directory or, as here, `global_step` and the iteration; None for the newest.
     """
     path = Path(load)
-    if foreign_origin(path) != MEGATRON:
-        return None
     if is_megatron(path) and tag is None:
         return path
     if tag is None:

@@ -4,6 +4,7 @@ Weights have the layout of ours under other names, so that a run of any layout t
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_terapipe.checkpoint.megatron_files import WEIGHT_OF_OPTIMIZER, MegatronFiles, Tensors
-from megatron_terapipe.checkpoint.megatron_model import MEGATRON, unreadable
+from megatron_terapipe.checkpoint.megatron_model import MEGATRON, NAMES, unreadable
 from megatron_terapipe.checkpoint.optimizer_state import PARAMETER_NAMES, ParameterState, SavedRun
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
@@ -23,9 +24,7 @@ class _Tensors:
     """Tensors as `FolderWeights` reads them: without the rows that pad the vocabulary."""
 
     def __init__(self, directory: Path, tensors: Tensors, model: ModelConfig) -> None:
-        names = MEGATRON.names(model)
         self._directory, self._tensors, self._words = directory, tensors, model.vocab_size
-        self._vocabulary = (names.words, names.output)
         self.names = frozenset(tensors)
 
     def read(self, name: str) -> Tensor:
@@ -41,7 +40,7 @@ class _Tensors:
         return (len(range(first)[self._rows(name)]), *rest)
 
     def _rows(self, name: str) -> slice:
-        return slice(self._words if name.startswith(self._vocabulary) else None)
+        return slice(self._words if name.startswith((NAMES.words, NAMES.output)) else None)
 
 
 class MegatronWeights(FolderWeights):
@@ -65,13 +64,20 @@ class MegatronWeights(FolderWeights):
             state: FolderWeights(directory, MEGATRON, model, _Tensors(directory, tensors, model))
             for state, tensors in moments.items()
         }
+        # A run reads one parameter several times, in parts and whole, before the next.
+        self._weight = lru_cache(maxsize=1)(super().weight)
+        self._state = lru_cache(maxsize=1)(self._read_state)
+
+    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
+        """Return a weight [...] of a pipeline layer, whole: the rank is always 0."""
+        return self._weight(index, name)
 
     def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
         """Return the optimizer's state of some elements of a parameter, by its name in the engine."""
         moments = {state: each.flatten()[elements.start : elements.stop] for state, each in self._state(name).items()}
         return ParameterState(weight=None, moments=moments, step=self._files.step)
 
-    def _state(self, name: str) -> dict[str, Tensor]:
+    def _read_state(self, name: str) -> dict[str, Tensor]:
         """The states of a parameter by name, in its shape [...]."""
         first, _, rest = name.partition(".")
         # The only tied layers are the word embedding and the output layer.
@@ -83,8 +89,7 @@ class MegatronWeights(FolderWeights):
         optimizer = self._files.common.get("optimizer")
         scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
         scale = scaler.get("scale") if isinstance(scaler, Mapping) else None
-        known = isinstance(scale, int | float | Tensor)
-        restored = SimpleNamespace(cur_scale=float(scale)) if known else None
+        restored = SimpleNamespace(cur_scale=float(scale)) if isinstance(scale, int | float | Tensor) else None
         return SavedRun(places={}, counters=self._counters, loss_scaler=restored)
 
     def state_of(self, names: Sequence[str]) -> dict[str, Any]:

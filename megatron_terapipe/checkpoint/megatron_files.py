@@ -31,7 +31,7 @@ from megatron_terapipe.checkpoint.foreign import (
     MEGATRON_RELEASE,
 )
 from megatron_terapipe.checkpoint.inert_pickles import InertUnpickler, pickled
-from megatron_terapipe.checkpoint.megatron_model import common_file, iteration_of, unreadable
+from megatron_terapipe.checkpoint.megatron_model import NAMES, common_file, iteration_of, unreadable
 from megatron_terapipe.errors import CheckpointError, first_line
 
 METADATA_FILE = ".metadata"
@@ -39,7 +39,9 @@ WEIGHT_OF_OPTIMIZER = "param"
 """Name here of an optimizer's own weight, in higher precision than the model's."""
 _OWN_WEIGHTS = ("fp32_param", WEIGHT_OF_OPTIMIZER)
 """Its names in the files: of the optimizer that each replica has whole, and of the distributed one."""
-LAYERS = "decoder.layers."
+LAYERS = f"{NAMES.blocks}."
+_OF_LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
+"""Beginning of the name of a tensor of a transformer layer, with its number."""
 _MOST_LAYERS = 100_000
 _IN_BUFFERS = (
     "it is in buffers of the distributed optimizer's ranks; --ckpt-format torch_dist with "
@@ -91,7 +93,8 @@ def load_inert(file: Any) -> Any:
     archive = torch._C.PyTorchFileReader(str(_regular(file)) if is_path else file)
     if "constants.pkl" in archive.get_all_records():  # torch would run it.
         raise ValueError("it is a program of TorchScript")
-    is_path or file.seek(0)
+    if not is_path:
+        file.seek(0)
     return torch.load(file, map_location="cpu", pickle_module=InertPickle, weights_only=False, mmap=is_path or None)
 
 
@@ -230,7 +233,7 @@ class MegatronFiles:
                 layers = 0
                 for local, tensor in ranks[0][chunk].items():
                     name = local
-                    if match := re.match(rf"{re.escape(LAYERS)}(\d+)\.", local):
+                    if match := _OF_LAYER.match(local):
                         layers = max(layers, int(match[1]) + 1)
                         name = f"{LAYERS}{before + int(match[1])}.{local[match.end() :]}"
                     name = _in_own_layers(name)
@@ -259,8 +262,8 @@ def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Whole:
     shape = list(parts[0].shape)
     module = name.rpartition(".")[0]
     cut = 0 if module.endswith(_OUTPUT_CUT) else 1 if name.endswith(_INPUT_CUT) else None
-    if cut is None:
-        return Whole(tuple(shape), [([0] * len(shape), lambda: parts[0])])
+    if cut is None or len(parts) == 1:
+        return Whole(tuple(shape), [([0] * len(shape), parts[0].detach)])
     shape[cut] *= len(parts)
     # Of each rank first its part of the gate, then its part of the other half.
     num_halves = 2 if gated and module.endswith("linear_fc1") else 1
@@ -270,7 +273,7 @@ def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Whole:
             piece = part.tensor_split(num_halves, dim=cut)[half]
             offset = [0] * len(shape)
             offset[cut] = (half * len(parts) + rank) * piece.shape[cut]
-            pieces.append((offset, partial(Tensor.contiguous, piece)))
+            pieces.append((offset, piece.detach))
     return Whole(tuple(shape), pieces)
 
 
@@ -358,7 +361,7 @@ class DistributedWriter:
                 for fused, own in _FUSED_NORMS:
                     name = name.replace(own, fused)
                 key, offset, size = name, (0,) * tensor.dim(), tuple(tensor.shape)
-                if match := re.match(rf"{re.escape(LAYERS)}(\d+)\.", name):
+                if match := _OF_LAYER.match(name):
                     layer = int(match[1])
                     key, offset, tensor = LAYERS + name[match.end() :], (layer, *offset), tensor[None]
                     size = (self._num_layers, *size)

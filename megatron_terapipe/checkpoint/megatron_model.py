@@ -206,6 +206,25 @@ def _write_layers(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+NAMES = TensorNames(
+    prefix="",
+    words="embedding.word_embeddings",
+    positions="embedding.position_embeddings",
+    blocks="decoder.layers",
+    query_key_value=("self_attention.linear_qkv",),
+    grouped=True,
+    query_norm="self_attention.q_layernorm",
+    key_norm="self_attention.k_layernorm",
+    projection="self_attention.linear_proj",
+    up=("mlp.linear_fc1",),
+    down="mlp.linear_fc2",
+    mlp_norm="pre_mlp_layernorm",
+    final_norm="decoder.final_layernorm",
+    output="output_layer",
+    not_weights=("._extra_state", "rotary_pos_emb.inv_freq"),
+)
+"""Names of the tensors of megatron-core's `GPTModel`, with its own layers."""
+
 MEGATRON = Family(
     name="Megatron-LM",
     owner="",
@@ -271,22 +290,6 @@ MEGATRON = Family(
             **{name: name for name in ("init_method_std", "hidden_dropout", "attention_dropout", "seq_length")},
         ),
     ),
-    tensors=TensorNames(
-        prefix="",
-        words="embedding.word_embeddings",
-        positions="embedding.position_embeddings",
-        blocks="decoder.layers",
-        query_key_value=("self_attention.linear_qkv",),
-        grouped=True,
-        query_norm="self_attention.q_layernorm",
-        key_norm="self_attention.k_layernorm",
-        projection="self_attention.linear_proj",
-        up=("mlp.linear_fc1",),
-        down="mlp.linear_fc2",
-        mlp_norm="pre_mlp_layernorm",
-        final_norm="decoder.final_layernorm",
-        output="output_layer",
-        not_weights=("._extra_state", "rotary_pos_emb.inv_freq"),
-    ),
+    tensors=NAMES,
 )
 """The GPTs of Megatron-LM, in its own names of arguments and of tensors."""

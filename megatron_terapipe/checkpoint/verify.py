@@ -28,7 +28,6 @@ from megatron_terapipe.checkpoint.foreign import is_megatron, refuse_foreign
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, damage
 from megatron_terapipe.checkpoint.megatron import MegatronWeights
-from megatron_terapipe.checkpoint.megatron_model import megatron_info
 from megatron_terapipe.checkpoint.saved_weights import folder_info, weights_of
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
@@ -54,15 +53,13 @@ def find_checkpoint(
     if from_folder:
         found = Path(config.load), folder_info(Path(config.load), model)
     else:
-        found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged)
+        found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged, model=model)
     if found is None:
         # With one checkpoint in place of the directory above it, training would start from the beginning.
         if (Path(config.load) / RUN_FILE).is_file() or config.exit_on_missing_checkpoint or config.finetune:
             raise CheckpointError(no_checkpoint(config.load))
         return None
     directory, info = found
-    if is_megatron(directory):
-        info = megatron_info(directory, model)
     extends = config.extend_positions and config.weights_only
     info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
     # If another may replace a damaged one, all ranks check it later, at the same time.
@@ -140,11 +137,9 @@ def verify_checkpoint(
     """
     manifest = from_first_rank(lambda: check_files(directory, info, model, weights_only=weights_only))
     if manifest is None:
-        return (
-            None
-            if is_model_folder(directory) or is_megatron(directory)
-            else f" warning: {directory} has no manifest: not verified"
-        )
+        if is_model_folder(directory) or is_megatron(directory):
+            return None
+        return f" warning: {directory} has no manifest: not verified"
     if not reads:
         return None
     try:
