@@ -213,11 +213,11 @@ def measured_peak(built: tuple[Any, Iterator[Any]]) -> tuple[int, int, int, floa
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     copies = engine._executor.copies
     start = time.perf_counter()
-    with LiveBytes((lambda: copies.buffers.held) if copies else lambda: 0) as live:
+    with LiveBytes((lambda: copies.pages.held) if copies else lambda: 0) as live:
         loss = engine.train_batch(batch)
     seconds = time.perf_counter() - start
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return live.peak - weights, copies.buffers.most_in_use if copies else 0, resident, seconds, loss.item()
+    return live.peak - weights, copies.pages.held if copies else 0, resident, seconds, loss.item()
 
 
 def memory(options: argparse.Namespace) -> Section:

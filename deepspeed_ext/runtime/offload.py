@@ -11,8 +11,7 @@ after the end of the copy. So the memory of dropped tensors can be reused at onc
 itself. On a CPU the same calls copy to a second buffer, at once.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,49 +29,59 @@ Name = tuple[Content, int, int, int]
 """Content, stage, micro-batch and token slice of a copy."""
 
 
-class HostBuffers:
-    """Reused buffers in the memory of the host.
+PAGE_BYTES = 1 << 21
+"""Bytes of a page of host memory. Torch rounds page-locked memory up to a power of two, and keeps what is freed."""
 
-    Page-locked where the device is an accelerator, which cannot read other memory while its host is busy. Locking pages
-    is slow, so buffers are kept: never more bytes (`held`) than were in use at once (`most_in_use`).
+
+class HostPages:
+    """Memory of the host, in pages of one size: those of any tensor serve any other.
+
+    Page-locked where the device is an accelerator, which cannot read other memory while its host is busy. Locking is
+    slow and may wait for the device, so pages are kept: as many as were in use at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._page_locked = device.type != "cpu"
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self.held = self.in_use = self.most_in_use = 0
+        self._free: list[Tensor] = []
+        self.held = self.in_use = 0
+        """Bytes of all pages, and of those that are in use."""
 
-    def take(self, like: Tensor) -> Tensor:
-        """Return a buffer of the shape [...] and type of a tensor, with any content."""
-        size = like.nbytes
-        self.in_use += size
-        self.most_in_use = max(self.most_in_use, self.in_use)
-        buffer = self._free[size].pop() if self._free[size] else self._made(size)
-        return buffer.view(like.dtype).view(like.shape)
+    def take(self, size: int) -> list[Tensor]:
+        """Return pages [PAGE_BYTES] for a number of bytes, with any content."""
+        pages = [self._free.pop() if self._free else self._made() for _ in range(-(-size // PAGE_BYTES))]
+        self.in_use += len(pages) * PAGE_BYTES
+        return pages
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer [...] that was taken."""
-        self.in_use -= buffer.nbytes
-        self._free[buffer.nbytes].append(buffer.reshape(-1).view(torch.uint8))
+    def give_back(self, pages: Sequence[Tensor]) -> None:
+        """Return pages that were taken."""
+        self.in_use -= len(pages) * PAGE_BYTES
+        self._free += pages
 
-    def _made(self, size: int) -> Tensor:
-        """A new buffer, in place of free ones of other sizes where there would be more than were ever in use."""
-        for other, free in self._free.items():
-            while free and self.held + size > self.most_in_use:
-                free.pop()
-                self.held -= other
-        self.held += size
-        buffer = torch.empty(size, dtype=torch.uint8)
-        return get_accelerator().pin_memory(buffer) if self._page_locked else buffer
+    def _made(self) -> Tensor:
+        self.held += PAGE_BYTES
+        return torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._page_locked)
+
+
+def _parts(tensors: Iterable[Tensor], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of equally long parts, in bytes: of contiguous tensors [...], and of pages that have them in a row."""
+    place = 0
+    for tensor in tensors:
+        rest = tensor.view(-1).view(torch.uint8)
+        while rest.numel():
+            page, start = divmod(place, PAGE_BYTES)
+            part = pages[page][start : start + rest.numel()]
+            yield rest[: part.numel()], part
+            rest, place = rest[part.numel() :], place + part.numel()
 
 
 @dataclass(slots=True)
 class _HostCopy:
     """Tensors that are copied to the host and back."""
 
-    needing_gradients: tuple[bool, ...]
-    """Whether each of them is a leaf that requires a gradient."""
-    on_host: list[Tensor]
+    forms: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    """Shape and type of each of them, and whether it is a leaf that requires a gradient."""
+    pages: list[Tensor]
+    """Pages of the host."""
     on_device: list[Tensor] = field(default_factory=list)
     """The tensors, until they are dropped, and again once they are fetched."""
     ended: Any = None
@@ -92,7 +101,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device, settings: HostCopySettings | None = None) -> None:
         self._device, self._settings = device, settings
-        self.buffers = HostBuffers(device)
+        self.pages = HostPages(device)
         """Memory of the host."""
         self._clock: OpClock | None = None
         self._under_way: dict[Name, _HostCopy] = {}
@@ -116,11 +125,12 @@ class HostCopies:
     def offload(self, name: Name, tensors: Sequence[Tensor]) -> None:
         """Post a copy of tensors [...] to the host. They must not change any more; ops may still read them."""
         given = [tensor.detach().contiguous() for tensor in tensors]
-        buffers = [self.buffers.take(each) for each in given]
-        copy = self._under_way[name] = _HostCopy(tuple(each.requires_grad for each in tensors), buffers, given)
+        pages = self.pages.take(sum(each.nbytes for each in given))
+        forms = tuple((each.shape, each.dtype, each.requires_grad) for each in tensors)
+        copy = self._under_way[name] = _HostCopy(forms, pages, given)
         with self._posted_on(self._to_host, copy):
-            for buffer, tensor in zip(buffers, given, strict=True):
-                buffer.copy_(tensor, non_blocking=True)
+            for part, on_host in _parts(given, pages):
+                on_host.copy_(part, non_blocking=True)
 
     def drop(self, name: Name) -> None:
         """Free the tensors of the device after the copy, if nothing else refers to them."""
@@ -133,10 +143,10 @@ class HostCopies:
         """Post the copy back."""
         copy = self._under_way[name]
         # Made for the stream of the ops, after which the copy starts: earlier contents have been read by then.
-        copy.on_device = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in copy.on_host]
+        copy.on_device = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in copy.forms]
         with self._posted_on(self._from_host, copy):
-            for tensor, buffer in zip(copy.on_device, copy.on_host, strict=True):
-                tensor.copy_(buffer, non_blocking=True)
+            for part, on_host in _parts(copy.on_device, copy.pages):
+                part.copy_(on_host, non_blocking=True)
         copy.is_fetched = True
 
     def arrive(self, name: Name) -> tuple[Tensor, ...]:
@@ -146,7 +156,7 @@ class HostCopies:
         if self._clock is not None:
             self._clock.copied(name, copy.stamps)
         return tuple(
-            tensor.requires_grad_(needs) for tensor, needs in zip(copy.on_device, copy.needing_gradients, strict=True)
+            tensor.requires_grad_(needs) for tensor, (*_, needs) in zip(copy.on_device, copy.forms, strict=True)
         )
 
     def arrivals(self, op: Op) -> Iterator[tuple[Content, int, tuple[Tensor, ...]]]:
@@ -167,8 +177,7 @@ class HostCopies:
         copy = self._under_way.pop(name)
         self._wait(copy)
         # The next copy to the host starts after the ops that waited for this one.
-        for buffer in copy.on_host:
-            self.buffers.give_back(buffer)
+        self.pages.give_back(copy.pages)
         return copy
 
     @contextmanager

@@ -17,10 +17,10 @@ from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Timeline, critical_path
-from deepspeed_ext.runtime import executor
+from deepspeed_ext.runtime import executor, offload
 from deepspeed_ext.runtime.attention.documents import Documents
 from deepspeed_ext.runtime.attention.sequence_state import Past
-from deepspeed_ext.runtime.offload import HostBuffers, HostCopies
+from deepspeed_ext.runtime.offload import HostCopies, HostPages
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
@@ -92,7 +92,7 @@ def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> 
         "numbers": (loss, evaluated, gradients),
         "dropped": dict(copies.dropped) if copies else None,
         "measured": Timeline.from_json(timelines[0].to_json()),
-        "still held": copies and (copies.held, copies.buffers.in_use),
+        "still held": copies and (copies.held, copies.pages.in_use),
     }
 
 
@@ -176,26 +176,55 @@ def test_tensors_come_back_as_they_were_and_are_gone_in_between() -> None:
     back = copies.arrive(NAME)
     assert all(torch.equal(one, other) for one, other in zip(back, values, strict=True))
     assert [tensor.requires_grad for tensor in back] == [True, False, False] and back[0].is_leaf
-    assert copies.buffers.in_use == 0
+    assert copies.pages.in_use == 0
 
 
-def test_buffers_are_used_again_and_never_more_than_were_in_use_at_once() -> None:
-    buffers = HostBuffers(CPU)
-    long, short = torch.empty(100, dtype=torch.float64), torch.empty(50, dtype=torch.float64)
-    first = buffers.take(long)
-    place = first.data_ptr()
-    buffers.give_back(first)
-    # Of another shape and type, and as many bytes.
-    again = buffers.take(torch.empty(20, 10, dtype=torch.float32))
-    assert again.data_ptr() == place and (again.shape, again.dtype) == ((20, 10), torch.float32)
-    buffers.give_back(again)
-    two = [buffers.take(short), buffers.take(short)]
-    assert (buffers.held, buffers.in_use, buffers.most_in_use) == (800, 800, 800)
-    third = buffers.take(long)
-    assert (buffers.held, buffers.in_use, buffers.most_in_use) == (1600, 1600, 1600)
-    for buffer in (*two, third):
-        buffers.give_back(buffer)
-    assert (buffers.held, buffers.in_use) == (1600, 0)
+def test_tensors_share_pages_of_one_size_and_are_cut_where_pages_end() -> None:
+    """Of other types and sizes each time; pages are as many as were in use at once."""
+    with patch.object(offload, "PAGE_BYTES", 64):
+        copies = HostCopies(CPU)
+        batches = [
+            [torch.arange(9, dtype=torch.float64), torch.tensor(True), torch.randn(3, 7)],
+            [torch.randn(2, 3).to(torch.bfloat16)],
+            [torch.randn(50), torch.zeros(0)],
+        ]
+        names = [(Content.INPUT, 0, 0, number) for number in range(3)]
+        for name, tensors in zip(names, batches, strict=True):
+            copies.offload(name, tensors)
+        assert copies.pages.held == copies.pages.in_use == 64 * (3 + 1 + 4)
+        places = {page.data_ptr() for name in names for page in copies._under_way[name].pages}
+        for round_ in range(2):
+            for name in reversed(names):
+                copies.drop(name)
+                copies.fetch(name)
+                back = copies.arrive(name)
+                for tensor, expected in zip(back, batches[names.index(name)], strict=True):
+                    assert tensor.dtype is expected.dtype and torch.equal(tensor, expected)
+            if round_ == 0:
+                for name, tensors in zip(reversed(names), reversed(batches), strict=True):
+                    copies.offload(name, tensors)
+                assert {page.data_ptr() for name in names for page in copies._under_way[name].pages} == places
+        assert (copies.pages.held, copies.pages.in_use) == (64 * 8, 0)
+
+
+def test_page_locked_memory_has_sizes_that_torch_does_not_round() -> None:
+    """Its allocator rounds up to a power of two and keeps what is freed; `held` is what it holds."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def locking(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        sizes.append(size * dtype.itemsize)
+        return empty(size, dtype=dtype)
+
+    pages = HostPages(torch.device("cuda"))
+    with patch.object(torch, "empty", locking):
+        for number_of_bytes in (1, 20 << 20, 3 << 19, 0):
+            taken = pages.take(number_of_bytes)
+            assert number_of_bytes <= sum(page.nbytes for page in taken) < number_of_bytes + offload.PAGE_BYTES
+            pages.give_back(taken)
+    assert all(size.bit_count() == 1 for size in sizes)
+    assert pages.held == sum(sizes) == 20 << 20
 
 
 def test_copies_end_in_any_state() -> None:
@@ -208,4 +237,4 @@ def test_copies_end_in_any_state() -> None:
         for step in steps:
             step(NAME)
         copies.finish()
-        assert (copies.buffers.in_use, held()) == (0, None)
+        assert (copies.pages.in_use, held()) == (0, None)

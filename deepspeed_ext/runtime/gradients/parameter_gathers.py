@@ -7,18 +7,22 @@ needs its weights when the next forward enters it, so they are gathered during t
          |           [F: layer 0 | layer 1   | layer 2]        each layer waits for the pieces with its weights
 
 Until then weights are those of the step before, or of this one, or both. Any other reader waits for all.
+
+NCCL gathers a piece into a tensor of its own, from which it is copied. On accelerators the pieces are posted from a
+stream that waits for each, so that all use the memory of one. The memory estimate counts ZeRO's bucket for it.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-PIECE_BYTES = 1 << 23
-"""Part of one replica's partition that is gathered at a time."""
+PIECE_ELEMENTS = 1 << 25
+"""Elements of all partitions that are gathered at a time, unless ZeRO's bucket for gathers has fewer."""
 
 _NAME = "all_gather_dp_groups"
 """Function that DeepSpeed's optimizers call at the end of their step, by this name in their own modules."""
@@ -27,7 +31,8 @@ _NAME = "all_gather_dp_groups"
 class _Piece(NamedTuple):
     """A pending gather of a part of every partition of a flat group."""
 
-    work: dist.Work
+    wait: Callable[[], Any]
+    """Lets what is queued from now on wait for it."""
     flat: Tensor
     partition: int
     """Elements of each partition; those from `start` to `stop` (exclusive) are gathered."""
@@ -54,6 +59,8 @@ class ParameterGathers:
         self._home = sys.modules[type(optimizer).__module__]
         self._layers, self._others = layers, others
         self._pieces: list[_Piece] = []
+        accelerator = get_accelerator()
+        self._stream = None if accelerator.Stream is None else accelerator.Stream()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -79,7 +86,7 @@ class ParameterGathers:
     def finish(self) -> None:
         """Wait for all weights."""
         for piece in self._pieces:
-            piece.work.wait()
+            piece.wait()
         self._pieces = []
 
     def _start(
@@ -87,27 +94,43 @@ class ParameterGathers:
         groups_flat: Sequence[Tensor],
         partitioned_param_groups: Sequence[Sequence[Tensor]],
         dp_process_group: Sequence[dist.ProcessGroup],
+        *,
+        allgather_bucket_size: int,
         **_: Any,
     ) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(get_accelerator().current_stream())
         # Small groups, such as norms, have weights of every layer.
         for number in sorted(range(len(groups_flat)), key=lambda number: groups_flat[number].numel()):
             flat, partitions, group = (
                 each[number] for each in (groups_flat, partitioned_param_groups, dp_process_group)
             )
             rank, size = dist.get_rank(group), partitions[0].numel()
-            step = max(PIECE_BYTES // flat.element_size(), 1)
+            step = max(min(PIECE_ELEMENTS, allgather_bucket_size) // len(partitions), 1)
             for start in range(0, size, step):
                 stop = min(start + step, size)
                 views = [partition.detach()[start:stop] for partition in partitions]
-                work = dist.all_gather(views, views[rank], group=group, async_op=True)
-                self._pieces.append(_Piece(work, flat, size, start, stop))
+                self._pieces.append(_Piece(self._gathered(views, rank, group), flat, size, start, stop))
+
+    def _gathered(self, views: list[Tensor], rank: int, group: dist.ProcessGroup) -> Callable[[], Any]:
+        """Post a gather, and return the function that waits for it."""
+        accelerator = get_accelerator()
+        with accelerator.stream(self._stream):
+            work = dist.all_gather(views, views[rank], group=group, async_op=True)
+            if self._stream is None:
+                return work.wait
+            # Of the stream only, and the memory that was gathered into is free for the next piece.
+            work.wait()
+            ended = accelerator.Event()
+            ended.record(self._stream)
+        return lambda: accelerator.current_stream().wait_event(ended)
 
     def _wait(self, parameters: Iterable[nn.Parameter]) -> None:
         weights = [parameter.data for parameter in parameters]
         waiting = []
         for piece in self._pieces:
             if any(piece.has_of(weight) for weight in weights if weight.numel()):
-                piece.work.wait()
+                piece.wait()
             else:
                 waiting.append(piece)
         self._pieces = waiting

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.runtime.gradients import parameter_gathers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
@@ -33,8 +32,9 @@ def trained(setups: list[Setup]) -> list[tuple[Any, Any, Any]]:
             waits.append(before - len(self._pieces))
 
         # Pieces that end inside of weights.
-        with patch.object(ParameterGathers, "_wait", counting), patch.object(parameter_gathers, "PIECE_BYTES", 5000):
-            with_overlap = _steps(Setup(setup.world_size, f"{setup.flags} --overlap-param-gather"))
+        with patch.object(ParameterGathers, "_wait", counting):
+            flags = f"{setup.flags} --overlap-param-gather --zero-allgather-bucket-size 5000"
+            with_overlap = _steps(Setup(setup.world_size, flags))
         found.append((_steps(setup), with_overlap, waits))
     return found
 
