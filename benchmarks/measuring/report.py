@@ -1,4 +1,7 @@
-"""The machine and the device of a measurement, and reports as tables between the markers of a page."""
+"""The machine and the device of a measurement, and reports as tables between the markers of a page.
+
+Torch and DeepSpeed are imported within functions: tables are made where they are missing, too.
+"""
 
 import importlib.metadata
 import json
@@ -13,21 +16,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
-
 from benchmarks.measuring.worlds import RankFailed
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
-from deepspeed_ext.runtime.initialize import init_distributed
 
 
 def has_gpu() -> bool:
     """Whether DeepSpeed takes a CUDA device here."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
     return get_accelerator().device_name() == "cuda" and torch.cuda.is_available()
 
 
 def software() -> dict[str, str]:
     """Names and versions that a result depends on."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
     named = {"torch": torch.__version__, "deepspeed": importlib.metadata.version("deepspeed")}
     if has_gpu():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -79,6 +84,8 @@ SHARINGS = (
 
 def possible_sharings(num_ranks: int) -> tuple[Sharing, ...]:
     """Ways to try, best first: gloo on a CPU, a device for each rank where there are enough, one for all."""
+    import torch
+
     if not has_gpu():
         return (Sharing("CPU, gloo", {}),)
     if torch.cuda.device_count() >= num_ranks:
@@ -88,6 +95,11 @@ def possible_sharings(num_ranks: int) -> tuple[Sharing, ...]:
 
 def join(timeout_s: float) -> None:
     """Join the other ranks on this rank's device, or over gloo with one thread on a CPU."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_ext.runtime.initialize import init_distributed
+
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         torch.set_num_threads(1)
@@ -183,17 +195,19 @@ def markdown(title: str, software: Mapping[str, str], sections: Sequence[Section
     return "\n\n".join([f"## {title}", names, *(section.markdown() for section in sections)]) + "\n"
 
 
-def publish(title: str, software: Mapping[str, str], sections: Sequence[Section], folder: Path) -> str:
-    """Write `report.md` and `report.json` into a folder, and return the markdown."""
+def publish(
+    title: str, software: Mapping[str, str], sections: Sequence[Section], folder: Path, name: str = "report"
+) -> str:
+    """Write `report.md` and `report.json`, or files of another name, into a folder, and return the markdown."""
     text = markdown(title, software, sections)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(text)
+    (folder / f"{name}.md").write_text(text)
     fields: dict[str, Any] = {
         "title": title,
         "software": dict(software),
         "sections": [asdict(each) for each in sections],
     }
-    (folder / "report.json").write_text(json.dumps(fields, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(fields, indent=1) + "\n")
     return text
 
 
