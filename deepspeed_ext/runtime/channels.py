@@ -28,8 +28,10 @@ from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 _HEADER_LENGTH = 128
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+"""Types that every backend can send. NCCL has no integers of 16 bits."""
 
 
 class TensorSpec(NamedTuple):
@@ -62,7 +64,7 @@ class ShapeBook:
     def find(self, kind: Hashable) -> MessageSpec | None:
         """Shapes of a kind of message, or None if they are not known yet."""
         if kind not in self._known and self._rule is not None:
-            self._known[kind] = self._rule(kind)
+            self._keep(kind, self._rule(kind))
         return self._known.get(kind)
 
     def note(self, kind: Hashable, spec: MessageSpec) -> None:
@@ -72,6 +74,14 @@ class ShapeBook:
             raise UserError(
                 f"activations changed from {_describe(known)} to {_describe(spec)}: keep one shape, build the module "
                 "with dynamic_shape=True, or call reset_activation_shape() on every rank before the change"
+            )
+        self._keep(kind, spec)
+
+    def _keep(self, kind: Hashable, spec: MessageSpec) -> None:
+        if refused := tuple(entry for entry in spec if entry.dtype not in _DTYPES):
+            raise UserError(
+                f"stages exchange {_describe(refused)}, a type that NCCL cannot send: pass another type, such as int32 "
+                "instead of int16"
             )
         self._known[kind] = spec
 
@@ -93,9 +103,10 @@ class Outgoing:
         """Post a message of tensors [...], of one shape for all of a kind; they stay alive until `complete(name)`."""
         spec = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self._in_flight[name] = []
-        if self.shapes.find(kind) is None:
-            self._post(name, _header(spec).to(tensors[0].device))
+        is_known = self.shapes.find(kind) is not None
         self.shapes.note(kind, spec)
+        if not is_known:
+            self._post(name, _header(spec).to(tensors[0].device))
         for tensor in tensors:
             self._post(name, tensor.detach().contiguous())
 

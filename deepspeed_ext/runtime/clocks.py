@@ -136,7 +136,8 @@ def _named(name: str) -> Iterator[None]:
     accelerator = get_accelerator()
     accelerator.range_push(name)
     try:
-        with torch.profiler.record_function(name):
+        # Ranges are those of a thread: kernels of a backward are launched by the one that launches the others.
+        with torch.autograd.set_multithreading_enabled(False), torch.profiler.record_function(name):
             yield
     finally:
         accelerator.range_pop()

@@ -259,11 +259,12 @@ class BatchLoss:
         except StopIteration:
             pass  # an error where the missing micro-batch is taken
         counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
-        num_tokens = torch.tensor(sum(counts), dtype=torch.float64, device=self._weight.device)
+        numbers = to_device(torch.tensor([sum(counts), *counts], dtype=torch.float64), self._weight.device)
+        num_tokens = numbers[0]
         dist.all_reduce(num_tokens, group=self._copies)
         num_tokens /= self._sequence_ranks.size  # each of them counts whole micro-batches
         # Before the mean over micro-batches and ranks.
-        shares = torch.tensor(counts, dtype=torch.float64, device=self._weight.device) / num_tokens.clamp(min=1)
+        shares = numbers[1:] / num_tokens.clamp(min=1)
         self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
         self._num_tokens = num_tokens
 

@@ -1,5 +1,7 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,9 @@ from megatron_terapipe.config.rotation import Rotation
 
 WHOLE_TABLE_BYTES = 1 << 26
 """Largest table that is computed once for all positions: 131,072 of them in fp32, at 128 channels that turn."""
+
+ANGLES_AT_ONCE = 1 << 20
+"""Angles in fp64 that exist at once: those of 16,384 positions, at 128 channels that turn."""
 
 
 class RotaryTable:
@@ -24,6 +29,7 @@ class RotaryTable:
     def __init__(self, rotation: Rotation, length: int) -> None:
         self.rotation, self._length = rotation, length
         self._table: Tensor | None = None
+        self._frequencies: Tensor | None = None
 
     def between(self, start: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, N, 1, R/2] of the positions start .. end: views.
@@ -72,15 +78,25 @@ class RotaryTable:
         """
         # Evaluation may come first, and a tensor of inference mode could not be kept for a backward.
         with torch.inference_mode(False), torch.no_grad():
-            table = positions.new_empty((2, *positions.shape, len(self.rotation.frequencies)), dtype=_dtype_of(like))
-            # Frequencies are arguments of kernels: a tensor made of a list would be copied, and waited for. One at a
-            # time, so that fp64 needs memory for one column.
-            for pair, frequency in enumerate(self.rotation.frequencies):
-                angles = positions * frequency
-                table[0, ..., pair], table[1, ..., pair] = (
-                    turned.mul_(self.rotation.factor) for turned in (angles.cos(), angles.sin())
-                )
+            frequencies = self._frequencies_on(positions.device)
+            table = positions.new_empty((2, *positions.shape, len(frequencies)), dtype=_dtype_of(like))
+            tokens = max(ANGLES_AT_ONCE // len(frequencies), 1)
+            parts = zip(positions.flatten().split(tokens), table.flatten(1, -2).split(tokens, dim=1), strict=True)
+            for part, (cosine, sine) in parts:
+                angles = part[:, None] * frequencies
+                for function, turned in ((torch.cos, cosine), (torch.sin, sine)):
+                    turned.copy_(function(angles).mul_(self.rotation.factor))
         return table
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        """The frequencies [R/2] in fp64, made once on a device.
+
+        They are arguments of kernels: a tensor made of a list would be copied, and waited for.
+        """
+        if self._frequencies is None or self._frequencies.device != device:
+            fill = partial(torch.full, (), dtype=torch.float64, device=device)
+            self._frequencies = torch.stack([fill(each) for each in self.rotation.frequencies])
+        return self._frequencies
 
 
 def _dtype_of(like: Tensor) -> torch.dtype:

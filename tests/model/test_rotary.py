@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.measuring.counters import KernelCounter
 from megatron_terapipe.config.rotation import Rotation, frequencies_of_base
+from megatron_terapipe.model import rotary
 from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
 from tests.model import plain
 
@@ -121,6 +123,26 @@ def test_of_a_large_table_each_token_slice_computes_its_own_positions(start: int
             found[0, :, 0].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=rounding
         )
         assert torch.equal(of_positions[:, 0, 0], found[0, [5, 0], 0])
+
+
+@pytest.mark.parametrize("at_once", [1, 5 * 32, rotary.ANGLES_AT_ONCE])
+def test_tables_have_the_bits_of_one_frequency_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "ANGLES_AT_ONCE", at_once)
+    rotation, like, start = rotation_of(64, 500_000.0, factor=1.25), torch.zeros(1), (1 << 20) - 3
+    found = RotaryTable(rotation, 1 << 24).between(start, start + 23, like)
+    positions = torch.arange(start, start + 23, dtype=torch.float64)
+    for function, turns in zip((torch.cos, torch.sin), found, strict=True):
+        columns = [function(positions * each).mul(1.25).float() for each in rotation.frequencies]
+        assert torch.equal(turns[0, :, 0], torch.stack(columns, dim=-1))
+
+
+def test_of_a_large_table_a_token_slice_launches_a_few_kernels_for_all_frequencies() -> None:
+    table, like = RotaryTable(rotation_of(128), 1 << 20), torch.zeros(1, device="meta")
+    table.between(0, 2048, like)  # makes the frequencies
+    with KernelCounter() as counter:
+        table.between(1 << 19, (1 << 19) + 2048, like)
+    # Positions and angles; of cosines and of sines the function, the factor and the copy. It was 449.
+    assert counter.found.total() == 8, counter.found
 
 
 @pytest.fixture(scope="module")

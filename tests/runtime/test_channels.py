@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.channels import Incoming, Outgoing, ShapeBook, TensorSpec, _header, _read_header
+from deepspeed_ext.runtime.channels import _DTYPES, Incoming, Outgoing, ShapeBook, TensorSpec, _header, _read_header
 from tests.distributed import run_distributed
 
 HIDDEN = TensorSpec((2, 3), torch.float32, True)
@@ -46,6 +46,7 @@ def test_a_change_is_refused_with_both_shapes_and_the_remedy(changed: tuple[Tens
         (),
         (HIDDEN,),
         (HIDDEN, MASK, TensorSpec((), torch.int64, False)),
+        tuple(TensorSpec((1,), dtype, False) for dtype in _DTYPES),
         tuple(TensorSpec((7, index), torch.bfloat16, index % 2 == 0) for index in range(20)),
     ],
 )
@@ -56,6 +57,22 @@ def test_a_header_reads_back(spec: tuple[TensorSpec, ...]) -> None:
 def test_too_many_tensors_for_a_header_are_refused() -> None:
     with pytest.raises(UserError, match="pass fewer tensors, or give the module an activation_spec"):
         _header((HIDDEN,) * 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32], ids=str)
+@pytest.mark.parametrize("known", [False, True], ids=["header", "rule"])
+def test_types_that_nccl_cannot_send_are_refused_on_every_device(known: bool, dtype: torch.dtype) -> None:
+    """A model that runs on CPUs runs on GPUs, too. Nothing is posted before."""
+    tensors = torch.zeros(2, 3), torch.zeros(4, dtype=dtype)
+    book = ShapeBook((lambda _: tuple(map(TensorSpec.of, tensors))) if known else None)
+    outgoing = Outgoing(1, dist.group.WORLD, book)
+    line = rf"^stages exchange \[4\] {str(dtype)[6:]}, a type that NCCL cannot send: pass another type, such as int32"
+    with pytest.raises(UserError, match=line):
+        outgoing.send("a", "a", tensors)
+    assert not outgoing.num_messages
+    if known:
+        with pytest.raises(UserError, match=line):
+            Incoming(0, dist.group.WORLD, book, torch.device("cpu")).post("a", "a")
 
 
 def _tensors(index: int) -> tuple[torch.Tensor, ...]:

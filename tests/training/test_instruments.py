@@ -1,14 +1,17 @@
 """Instruments of an iteration: timers, profiler, zeros of gradients; throughput."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.runtime.clocks import BACKWARD, FORWARD, OPS, PHASES
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.runtime.clocks import BACKWARD, FORWARD, OPS, PHASES, ProfilerRanges
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.devices import DEVICES
@@ -102,13 +105,58 @@ def test_torchs_profiler_writes_the_ops_of_its_iterations_and_ranks(tmp_path: Pa
 
 
 def test_instruments_of_one_rank() -> None:
-    plain, ranges = run_distributed(one_rank, 1)[0]
+    plain, ranges, threads = run_distributed(one_rank, 1)[0]
     assert plain == ([None], [None], []), "without flags nothing is measured"
     assert ranges == ["start", "push 0F0.0", "pop", "push 0F1.0", "pop", "stop"]
+    pushed, *computed, popped = threads
+    assert [name for name, _ in threads] == ["push 0B0.0", "backward", "backward", "pop"]
+    assert {thread for _, thread in (*computed, popped)} == {pushed[1]}, "a range is one of its thread's kernels"
 
 
-def one_rank() -> tuple[Any, list[str]]:
-    return observed(Setup(1)), nsight()
+def one_rank() -> tuple[Any, list[str], list[tuple[str, int]]]:
+    return observed(Setup(1)), nsight(), threads_of_a_backward()
+
+
+def threads_of_a_backward() -> list[tuple[str, int]]:
+    """Calls of the ranges of the accelerator, and of a backward inside, with their threads.
+
+    The tensors pretend to be on an accelerator, of which autograd has a thread of its own.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("pretended")
+    calls: list[tuple[str, int]] = []
+    accelerator = get_accelerator()
+    accelerator.range_push = lambda name: calls.append((f"push {name}", threading.get_ident()))
+    accelerator.range_pop = lambda: calls.append(("pop", threading.get_ident()))
+    weight = OnPretendedDevice(torch.ones(3)).requires_grad_()
+    product = weight * 2 * 3
+    products: list[Any] = [product.grad_fn, product.grad_fn.next_functions[0][0]]
+    for each in products:
+        each.register_hook(lambda *_: calls.append(("backward", threading.get_ident())))
+    with ProfilerRanges().op(Op(OpKind.BACKWARD, 0, 0, 0)):
+        product.backward(OnPretendedDevice(torch.ones(3)))
+    return calls
+
+
+class OnPretendedDevice(torch.Tensor):
+    """A tensor in host memory whose device is another."""
+
+    values: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> "OnPretendedDevice":
+        device = torch.device("pretended", 0)
+        tensor = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)
+        tensor.values = values
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        found = function(*tree_map_only(cls, lambda each: each.values, arguments), **(keywords or {}))
+        return tree_map_only(torch.Tensor, cls, found)
 
 
 def nsight() -> list[str]:

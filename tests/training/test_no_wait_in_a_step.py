@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,12 +140,27 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     return found
 
 
-def _crossings_of_all() -> dict[str, Counter[tuple[str, str]]]:
-    return {name: crossings(setup) for name, setup in SETUPS.items()}
+def crossings_of_the_loss() -> Counter[str]:
+    """Where host and device meet when the micro-batches of a batch are weighed by their tokens."""
+    engine = build_engine(run_of(Setup(micro_batches=3)))
+    engine._loss._weight = engine._loss._weight.to(DEVICE)
+    engine.set_dataiterator(iter(batches(Setup(micro_batches=3), 0)))
+    found: list[str] = []
+    # The meta device has no messages.
+    with patch.object(dist, "all_reduce"), _Makers(found.append), _Copies(found.append):
+        engine._loss.read_ahead(3, lambda batch: float(batch.loss_mask.sum()))
+    weighed = engine._loss.weigh(torch.ones((), device=DEVICE), 2)
+    assert weighed.device == engine._loss._num_tokens.device == DEVICE
+    return Counter(found)
+
+
+def _crossings_of_all() -> tuple[dict[str, Counter[tuple[str, str]]], Counter[str]]:
+    return {name: crossings(setup) for name, setup in SETUPS.items()}, crossings_of_the_loss()
 
 
 def test_only_loading_copies_to_the_device_and_nothing_waits() -> None:
-    (by_setup,) = run_distributed(_crossings_of_all, 1)
+    ((by_setup, of_the_loss),) = run_distributed(_crossings_of_all, 1)
+    assert of_the_loss == {"aten::_to_copy from cpu": 1}, "token counts of all micro-batches"
     for name, found in by_setup.items():
         setup = SETUPS[name]
         # Tokens, labels, mask; and of packed documents, positions and where they begin and end.
