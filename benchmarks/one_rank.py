@@ -26,8 +26,9 @@ Model FLOPs utilization of one device by token slices, and of attention compared
     python -m benchmarks.one_rank utilization --model-preset llama3-1b --seq-length 8192 # one GPU, bf16
     DS_ACCELERATOR=cpu python -m benchmarks.one_rank utilization --layers 2 --seq-length 2048    # to try it
 
-Prints seconds of an iteration, TFLOP/s (model FLOPs, attention counted over whole sequences, as published figures are)
-and, where the device's peak is known or given, the utilization; then forward and backward of one layer's attention.
+Prints seconds of an iteration, TFLOP/s (model FLOPs, attention counted over whole sequences, as most published figures
+are) and, where the device's peak is known or given, the utilization, so counted and with causal attention; then forward
+and backward of one layer's attention.
 """
 
 import argparse
@@ -251,7 +252,7 @@ def utilization(argv: Sequence[str] | None = None) -> None:
     model, dtype = model_of(options), "fp32" if on_cpu else "bf16"
     peak = options.peak_tflops or peak_tflops_here(dtype)
     print(f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.seq_length} tokens, {dtype}")
-    print(f"{'token slices':>12} {'s':>8} {'TFLOP/s':>9} {'MFU':>7} {'over first':>10}")
+    print(f"{'token slices':>12} {'s':>8} {'TFLOP/s':>9} {'MFU':>7} {'causal':>7} {'over first':>10}")
     first = 0.0
     for count in options.token_slices:
         engine = our_engine(
@@ -260,9 +261,9 @@ def utilization(argv: Sequence[str] | None = None) -> None:
         data = batches(model, for_deepspeed=False)
         seconds = seconds_of(lambda engine=engine, data=data: engine.train_batch(data), options.rounds)
         first = first or seconds
-        tflops = tflops_per_device(model, 1, seconds, world_size=1)
-        mfu = "" if peak is None else f"{tflops / peak:.1%}"
-        numbers = f"{seconds:>8.3f} {tflops:>9.2f} {mfu:>7} {seconds / first - 1:>10.1%}"
+        tflops, causal = (tflops_per_device(model, 1, seconds, 1, causal=each) for each in (False, True))
+        mfu, causal_mfu = ("" if peak is None else f"{each / peak:.1%}" for each in (tflops, causal))
+        numbers = f"{seconds:>8.3f} {tflops:>9.2f} {mfu:>7} {causal_mfu:>7} {seconds / first - 1:>10.1%}"
         print(f"{count:>12} {numbers}", flush=True)
         del engine
     device = torch.device(get_accelerator().current_device_name())
@@ -272,7 +273,7 @@ def utilization(argv: Sequence[str] | None = None) -> None:
     for count in options.token_slices:
         cut = balanced_token_slices(model, count)
         seconds = seconds_of(lambda cut=cut: in_token_slices(inputs, cut), options.rounds)
-        print(f"{count:>12} {seconds:>8.4f} {'':>9} {'':>7} {seconds / whole - 1:>10.1%}")
+        print(f"{count:>12} {seconds:>8.4f} {'':>9} {'':>7} {'':>7} {seconds / whole - 1:>10.1%}")
     dist.destroy_process_group()
 
 

@@ -171,11 +171,13 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     """FLOPs of one optimizer step: forward and backward of `num_sequences` sequences.
 
     Without options these are the model FLOPs of Korthikanti appendix A, 72BLsh^2(1 + s/6h + V/12hL): every token
-    counted as if it attended to the whole sequence, or to a whole window, as published utilizations are. With
-    `recompute` these are the hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
+    counted as if it attended to the whole sequence, or to a whole window, as in most published utilizations (PaLM,
+    arXiv 2204.02311 appendix B; Megatron-LM until 2025). With `recompute` these are the hardware FLOPs of SC'21
+    equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
 
     Args:
         num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
+        causal: whether only scores that are computed count, as in Megatron-LM since 2025. Documents are not counted.
     """
     seq_length = model.seq_length
     if causal:

@@ -75,6 +75,7 @@ class Predicted(BaseModel):
     interval_coverage: Amount
     tokens_per_s: Amount
     mfu: Amount | None
+    mfu_causal: Amount | None
     bubble_ratio: Amount
     peak_memory_bytes: Amount
     breakdown: BreakdownObject
@@ -265,8 +266,12 @@ def compared_figures(
     yield compared("iteration", "s", predicted.iteration_time_s, seconds, why)
     why = "follows from the time of an iteration"
     yield compared("tokens a second", "tokens/s", predicted.tokens_per_s, figures.tokens_per_s.median, why)
-    if predicted.mfu is not None and figures.mfu is not None:
-        yield compared("MFU", "share", predicted.mfu, figures.mfu, "as above")
+    for name, promised, came in (
+        ("MFU", predicted.mfu, figures.mfu),
+        ("causal MFU", predicted.mfu_causal, figures.mfu_causal),
+    ):
+        if promised is not None and came is not None:
+            yield compared(name, "share", promised, came, "as above")
     if steps is not None:
         why = "; ".join(_why_bubble(steps, predicted.bubble_ratio))
         yield compared("bubble ratio", "share", predicted.bubble_ratio, steps.bubble_ratio, why)

@@ -59,9 +59,13 @@ class Figures:
     tokens_per_s: Spread
     """Tokens trained on in a second."""
     tflops_per_device: float
-    """Model FLOPs in a second and device, in 10^12."""
+    """Model FLOPs in a second and device, in 10^12, with full attention."""
+    tflops_per_device_causal: float | None
+    """The same with the scores that causal attention computes; None in files of earlier versions."""
     mfu: float | None
-    """Share of the devices' peak; None if the peak is unknown."""
+    """Share of the devices' peak with full attention; None if the peak is unknown."""
+    mfu_causal: float | None
+    """The same with the scores that causal attention computes; None in files of earlier versions."""
     peak_memory_bytes: tuple[int, ...]
     """Peak memory of a rank of each stage; empty if it was not measured."""
     skipped: int
@@ -82,7 +86,6 @@ def figures_of(run: TrainingRun) -> Figures:
     losses = [each.lm_loss for each in every[-LAST:] if isfinite(each.lm_loss)]
     evaluations = [each for each in run.evaluations() if isfinite(each.lm_loss)]
     best = min(evaluations, key=lambda each: each.lm_loss, default=None)
-    shares = [each.mfu for each in steady if each.mfu is not None]
     seq_length = None if start is None else start.model.get("seq_length")
     return Figures(
         iterations=every[-1].iteration,
@@ -94,7 +97,9 @@ def figures_of(run: TrainingRun) -> Figures:
         iteration_time_s=Spread.of([each.iteration_time_s for each in steady]),
         tokens_per_s=Spread.of([each.tokens_per_second for each in steady]),
         tflops_per_device=median(each.tflops_per_device for each in steady),
-        mfu=median(shares) if shares else None,
+        tflops_per_device_causal=_median(each.tflops_per_device_causal for each in steady),
+        mfu=_median(each.mfu for each in steady),
+        mfu_causal=_median(each.mfu_causal for each in steady),
         peak_memory_bytes=peak_memory(run),
         skipped=sum(each.skipped for each in every),
         repeated=run.num_repeated,
@@ -102,6 +107,11 @@ def figures_of(run: TrainingRun) -> Figures:
         in_iterations_s=sum(each.iteration_time_s for piece in run.pieces for each in piece.iterations),
         wall_s=_wall_time(run),
     )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return median(known) if known else None
 
 
 def peak_memory(run: TrainingRun) -> tuple[int, ...]:

@@ -78,11 +78,15 @@ def glance(report: RunReport) -> Iterator[tuple[str, str]]:
     within = f"90 % within {time_text(spread.low)} to {time_text(spread.high)}"
     yield time_text(spread.median), f"an iteration, {within}{prediction}"
     yield f"{figures.tokens_per_s.median:,.0f}", "tokens a second"
-    tflops = figures.tflops_per_device
-    yield f"{tflops:.3g} T" if tflops >= 1 else f"{tflops * 1e3:.3g} G", "model FLOP/s a device"
-    if figures.mfu is not None:
-        prediction = "" if predicted is None or predicted.mfu is None else f", predicted {predicted.mfu:.0%}"
-        yield f"{figures.mfu:.1%}", f"MFU{prediction}"
+    for name, tflops in (("", figures.tflops_per_device), (", causal attention", figures.tflops_per_device_causal)):
+        if tflops is not None:
+            yield f"{tflops:.3g} T" if tflops >= 1 else f"{tflops * 1e3:.3g} G", f"model FLOP/s a device{name}"
+    for name, share, expected in (
+        ("MFU", figures.mfu, predicted and predicted.mfu),
+        ("causal MFU", figures.mfu_causal, predicted and predicted.mfu_causal),
+    ):
+        if share is not None:
+            yield f"{share:.1%}", name if expected is None else f"{name}, predicted {expected:.0%}"
     if report.steps is not None:
         prediction = "" if predicted is None else f", predicted {predicted.bubble_ratio:.1%}"
         yield f"{report.steps.bubble_ratio:.1%}", f"bubble ratio{prediction}"

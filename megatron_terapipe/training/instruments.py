@@ -18,9 +18,11 @@ from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.devices import device_in
 
 
-def tflops_per_device(model: ModelConfig, num_sequences: int, seconds: float, world_size: int) -> float:
-    """Return the model TFLOP/s of each device, without recomputation, in an iteration."""
-    return iteration_flops(model, num_sequences) / seconds / world_size / 1e12
+def tflops_per_device(
+    model: ModelConfig, num_sequences: int, seconds: float, world_size: int, *, causal: bool = False
+) -> float:
+    """Return the model TFLOP/s of each device in an iteration, counted as `iteration_flops` counts."""
+    return iteration_flops(model, num_sequences, causal=causal) / seconds / world_size / 1e12
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

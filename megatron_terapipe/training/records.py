@@ -71,13 +71,19 @@ class IterationMetrics(Record):
     tokens_per_second: float
     global_batch_size: int
     tflops_per_device: float
-    """Model FLOPs: without those of recomputation."""
+    """Model FLOPs, without those of recomputation: every token counted as if it attended to the whole sequence, or to a
+    whole window."""
     mfu: float | None
-    """Share of the device's peak; None where that is unknown."""
+    """The same as a share of the device's peak; None where that is unknown."""
     loss_scale: float | None
     """None unless in fp16."""
     skipped_iterations: int
     """Over all runs."""
+    tflops_per_device_causal: float | None = None
+    """The same as `tflops_per_device`, but only scores that causal attention computes are counted; None in files of
+    earlier versions, as is `mfu_causal`."""
+    mfu_causal: float | None = None
+    """This as a share of the device's peak; None where that is unknown."""
     params_norm: float | None = None
     """None without `--log-params-norm`."""
     decoupled_learning_rate: float | None = None

@@ -114,6 +114,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     seconds = fmean(each.iteration_time_s for each in metrics)
     # Means over time, because iterations on a batch-size ramp differ.
     tflops = fmean(each.tflops_per_device * each.iteration_time_s for each in metrics) / seconds
+    over_last = tflops / last.tflops_per_device
     tokens = fmean(each.tokens_per_second * each.iteration_time_s for each in metrics) / seconds
     losses = [each.lm_loss for each in metrics if not each.skipped and isfinite(each.lm_loss)]
     parts = [
@@ -140,8 +141,12 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
         f"number of nan iterations: {sum(not isfinite(each.lm_loss) for each in metrics):3d}",
         f"tokens per second: {tokens:.0f}",
     ]
+    if last.tflops_per_device_causal is not None:
+        parts.append(f"causal TFLOP/s/GPU: {_tenths(last.tflops_per_device_causal * over_last)}")
     if last.mfu is not None:
-        parts.append(f"MFU: {last.mfu * tflops / last.tflops_per_device:.1%}")
+        parts.append(f"MFU: {last.mfu * over_last:.1%}")
+    if last.mfu_causal is not None:
+        parts.append(f"causal MFU: {last.mfu_causal * over_last:.1%}")
     # The first iteration takes longer than those that follow.
     if last.iteration < train_iters and len(metrics) > 1:
         parts.append(f"time left: {timedelta(seconds=round(seconds * (train_iters - last.iteration)))}")
@@ -211,7 +216,9 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
         points["iteration-time"] = metrics.iteration_time_s
         points["tokens-per-second"] = metrics.tokens_per_second
         points["throughput"] = metrics.tflops_per_device
+        points["throughput-causal"] = metrics.tflops_per_device_causal
         points["mfu"] = metrics.mfu
+        points["mfu-causal"] = metrics.mfu_causal
         points |= {f"{name}-time": max(seconds) for name, seconds in (metrics.timers or {}).items()}
     if logging.log_memory_to_tensorboard:
         for stage, peak in enumerate(metrics.peak_memory_bytes or ()):

@@ -67,7 +67,10 @@ class TrainingStep:
         grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
         progress = progress.after(batch_size, skipped=skipped)
         model = self._run.config.model
-        tflops = tflops_per_device(model, batch_size, seconds, self._run.launch.world_size)
+        tflops, causal_tflops = (
+            tflops_per_device(model, batch_size, seconds, self._run.launch.world_size, causal=causal)
+            for causal in (False, True)
+        )
         spiky_loss, large_grads = self._spikes.check(progress.iteration, loss, grad_norm)
         self._report(
             IterationMetrics(
@@ -81,7 +84,9 @@ class TrainingStep:
                 tokens_per_second=batch_size * model.seq_length / seconds,
                 global_batch_size=batch_size,
                 tflops_per_device=tflops,
+                tflops_per_device_causal=causal_tflops,
                 mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+                mfu_causal=None if self._peak_tflops is None else causal_tflops / self._peak_tflops,
                 loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
                 skipped_iterations=progress.skipped_iterations,
                 params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,

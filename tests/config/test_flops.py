@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.flops import attended_positions, positions_in_reach
 from megatron_terapipe.config.layers import BlockShape
+from megatron_terapipe.config.presets import find_preset
 
 
 def gpt(
@@ -60,6 +61,23 @@ def test_token_slices_add_up_to_the_sequence(lengths: list[int], window: int | N
     parts = sum(flops.block_forward_flops(model, block, *part) for part in zip(lengths, prefixes, strict=True))
     assert parts == flops.block_forward_flops(model, block, sum(lengths))
     assert parts == sum(flops.token_forward_flops(model, block, position) for position in range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "full", "causal"),
+    [
+        # Printed for one sequence, as the tables of NVIDIA/dgxc-benchmarking compute MFU.
+        ("llama3-70b", {"seq_length": 8192}, 3.94e15, None),
+        # Checked by hand: 3 passes of 2 FLOPs over 16 layers x 60.8 M and the head, and scores of 32 heads x 64.
+        ("llama3-1b", {"seq_length": 32768}, 665.2e12, 454.1e12),
+    ],
+)
+def test_both_readings(name: str, given: dict[str, int], full: float, causal: float | None) -> None:
+    settings = dict(find_preset(name).settings) | given | {"max_position_embeddings": given["seq_length"]}
+    model = ModelConfig(**settings)
+    assert flops.iteration_flops(model, 1) == pytest.approx(full, rel=2e-3)
+    if causal is not None:
+        assert flops.iteration_flops(model, 1, causal=True) == pytest.approx(causal, rel=2e-4)
 
 
 def test_causal_attention_is_about_half() -> None:

@@ -57,6 +57,7 @@ def test_main_figures(whole: RunReport) -> None:
     assert (figures.iteration_time_s.median, figures.iteration_time_s.low) == (0.5, 0.5)
     assert figures.tokens_per_s.median == 128.0
     assert (figures.mfu, figures.tflops_per_device) == (0.4, 100.0)
+    assert (figures.mfu_causal, figures.tflops_per_device_causal) == (0.3, 75.0)
     assert figures.peak_memory_bytes == (3 * GIB, 2 * GIB)
     assert (figures.skipped, figures.repeated, figures.wall_s) == (2, 5, 100.0)
 
@@ -90,11 +91,12 @@ def test_the_gravest_incidents_of_a_kind_are_listed(tmp_path: Path) -> None:
 def test_predicted_and_measured_figures(whole: RunReport) -> None:
     by_name = {each.name: each for each in whole.compared}
     assert list(by_name) == [
-        *("iteration", "tokens a second", "MFU", "bubble ratio", "memory, stage 0", "memory, stage 1")
+        *("iteration", "tokens a second", "MFU", "causal MFU", "bubble ratio", "memory, stage 0", "memory, stage 1")
     ]
     assert by_name["iteration"].difference == pytest.approx(0.25)
     assert by_name["iteration"].why.startswith("within 350 ms to 600 ms")
     assert by_name["MFU"].difference_text == "-10.0 points"
+    assert by_name["causal MFU"].difference_text == "-15.0 points"
     assert by_name["memory, stage 0"].difference == pytest.approx(3 * GIB / 3e9 - 1)
     assert whole.prediction is not None and whole.prediction.differences == ()
 
@@ -133,7 +135,8 @@ def test_files_are_found_where_the_run_recorded_them(tmp_path: Path) -> None:
 
 
 def test_an_unknown_figure_has_a_remedy(tmp_path: Path) -> None:
-    lines = [replace(each, mfu=None, peak_memory_bytes=None) for each in lines_of(range(1, 6))]
+    unknown = dict.fromkeys(("mfu", "mfu_causal", "peak_memory_bytes"))
+    lines = [replace(each, **unknown) for each in lines_of(range(1, 6))]
     report = report_of(tmp_path, lines)
     flags = ("--metrics-file", "--search", "--timeline", "--eval-interval", "--peak-tflops-per-device", "iterations")
     assert len(report.missing) == len(flags)

@@ -15,6 +15,8 @@ ITERATION = IterationMetrics(
     global_batch_size=8,
     tflops_per_device=100.0,
     mfu=0.25,
+    tflops_per_device_causal=60.0,
+    mfu_causal=0.15,
     loss_scale=None,
     skipped_iterations=2,
 )

@@ -40,12 +40,15 @@ def test_a_line_has_megatrons_fields_in_its_order() -> None:
         " iteration        7/     100 | consumed samples:           56 | elapsed time per iteration (ms): 500.0 |"
         " throughput per GPU (TFLOP/s/GPU): 100.0 | learning rate: 1.000000E-04 | global batch size:     8 |"
         " lm loss: 5.123457E+00 | loss scale: 65536.0 | grad norm: 1.250 | params norm: 12.346 |"
-        " number of skipped iterations:   0 | number of nan iterations:   0 | tokens per second: 512 | MFU: 25.0% |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 | tokens per second: 512 |"
+        " causal TFLOP/s/GPU: 60.0 | MFU: 25.0% | causal MFU: 15.0% |"
     )
 
 
 def test_in_fp32_the_scale_is_1_and_unknown_numbers_are_omitted() -> None:
-    line = iteration_line([replace(ITERATION, mfu=None, tflops_per_device=0.00123, num_zeros_in_grad=1234)], 100)
+    line = iteration_line(
+        [replace(ITERATION, mfu=None, mfu_causal=None, tflops_per_device=0.00123, num_zeros_in_grad=1234)], 100
+    )
     assert "| loss scale: 1.0 | grad norm: 1.250 | num zeros: 1234 | number of skipped" in line
     assert "(TFLOP/s/GPU): 1.2e-03 |" in line
     assert "MFU" not in line
@@ -54,11 +57,12 @@ def test_in_fp32_the_scale_is_1_and_unknown_numbers_are_omitted() -> None:
 
 def test_a_line_of_several_is_their_mean_by_time() -> None:
     slow = replace(ITERATION, iteration=8, lm_loss=3.0, iteration_time_s=1.5, tokens_per_second=128.0)
-    slow = replace(slow, tflops_per_device=20.0, mfu=0.05)
+    slow = replace(slow, tflops_per_device=20.0, mfu=0.05, tflops_per_device_causal=12.0, mfu_causal=0.03)
     line = iteration_line([ITERATION, slow], 100)
     assert "elapsed time per iteration (ms): 1000.0 |" in line
     # 0.5 s at 512 and 1.5 s at 128: 448 tokens in 2 s; so for FLOPs.
-    assert line.endswith("tokens per second: 224 | MFU: 10.0% | time left: 0:01:32 |")
+    flops = "causal TFLOP/s/GPU: 24.0 | MFU: 10.0% | causal MFU: 6.0%"
+    assert line.endswith(f"tokens per second: 224 | {flops} | time left: 0:01:32 |")
     assert "(TFLOP/s/GPU): 40.0 |" in line
     assert f"lm loss: {(ITERATION.lm_loss + 3) / 2:.6E} |" in line
 
@@ -149,7 +153,9 @@ def test_flags_choose_the_points() -> None:
         "iteration-time": 0.5,
         "tokens-per-second": 512.0,
         "throughput": 100.0,
+        "throughput-causal": 60.0,
         "mfu": 0.25,
+        "mfu-causal": 0.15,
         "mem-max-allocated-bytes stage 0": 10,
         "mem-max-allocated-bytes stage 1": 20,
     }

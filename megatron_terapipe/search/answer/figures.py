@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.answer.json_schema import Predicted, Speed
 from megatron_terapipe.search.machine.cluster import Cluster
@@ -15,21 +16,8 @@ GIGABYTE = 1e9
 
 
 def model_flops(workload: Workload, *, causal: bool = False) -> float:
-    """Return the FLOPs of the model for one sequence, forward and backward, without recomputation.
-
-    Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
-    utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
-    (`config.model.flops.iteration_flops`).
-    """
-    forward = 0.0
-    for layer in workload.layers:
-        if causal or layer.attention is None:
-            forward += layer.forward_flops(0, layer.tokens)
-        else:
-            positions = layer.attention.most_positions(layer.tokens)
-            forward += layer.tokens * (layer.linear_flops_per_token + positions * layer.attention.flops_per_position)
-    # The backward of a product is two products of its size.
-    return 3.0 * forward
+    """Return the FLOPs of one sequence, forward and backward, counted as the trainer's `iteration_flops` counts."""
+    return (1.0 + BACKWARD_PER_FORWARD) * sum(layer.model_flops(causal=causal) for layer in workload.layers)
 
 
 def flops_utilization(
@@ -56,7 +44,9 @@ def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float
     """Return the published figures that follow from the seconds of an iteration."""
     workload, cluster = problem.workload, problem.cluster
     tokens_per_s = strategy.num_sequences * workload.seq_length / iteration_time_s
-    flops = model_flops(workload) * strategy.num_sequences / iteration_time_s
+    flops, causal_flops = (
+        model_flops(workload, causal=causal) * strategy.num_sequences / iteration_time_s for causal in (False, True)
+    )
     asked = strategy, workload, cluster, iteration_time_s, problem.precision
     peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
     return Speed(
@@ -64,6 +54,7 @@ def speed_of(problem: SearchProblem, strategy: Strategy, iteration_time_s: float
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / strategy.world_size,
         tflops_per_device=flops / strategy.world_size / 1e12,
+        tflops_per_device_causal=causal_flops / strategy.world_size / 1e12,
         mfu=flops_utilization(*asked) if peak_is_known else None,
         mfu_causal=flops_utilization(*asked, causal=True) if peak_is_known else None,
     )

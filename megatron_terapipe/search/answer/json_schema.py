@@ -300,11 +300,13 @@ class Speed(Part):
     tflops_per_device: float
     """FLOPs of the model in a second and device, in 10^12, counted as for `mfu`."""
     mfu: float | None
-    """FLOPs of the model over the peak of the devices in use, counted as published figures are: each token attends to
-    the whole sequence, without recomputation. Null where the peak is a guess."""
+    """FLOPs of the model over the peak of the devices in use: each token attends to the whole sequence, without
+    recomputation, as most published figures are counted. Null where the peak is a guess."""
     mfu_causal: float | None
     """The same, but only scores that are computed are counted: a token attends to itself and those before it, or in its
     window."""
+    tflops_per_device_causal: float
+    """FLOPs of the model in a second and device, in 10^12, counted as for `mfu_causal`."""
 
 
 class Predicted(Speed):

@@ -86,9 +86,7 @@ def _winner(entry: Entry) -> str:
         (f"{prediction.tokens_per_s:,.0f}", f"tokens a second, {prediction.tokens_per_s_per_device:,.0f} a device"),
     ]
     if prediction.mfu is not None:
-        figures.append(
-            (share_text(prediction.mfu), "MFU: share of the devices' peak, counted as published figures are")
-        )
+        figures.append((share_text(prediction.mfu), "MFU: share of the devices' peak, with full attention"))
         figures.append((share_text(prediction.mfu_causal), "causal MFU: only scores that are computed"))
     figures.append((f"{prediction.bubble_ratio:.1%}", "bubble ratio"))
     if prediction.memory_per_rank:

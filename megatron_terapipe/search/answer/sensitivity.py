@@ -178,7 +178,7 @@ class PublishedUtilization(NamedTuple):
     """The best published MFU of a generation."""
 
     share: float
-    """Of the peak, in [0, 1]."""
+    """Of the peak, in [0, 1], with full attention."""
     causal_share: float
     """The same without the scores that causal attention never computes."""
     run: str

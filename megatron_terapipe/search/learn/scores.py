@@ -22,11 +22,8 @@ def naive_time_s(trial: Trial) -> float:
     passes = 4 if strategy.recompute == "full" else 3
     flops = 0.0
     for layer in workload.layers:
-        # Tables count every token as if it attended to the whole sequence, or window.
-        attended = layer.attention
-        attention = 0 if attended is None else attended.flops_per_position * attended.most_positions(layer.tokens)
-        forward = layer.tokens * (layer.linear_flops_per_token + attention)
-        flops += forward * (passes if layer.kind in ("block", "other") else 3)
+        # Tables count full attention.
+        flops += layer.model_flops(causal=False) * (passes if layer.kind in ("block", "other") else 3)
     devices = [node.device for node in trial.cluster.nodes]
     peak = min(device.peak_flops(trial.precision) for device in devices)
     busy = strategy.num_sequences * flops / (strategy.world_size * UTILIZATION * peak)

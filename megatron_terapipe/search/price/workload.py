@@ -164,6 +164,13 @@ class Layer:
             attention = self.attention.flops_per_position * self.attention.positions(start, end, self.tokens)
         return (end - start) * self.linear_flops_per_token + attention
 
+    def model_flops(self, *, causal: bool) -> float:
+        """Forward FLOPs of one sequence: of the scores that are computed, or of the most of a token for each."""
+        if causal or self.attention is None:
+            return self.forward_flops(0, self.tokens)
+        positions = self.attention.most_positions(self.tokens)
+        return self.tokens * (self.linear_flops_per_token + positions * self.attention.flops_per_position)
+
     def parameters_per_rank(self, tensor_parallel_size: int) -> float:
         """Parameters that one tensor-parallel rank holds."""
         shared = self.parameters - self.unshared_parameters

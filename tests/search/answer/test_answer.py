@@ -61,6 +61,7 @@ def test_the_document_of_a_ranking() -> None:
     assert predicted["tokens_per_s"] == pytest.approx(8 * 128 / 1.4)
     assert predicted["tokens_per_s_per_device"] == pytest.approx(8 * 128 / 1.4 / 16)
     assert predicted["tflops_per_device"] == pytest.approx(predicted["mfu"] * 312)
+    assert predicted["tflops_per_device_causal"] == pytest.approx(predicted["mfu_causal"] * 312)
     assert 0 < predicted["mfu_causal"] < predicted["mfu"]
     assert sum(predicted["breakdown"].values()) == pytest.approx(1.4)
     assert predicted["memory_per_rank"][0]["total"] == pytest.approx(8e9)
