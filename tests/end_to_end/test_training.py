@@ -34,6 +34,7 @@ def test_every_iteration_has_the_fields_of_the_contract(iterations: list[dict[st
         assert each["grad_norm"] > 0
         assert each["consumed_samples"] == 8 * each["iteration"]
         assert each["tokens_per_second"] == pytest.approx(8 * 32 / each["iteration_time_s"])
+        assert 0 < each["tflops_per_device_causal"] < each["tflops_per_device"]
     assert [each["learning_rate"] for each in iterations] == pytest.approx([1e-2 * (6 - done) / 6 for done in range(6)])
 
 
